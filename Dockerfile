@@ -1,0 +1,26 @@
+# A reproducible environment for train_gpt.py. Build and run:
+#   docker build -t train_gpt .
+#   docker run --gpus all --ipc=host -v "$PWD":/workspace train_gpt ./run.sh
+FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+# gcc and the Python headers are for torch.compile, which builds its kernel launchers on first use
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc g++ git libc6-dev python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+# a layer of its own: changing the code does not install PyTorch again
+COPY requirements.txt /opt/requirements.txt
+RUN python3 -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir --requirement /opt/requirements.txt
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1
+
+RUN useradd --create-home --uid 10001 trainer
+USER 10001
+WORKDIR /workspace
+COPY --chown=trainer . .
+
+CMD ["./run.sh"]

@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Download pre-tokenized FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2).
+
+    python data/cached_fineweb10B.py 8     # the validation shard and 8 training shards: enough for track_1
+    python data/cached_fineweb10B.py       # all 103
+
+Shards that are whole stay; a broken download is resumed. 200 MB a shard, into data/fineweb10B beside this script.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT.parent))
+import train_gpt as gpt  # noqa: E402
+
+REPOSITORY, NUM_SHARDS = "kjj0/fineweb10B-gpt2", 103
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard is there and as long as its header says."""
+    try:
+        gpt.read_shard_header(str(path))
+    except gpt.InputError:
+        return False
+    return True
+
+
+def fetch(name: str, folder: Path) -> None:
+    """Download one shard unless it is whole; InputError if the hub cannot be reached or sends something else."""
+    path = folder / name
+    if is_whole(path):
+        return
+    try:
+        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder, force_download=path.exists())
+    except Exception as error:  # the hub client raises the errors of several HTTP libraries
+        reason = (str(error).strip().splitlines() or [""])[0][:120]
+        raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): check the "
+                             "network or proxy and run this again, it resumes; or train without a download: "
+                             "./run.sh --preset=laptop") from None
+    gpt.read_shard_header(str(path))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fetch the validation shard, then the training shards in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_shards", nargs="?", type=int, default=NUM_SHARDS, help="training shards (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "fineweb10B", help="folder (default %(default)s)")
+    args = parser.parse_args(argv)
+    names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1))]
+    try:
+        if not 0 <= args.num_shards <= NUM_SHARDS:
+            raise gpt.InputError(f"{args.num_shards} shards were asked for: give 0 to {NUM_SHARDS}")
+        for name in tqdm(names, desc="shards", unit="file"):
+            fetch(name, args.out)
+    except gpt.InputError as error:
+        print(f"cached_fineweb10B.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What the tests share: the module, small shards, and running the script as a user does."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "train_gpt.py"
+sys.path.insert(0, str(ROOT))
+import train_gpt as gpt  # noqa: E402
+
+VOCAB, START = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
+
+
+def pytest_collection_modifyitems(items):
+    """Skip tests marked gpu where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def use_one_thread():
+    """Small tensors: more threads only add noise and time."""
+    torch.set_num_threads(1)
+
+
+def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind START."""
+    parts, total = [], 0
+    while total < num_tokens:
+        length = int(rng.integers(20, 600))
+        text = (int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6).astype(np.uint16)
+        parts += [np.array([START], np.uint16), text]
+        total += length + 1
+    return np.concatenate(parts)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    """A folder with two training shards and one of validation."""
+    folder = tmp_path_factory.mktemp("shards")
+    rng = np.random.default_rng(0)
+    for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
+        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, START)
+    return folder
+
+
+def data_args(shards: Path) -> list[str]:
+    """Options that make a run read the test shards."""
+    return [f"--train_files={shards}/train_*.bin", f"--val_files={shards}/val_*.bin"]
+
+
+def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
+    """The smoke preset on the test shards, with changes."""
+    files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin") if shards else {}
+    return gpt.make_config({"preset": "smoke", "device": "cpu", **files, **changes})
+
+
+def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
+    """A float32 CPU runtime without probing; several ranks only where no collective is called."""
+    facts = dict(dtype=torch.float32, use_compile=False, use_flex=False, use_fp8=False, peak_flops=1e9, notes=())
+    return gpt.Runtime(torch.device("cpu"), rank, rank, world_size, **{**facts, **changes})
+
+
+def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1, env: dict | None = None):
+    """Run the script as a user would, on the CPU; returns the finished process."""
+    launcher = [sys.executable]
+    if nproc > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return subprocess.run([*launcher, str(script), "--device=cpu", *args], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+
+
+def smoke_run(shards: Path, cwd: Path, *args: str, **kwargs) -> dict:
+    """A smoke run that must succeed; returns its json, with "stdout" added."""
+    before = set(cwd.rglob("*.json"))
+    done = run_script(["--preset=smoke", *data_args(shards), *args], cwd, **kwargs)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (result,) = set(cwd.rglob("*.json")) - before
+    return {**json.loads(result.read_text()), "stdout": done.stdout, "path": result}
+
+
+VAL_LINE = re.compile(r"^step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M)
+STEP_LINE = re.compile(r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M)

@@ -1,0 +1,103 @@
+"""Attention: one mask function, two implementations, one graph."""
+import shutil
+
+import pytest
+import torch
+from conftest import gpt, make_runtime, smoke_config
+
+CASES = [(256, 1, 40), (256, 64, 17), (384, 100, 90), (512, 128, 1000), (640, 639, 200)]  # T, window, mean document length
+
+
+def make_doc_ids(num_tokens: int, mean_length: int, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return (torch.rand(num_tokens) < 1 / mean_length).cumsum(0).int()
+
+
+def brute_force_mask(doc_ids: torch.Tensor, window: int) -> torch.Tensor:
+    """(T, T) from the definition, pair by pair."""
+    ids = doc_ids.tolist()
+    return torch.tensor([[j <= i and i - j <= window and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))])
+
+
+def attend_naive(q, k, v, mask):
+    scores = torch.einsum("qhk,shk->hqs", q, k).masked_fill(~mask, -torch.inf)
+    return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
+def test_dense_attention_equals_the_definition_forward_and_backward(num_tokens, window, mean_length):
+    doc_ids = make_doc_ids(num_tokens, mean_length)
+    mask = brute_force_mask(doc_ids, window)
+    ours = [torch.randn(num_tokens, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    naive = [x.detach().clone().requires_grad_() for x in ours]
+    y = gpt.attend(*ours, gpt.build_dense_mask(doc_ids, window))
+    expected = attend_naive(*naive, mask)
+    weight = torch.randn_like(y)
+    (y * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert torch.allclose(y, expected, atol=1e-12)
+    for a, b in zip(ours, naive):
+        assert torch.allclose(a.grad, b.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
+def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_length):
+    doc_ids = make_doc_ids(num_tokens, mean_length)
+    mask = brute_force_mask(doc_ids, window)
+    blocks = mask.view(num_tokens // 128, 128, num_tokens // 128, 128).transpose(1, 2).flatten(2)
+    made = gpt.build_block_mask(doc_ids, torch.tensor(window))
+    listed, full = torch.zeros(2, *blocks.shape[:2], dtype=torch.bool)
+    for out, counts, indices in ((listed, made.kv_num_blocks, made.kv_indices), (full, made.full_kv_num_blocks,
+                                                                                 made.full_kv_indices)):
+        for row in range(len(out)):
+            out[row, indices[0, 0, row, : counts[0, 0, row]].long()] = True
+    assert not (listed & full).any()
+    assert torch.equal(full, blocks.all(-1))  # skips the mask function: must be visible throughout
+    assert not (blocks.any(-1) & ~(listed | full)).any()  # nothing visible is left out
+    assert (listed & ~blocks.any(-1)).sum() <= len(listed)  # at most one empty block per row is visited in vain
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
+    """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form."""
+    cfg = smoke_config(num_layers=4, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
+    torch.manual_seed(0)
+    flex, dense = gpt.GPT(cfg, use_flex=True).eval(), gpt.GPT(cfg).eval()
+    for a, b in zip(flex.parameters(), dense.parameters()):
+        a.data.add_(torch.randn_like(a) * 0.1)
+        b.data.copy_(a)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, schedule, losses = torch.compile(flex, dynamic=False, fullgraph=True), gpt.Schedule(cfg), []
+    with torch.no_grad():
+        for step in (0, 5, 9, 12):  # every stage, and the final validation
+            state = schedule.at(step)
+            windows = (state.stage.window_long, state.stage.window_short)
+            tokens, targets, ids = torch.randint(257, (2, 512)), torch.randint(257, (512,)), make_doc_ids(512, 60, step)
+            rotary = gpt.make_rotary(state, 512, 512, make_runtime())
+            ours = compiled(tokens[0].int(), targets, ids, gpt.StepInputs(torch.tensor(windows, dtype=torch.int32), *rotary))
+            expected = dense(tokens[0].int(), targets, ids, gpt.StepInputs(windows, *rotary))
+            assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+            losses.append(windows)
+    assert len(set(losses)) == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_rotary_keeps_norms_and_depends_on_distance_alone():
+    state = gpt.Schedule(smoke_config()).at(0)
+    cos, sin = gpt.make_rotary(state, 64, 64, make_runtime())
+    x = torch.randn(2, 1, 32).expand(64, 2, 1, 32)  # the same q and k at every position
+    y = gpt.apply_rotary(x, cos, sin)[:, :, 0]  # (64, 2, 32)
+    assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1, 0].norm().expand(64), rtol=1e-5)
+    assert torch.allclose(y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0, 0].norm().expand(64), rtol=1e-5)
+    scores = y[:, 0] @ y[:, 1].T
+    for distance in (0, 1, 17):
+        diagonal = scores.diagonal(-distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+    assert (scores[5, 5] - scores[5, 0]).abs() > 1e-3
+
+
+def test_positions_start_anew_with_each_row():
+    state = gpt.Schedule(smoke_config()).at(0)
+    cos, _ = gpt.make_rotary(state, 128, 64, make_runtime())
+    assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])

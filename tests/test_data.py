@@ -1,0 +1,249 @@
+"""Shards, rows, batches, prefetch, corpora: what is refused, and that ranks never change what a step sees."""
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, START, VOCAB, gpt, make_documents, make_runtime, smoke_config
+
+
+def write_raw(path, header, tokens):
+    full = np.zeros(256, dtype="<i4")
+    full[: len(header)] = header
+    path.write_bytes(full.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+    return str(path)
+
+
+GOOD = (20240520, 1, 4, VOCAB, START)
+
+
+@pytest.mark.parametrize("header, tokens, complaint", [
+    ((1, 1, 4, VOCAB, START), [START, 1, 2, 3], "not a token shard"),
+    ((20240520, 2, 4, VOCAB, START), [START, 1, 2, 3], "version 1"),
+    ((20240520, 1, 9, VOCAB, START), [START, 1, 2, 3], "1032 bytes where its header announces 1042"),
+    ((20240520, 1, 0, VOCAB, START), [], "holds no tokens"),
+    (GOOD, [START, 1, 2, 300], "token 300"),
+    (GOOD, [0, 1, 2, 3], "no document start"),
+    ((20240520, 1, 4), [50256, 1, 2, 3], "--vocab_size=50257"),
+])
+def test_bad_shards_are_refused_by_name(tmp_path, header, tokens, complaint):
+    path = write_raw(tmp_path / "odd.bin", header, tokens)
+    with pytest.raises(gpt.InputError, match="odd.bin") as caught:
+        gpt.open_shard(path, VOCAB)
+    assert complaint in str(caught.value) and ":" in str(caught.value)
+
+
+def test_truncated_and_missing_files(tmp_path):
+    (tmp_path / "short.bin").write_bytes(b"abc")
+    for name, complaint in (("short.bin", "not a token shard"), ("none.bin", "cannot be read")):
+        with pytest.raises(gpt.InputError, match=complaint):
+            gpt.read_shard_header(str(tmp_path / name))
+
+
+def test_headers_from_elsewhere_mean_gpt2(tmp_path):
+    path = write_raw(tmp_path / "fineweb.bin", (20240520, 1, 3), [50256, 1, 2])
+    shard = gpt.open_shard(path, 50257)
+    assert shard.document_start == 50256 and shard.starts.tolist() == [0]
+
+
+def all_rows(cfg):
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    return data, [data.tokens_of(i) for i in range(data.num_rows)]
+
+
+def test_rows_follow_the_published_packing(shards):
+    """METHODS B12, written again the slow way: fill with document slices, discard what is cut, next shard at the end."""
+    cfg = smoke_config(shards, num_iterations=40)
+    data, rows = all_rows(cfg)
+    expected = []
+    for name in ("train_0", "train_1"):
+        tokens = np.fromfile(shards / f"{name}.bin", dtype="<u2")[512:]
+        starts = np.flatnonzero(tokens == START).tolist()
+        buffer = []
+        for begin, end in zip(starts, [*starts[1:], len(tokens)]):
+            buffer += tokens[begin : min(end, begin + cfg.max_doc_len, begin + cfg.seq_len + 1 - len(buffer))].tolist()
+            if len(buffer) == cfg.seq_len + 1:
+                expected.append(buffer)
+                buffer = []
+    assert len({row.shard for row in data.rows}) == 2  # the run crosses a shard boundary
+    assert [row.tolist() for row in rows] == expected[: data.num_rows]
+    for row in rows:
+        lengths = np.diff(np.flatnonzero(row == START))
+        assert row[0] == START and lengths.max() <= cfg.max_doc_len
+
+
+def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
+    cfg = smoke_config(shards)
+    data, rows = all_rows(cfg)
+    batch = data.batch(range(2))
+    for i in range(2):
+        part = slice(i * cfg.seq_len, (i + 1) * cfg.seq_len)
+        assert batch.inputs[part].tolist() == rows[i][:-1].tolist() and batch.targets[part].tolist() == rows[i][1:].tolist()
+    assert batch.doc_ids[0] == 1
+    assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == START)
+    assert (batch.inputs.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (torch.int32, torch.int64, torch.int32)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_tokens):
+    cfg = smoke_config(shards, micro_batch_tokens=micro_batch_tokens)
+    data, rows = all_rows(cfg)
+    for step in (0, 5, 11):
+        seen = [batch.inputs for rank in range(world_size)
+                for batch in data.batches(cfg, make_runtime(rank, world_size), step, step + 1)]
+        expected = np.concatenate([row[:-1] for row in rows[step * 4 : step * 4 + 4]])
+        assert torch.cat(seen).tolist() == expected.tolist()
+
+
+def test_stages_change_rows_per_step_and_document_length(shards):
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=50), gpt.Stage(1, 64, 64))
+    cfg = smoke_config(shards, stages=stages)
+    data, rows = all_rows(cfg)
+    assert data.first_row == [0, 2, 4, 6, 8, 10, 12, *range(14, 34, 4)]  # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
+    assert data.num_rows == 34
+    assert [r.max_doc_len for r in data.rows] == [50] * 14 + [256] * 20
+
+
+def test_too_few_tokens_say_how_many_and_what_to_do(shards):
+    cfg = smoke_config(shards, num_iterations=1000)
+    with pytest.raises(gpt.InputError, match=r"train_\*.bin is \d+ tokens short.*data/text.py"):
+        gpt.TrainData(cfg, gpt.Schedule(cfg))
+    with pytest.raises(gpt.InputError, match=r"--val_tokens=1024000.*at most --val_tokens=\d+"):
+        gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
+    with pytest.raises(gpt.InputError, match="matches no file"):
+        gpt.ValData(smoke_config(shards, val_files="nowhere/*.bin"))
+
+
+def test_validation_is_the_stream_itself(shards):
+    data = gpt.ValData(smoke_config(shards))
+    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
+    batches = [data.batch(i) for i in range(data.num_rows)]
+    assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
+    assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
+
+
+def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
+    def batches():
+        yield gpt.make_batch(np.array([START, 1]), np.array([1, 2]), START)
+        raise ValueError("disk on fire")
+
+    prefetcher = gpt.Prefetcher(batches(), torch.device("cpu"))
+    assert next(prefetcher).inputs.tolist() == [START, 1]
+    with pytest.raises(ValueError, match="disk on fire"):
+        next(prefetcher)
+    prefetcher.close()
+    assert not prefetcher.thread.is_alive()
+
+
+def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
+    cfg = smoke_config(shards)
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    prefetcher = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 12), torch.device("cpu"))
+    next(prefetcher)
+    prefetcher.close()
+    assert not prefetcher.thread.is_alive()
+
+
+# ---- corpora --------------------------------------------------------------------------------------------------------
+
+
+def run_tool(name, *args, cwd, **env):
+    return subprocess.run([sys.executable, str(ROOT / "data" / name), *args], cwd=cwd, capture_output=True, text=True,
+                          env={**os.environ, **env}, timeout=120)
+
+
+def make_texts(folder):
+    (folder / "sub").mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    for i in range(60):
+        text = b"\n".join(bytes(make_documents(rng, 200)[1:] % 256 % 120 + 5) for _ in range(20))
+        (folder / "sub" / f"{i}.txt").write_bytes(text)
+    (folder / "image.png").write_bytes(b"\x89PNG\0\0")
+    return folder
+
+
+def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
+    texts = make_texts(tmp_path / "texts")
+    done = run_tool("text.py", str(texts), "--out", "mine", "--shard_tokens", "50000", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((tmp_path / "mine" / "corpus.json").read_text())
+    assert info["fingerprint"] in done.stdout
+    streams = {split: np.concatenate([gpt.open_shard(str(p), VOCAB).tokens for p in sorted((tmp_path / "mine").glob(f"{split}_*"))
+                                      if START in np.fromfile(p, "<u2")]) for split in ("train", "val")}
+    assert {split: len(s) for split, s in streams.items()} == info["tokens"]
+    for split, stream in streams.items():
+        pieces = {bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == START))[1:]}
+        assert max(map(len, pieces)) <= 2047
+        for file in (texts / "sub").iterdir():
+            name = f"sub/{file.name}"
+            is_here = (hashlib.sha256(name.encode()).digest()[0] < 16) == (split == "val")
+            assert is_here == (file.read_bytes()[:100] in b"".join(p for p in pieces if file.read_bytes().startswith(p[:100])))
+
+
+def test_the_same_texts_give_the_same_bytes(tmp_path):
+    texts = make_texts(tmp_path / "texts")
+    for out in ("one", "two"):
+        assert run_tool("text.py", str(texts), "--out", out, cwd=tmp_path).returncode == 0
+    for file in (tmp_path / "one").iterdir():
+        if file.suffix == ".bin":
+            assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+
+
+def test_splitting_keeps_every_byte_and_prefers_line_ends():
+    text = b"aa\n" * 10 + b"x" * 25 + b"\nlast"
+    pieces = list(gpt.split_text(text, 10))
+    assert b"".join(pieces) == text and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
+
+
+@pytest.mark.parametrize("args, complaint", [
+    (["missing_folder", "--out", "x"], "missing_folder does not exist"),
+    (["."], "--out"),
+    ([".", "--out", "x", "--shard_tokens", "0"], "positive"),
+])
+def test_text_tool_refuses_in_one_line(tmp_path, args, complaint):
+    done = run_tool("text.py", *args, cwd=tmp_path)
+    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_gpt2_tokens_need_an_optional_package(tmp_path):
+    """Either tiktoken is missing or its vocabulary cannot be fetched here: both are explained. With both it works."""
+    (tmp_path / "texts").mkdir()
+    for i in range(40):
+        (tmp_path / "texts" / f"{i}.txt").write_text("hello world " * 50)
+    done = run_tool("text.py", "texts", "--out", "x", "--tokenizer", "gpt2", cwd=tmp_path,
+                    TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"))
+    if done.returncode == 0:
+        assert gpt.open_shard(str(tmp_path / "x" / "train_000000.bin"), 50257).document_start == 50256
+    else:
+        assert done.returncode == 2 and "--tokenizer=bytes" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_hub_that_cannot_be_reached(tmp_path):
+    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path / "f"), cwd=tmp_path,
+                    HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert done.returncode == 2 and "fineweb_val_000000.bin cannot be downloaded" in done.stderr
+    assert "--preset=laptop" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_whole_shards_are_not_fetched_again(tmp_path):
+    for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
+        write_raw(tmp_path / name, (20240520, 1, 3), [50256, 1, 2])
+    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "fineweb_train_000001.bin", "ab") as file:
+        file.write(b"x")  # no longer as long as its header says
+    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 2 and "fineweb_train_000001.bin" in done.stderr
+    assert run_tool("cached_fineweb10B.py", "200", cwd=tmp_path).returncode == 2
+
+
+def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
+    names = dict(gpt.read_torch_source())
+    assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
+    assert "+" not in gpt.torch_source_name()

@@ -1,0 +1,134 @@
+"""The model against a plain reading of METHODS B2-B6, and its invariants."""
+import math
+
+import pytest
+import torch
+from conftest import gpt, make_runtime, smoke_config
+
+
+def make_model(seed=0, noise=0.3, **changes):
+    """A model with every parameter away from zero, its config, and inputs of one row."""
+    cfg = smoke_config(**changes)
+    torch.manual_seed(seed)
+    model = gpt.GPT(cfg)
+    for param in model.parameters():
+        param.data.add_(torch.randn_like(param) * noise / max(param.shape[-1], 4) ** 0.5)
+    tokens = torch.randint(256, (cfg.seq_len + 1,))
+    doc_ids = (torch.rand(cfg.seq_len) < 0.02).cumsum(0).int()
+    return cfg, model, tokens, doc_ids
+
+
+def step_inputs(cfg, step=0):
+    state = gpt.Schedule(cfg).at(step)
+    return gpt.StepInputs((state.stage.window_long, state.stage.window_short),
+                          *gpt.make_rotary(state, cfg.seq_len, cfg.seq_len, make_runtime()))
+
+
+def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
+    """METHODS B2-B6, token pair by token pair, float64, no shared code with the model."""
+    p = {name: param.detach().double() for name, param in model.named_parameters()}
+    num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
+    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()  # noqa: E731
+    angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    rotate = lambda x: torch.cat((x[..., : width // 2] * cos + x[..., width // 2 :] * sin,  # noqa: E731
+                                  -x[..., : width // 2] * sin + x[..., width // 2 :] * cos), -1)
+    place = torch.arange(num_tokens)
+    causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
+    x = x0 = norm(p["embed"][inputs])
+    outputs = []
+    for i, spec in enumerate(cfg.layers):
+        if spec.skip_from is not None:
+            x = x + torch.sigmoid(p[f"blocks.{i}.skip"]) * outputs[spec.skip_from]
+        x = p[f"blocks.{i}.lambdas"][0] * x + p[f"blocks.{i}.lambdas"][1] * x0
+        if spec.attention != "none":
+            u, (wq, wk, wv, wo) = norm(x), p[f"blocks.{i}.attention.qkvo"]
+            q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
+            s = p[f"blocks.{i}.attention.value_lambdas"]
+            v = s[0] * v
+            if spec.value_embed is not None:
+                v = v + s[1] * p[f"value_embeds.{spec.value_embed}"][inputs].view(num_tokens, heads, width)
+            seen = causal & (place[:, None] - place <= windows[spec.attention])
+            scores = torch.einsum("qhk,shk->hqs", rotate(norm(q)), rotate(norm(k))) * scale
+            y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+            if cfg.attention_gate_dim:
+                y = y * torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"blocks.{i}.attention.gate"].T)[..., None]
+            x = x + y.flatten(1) @ wo.T
+        if spec.mlp:
+            up, down = p[f"blocks.{i}.mlp.up_down"]
+            x = x + (norm(x) @ up).clamp(min=0) ** 2 @ down.T
+        outputs.append(x)
+    return 30 * torch.sigmoid(norm(x) @ p["head"].T / 7.5)
+
+
+@pytest.mark.parametrize("step", [0, 9, 12])
+@pytest.mark.parametrize("changes", [{}, dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0)])
+def test_the_model_is_the_recipe(step, changes):
+    cfg, model, tokens, doc_ids = make_model(**changes)
+    state = gpt.Schedule(cfg).at(step)
+    expected = reference_logits(cfg, model, tokens[:-1], doc_ids, dict(long=state.stage.window_long, short=state.stage.window_short),
+                                state.frequencies, state.attention_scale)
+    x = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))
+    assert torch.allclose(model.logits(x).double(), expected, atol=2e-4)  # float32 against float64 on logits of 0..30
+    loss = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg, step))
+    exact = torch.nn.functional.cross_entropy(expected, tokens[1:], reduction="sum")
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_a_future_token_changes_no_earlier_output():
+    cfg, model, tokens, doc_ids = make_model()
+    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    tokens[300] = (tokens[300] + 1) % 256
+    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    assert torch.equal(first[:300], second[:300]) and not torch.equal(first[300], second[300])
+
+
+def test_documents_do_not_see_each_other():
+    cfg, model, tokens, _ = make_model()
+    doc_ids = (torch.arange(cfg.seq_len) >= 200).int() + 1
+    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    tokens[:200] = torch.randint(256, (200,))
+    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    assert torch.equal(first[200:], second[200:]) and not torch.equal(first[:200], second[:200])
+
+
+def test_the_window_ends_where_it_says():
+    spec = (gpt.LayerSpec(attention="short"),)
+    cfg, model, tokens, _ = make_model(layers=spec, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
+    doc_ids = torch.zeros(cfg.seq_len, dtype=torch.int32)
+    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    tokens[100] = (tokens[100] + 1) % 256
+    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    changed = (first != second).any(-1).nonzero().flatten()
+    assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
+
+
+def test_initial_loss_and_statistics():
+    cfg = smoke_config(model_dim=256, num_heads=2, head_dim=128)
+    torch.manual_seed(0)
+    model = gpt.GPT(cfg)
+    assert model.embed.std().item() == pytest.approx(1, abs=0.02)
+    assert not model.head.any()
+    qkvo, up_down = model.blocks[1].attention.qkvo, model.blocks[1].mlp.up_down
+    for weight in (qkvo[:3], up_down[0]):  # METHODS B4, B5
+        assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)
+        assert weight.abs().max().item() <= 3**0.5 * 0.5 * 256**-0.5
+    assert not qkvo[3].any() and not up_down[1].any()
+    assert model.blocks[-1].skip.item() == -1.5 and model.blocks[0].lambdas.tolist() == [1, 0]
+    tokens = torch.randint(256, (513,))
+    loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), step_inputs(cfg)) / 512
+    assert loss.item() == pytest.approx(math.log(cfg.padded_vocab_size), abs=1e-5)  # zero head: uniform
+
+
+def test_every_parameter_gets_a_gradient():
+    cfg, model, tokens, doc_ids = make_model(num_layers=6)
+    model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg)).backward()
+    assert [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()] == []
+
+
+def test_validation_in_chunks_changes_nothing(monkeypatch):
+    cfg, model, tokens, doc_ids = make_model()
+    whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
+    monkeypatch.setattr(gpt, "EVAL_CHUNK", 100)
+    parts = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
+    assert parts.item() == pytest.approx(whole.item(), rel=1e-6)

@@ -1,0 +1,60 @@
+"""Schedules at 0, at boundaries and at the end, against METHODS B6 and B11."""
+import math
+
+import numpy as np
+import pytest
+from conftest import gpt
+
+
+@pytest.fixture(scope="module")
+def schedule():
+    return gpt.Schedule(gpt.make_config({"preset": "track_1"}))
+
+
+def test_stage_of_every_step_is_the_records(schedule):
+    for step in range(1670):
+        assert schedule.at(step).stage_index == int(3 * step / 1671)
+    assert schedule.at(1670).stage.window_long == 13 * 128  # final validation
+    assert schedule.at(1670).stage.window_short == 6 * 128
+
+
+def test_windows_are_the_records(schedule):
+    windows = [(s.window_long // 128, s.window_short // 128) for s in schedule.cfg.stages]
+    assert windows == [(3, 1), (7, 3), (11, 5), (13, 6)]
+
+
+def test_attention_scale_grows_as_published(schedule):
+    assert [round(scale, 4) for _, scale in schedule.rotary] == [0.1, 0.1169, 0.1275, 0.1318]
+
+
+def test_yarn_by_hand(schedule):
+    first, second = schedule.rotary[0][0], schedule.rotary[1][0]
+    assert np.allclose(first[:32], (1 / 1024) ** np.linspace(0, 1, 32)) and not first[32:].any()
+    for j in range(64):
+        rotations = 3 * 128 * first[j] / (2 * math.pi)
+        g = min(max((rotations - 1) / 31, 0), 1)
+        assert second[j] == pytest.approx(first[j] * (3 / 7 + g * (1 - 3 / 7)), rel=1e-12)
+    assert second[0] == first[0] and second[31] == pytest.approx(first[31] * 3 / 7)  # fast ones stay, slow ones stretch
+
+
+@pytest.mark.parametrize("step, factor", [(0, 1), (834, 1), (835, 1), (1252.5, 0.55), (1670, 0.1)])
+def test_learning_rate(schedule, step, factor):
+    assert schedule.lr_factor(step, schedule.cfg.stages[0]) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("step, momentum", [(0, 0.85), (150, 0.90), (300, 0.95), (1669, 0.95)])
+def test_momentum(schedule, step, momentum):
+    assert schedule.at(step).momentum == pytest.approx(momentum)
+
+
+def test_no_cooldown_and_no_momentum_warmup():
+    schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "cooldown_frac": 0.0, "momentum_warmup_steps": 0}))
+    assert schedule.at(12).lr_factor == 1 and schedule.at(0).momentum == 0.95
+
+
+def test_stages_may_change_batch_length_and_learning_rate():
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=100, lr_factor=0.5), gpt.Stage(3, 64, 64))
+    schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "stages": stages, "cooldown_frac": 0.5}))
+    assert [(s, e) for _, s, e in schedule.spans()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
+    assert schedule.total_tokens() == 4 * 1024 + 8 * 2048
+    assert schedule.at(0).lr_factor == 0.5 and schedule.at(4).lr_factor == 1
