@@ -2,25 +2,26 @@
 """Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
 
 Result card
-    track_1   271 M parameters, 656.7 M tokens of FineWeb, target 3.28 validation loss on 8xH100: not yet run here
-    laptop    a few M parameters, byte tokens of the PyTorch source, two CPU cores: see README.md
+    track_1  271 M parameters, 656.7 M tokens of FineWeb, to 3.28 validation loss on 8xH100: not yet run here
+    laptop   a few M parameters, byte tokens of the PyTorch source, two CPU cores: see README.md
 
 Launch
-    python train_gpt.py                                              # CUDA: track_1; no CUDA: laptop, about two minutes
-    torchrun --standalone --nproc_per_node=8 train_gpt.py            # the record setting (or ./run.sh)
-    python train_gpt.py --preset=laptop --record=my_idea --seed=1    # leaves a folder in records/
+    python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
+    python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --help | --list_presets | --print_config
 
 Sections (search for the name after "# ====")
-    CONFIG       dataclasses, presets, command line       DATA          shards, packing, validation, prefetch, corpus
-    RUNTIME      device, ranks, collectives, probes       SCHEDULES     learning rate, momentum, windows, YaRN
-    KERNELS      attention, rotary, norm, loss            RUN RECORD    log, result json, record folder
-    FP8          the low-precision head                   TRAINING      warm-up, train step, validation, loop
-    UPDATE RULES Muon and Adam on local tensors           MAIN
+    CONFIG       dataclasses, presets, command line  DATA       shards, packing, validation, prefetch, corpus
+    RUNTIME      device, ranks, collectives, probes  SCHEDULES  learning rate, momentum, windows, YaRN
+    KERNELS      attention, rotary, norm, loss       RUN RECORD log, result json, record folder
+    FP8          the low-precision head              TRAINING   warm-up, train step, validation, loop
+    UPDATE RULES Muon and Adam on local tensors      MAIN
     OPTIMIZER    banks, reduce-scatter, all-gather
     MODEL        blocks, GPT, initialisation
 
-Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, U units of a bank.
+Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
+    U units of a bank.
 """
 import ctypes
 import dataclasses
@@ -51,12 +52,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tqdm import tqdm
 
-# ==== CONFIG ==========================================================================================================
-# Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record recipe; a
-# preset is a difference from another preset. To add a knob, add a line here and use it; CLI, help and checks follow.
+# ==== CONFIG ===============================================================================================
+# Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record
+# recipe; a preset is a difference from another preset. To add a knob, add a line here and use it; CLI, help
+# and checks follow.
 
 
 class InputError(Exception):
@@ -65,7 +68,8 @@ class InputError(Exception):
 
 def option(default, meaning: str, low=None, high=None, choices=None):
     """Declare a config field; low and high are inclusive."""
-    return dataclasses.field(default=default, metadata=dict(help=meaning, low=low, high=high, choices=choices))
+    return dataclasses.field(default=default,
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices))
 
 
 @dataclass(frozen=True)
@@ -99,24 +103,24 @@ class ModelConfig:
     head_dim: int = option(128, "channels per head", low=8)
     model_dim: int = option(768, "residual channels = num_heads * head_dim", low=8)
     mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1)
-    vocab_size: int = option(50257, "tokens in the vocabulary; padded to a multiple of 128", low=2, high=65536)
+    vocab_size: int = option(50257, "vocabulary tokens; padded to a multiple of 128", low=2, high=65536)
     num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
-    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0 switches it off", low=0)
-    rotary_base: int = option(1024, "lowest rotary frequency is 1/base; half of the frequencies are zero", low=2)
-    attention_scale: float = option(0.1, "softmax scale of the first stage; grows with the window (YaRN)", low=0.0)
+    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
+    rotary_base: int = option(1024, "lowest rotary frequency is 1/base; half the frequencies are 0", low=2)
+    attention_scale: float = option(0.1, "softmax scale at first; grows with the window (YaRN)", low=0.0)
     skip_init: float = option(-1.5, "U-Net skip weight before the sigmoid")
-    embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates", choices=("bfloat16", "float32"))
+    embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
     fp8_head: str = option("auto", "FP8 matmuls in the head while training", choices=("auto", "on", "off"))
-    layers: tuple[LayerSpec, ...] = option((), "layer slots as JSON; empty: the record's pattern at this depth")
+    layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: the record's pattern at this depth")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Update rules and their learning rates."""
 
-    matrix_rule: str = option("muon", "update rule of the matrices inside the blocks", choices=("muon", "adamw"))
-    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: spectral norm per step)", low=0.0)
-    matrix_weight_decay: float = option(0.0, "decoupled decay of block matrices, per unit of learning rate", low=0.0)
+    matrix_rule: str = option("muon", "update rule of the matrices in the blocks", choices=("muon", "adamw"))
+    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm)", low=0.0)
+    matrix_weight_decay: float = option(0.0, "decoupled decay of block matrices, per learning rate", low=0.0)
     momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
     momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
@@ -126,7 +130,7 @@ class OptimConfig:
     scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
     adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
     adam_eps: float = option(1e-8, "Adam epsilon", low=0.0)
-    cooldown_frac: float = option(0.5, "share of the run over which learning rates fall linearly", low=0.0, high=1.0)
+    cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
     final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
 
 
@@ -134,7 +138,7 @@ class OptimConfig:
 class TrainConfig:
     """Data, budget, devices and output."""
 
-    preset: str = option("auto", "named starting point (--list_presets); auto: track_1 with CUDA, laptop without")
+    preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
     track: str = option("track_1", "folder under records/ in which this run may compete")
     record: str = option("", "name of a record run; its script, log and result go to records_dir")
     seed: int = option(0, "seed of the initial weights", low=0)
@@ -149,16 +153,16 @@ class TrainConfig:
     val_loss_every: int = option(125, "steps between validations; 0: only at the end", low=0)
     num_iterations: int = option(1670, "optimizer steps", low=1)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", low=128)
-    seq_len: int = option(49_152, "tokens of one packed row of documents; rows never depend on the ranks", low=128)
-    micro_batch_tokens: int = option(49_152, "most tokens in one forward and backward: the memory knob", low=128)
+    seq_len: int = option(49_152, "tokens of a packed row of documents; rows never depend on ranks", low=128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", low=2)
-    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; undone afterwards", low=0)
+    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
     print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
     records_dir: str = option("records", "where record runs go")
     logs_dir: str = option("logs", "where all other runs go")
     stages: tuple[Stage, ...] = option(
         (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640), Stage(0, 1664, 768)),
-        "stages of the run as JSON: share, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
+        "stages as JSON: share, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
 
 
 @dataclass(frozen=True)
@@ -171,29 +175,32 @@ class Config(TrainConfig, OptimConfig, ModelConfig):
         return -(-self.vocab_size // 128) * 128
 
 
-EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch, so a laptop needs no download
+EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
 # name: (parent, what it is, differences from the parent)
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
     "laptop": ("track_1", "the same recipe in miniature: byte tokens, two CPU cores, two minutes", dict(
-        track="laptop", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        track="laptop",
+        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=6, num_heads=2, head_dim=128, model_dim=256, embed_dtype="float32",
         num_iterations=300, tokens_per_step=8192, seq_len=2048, micro_batch_tokens=8192, max_doc_len=2048,
-        val_tokens=262_144, val_seq_len=8192, val_loss_every=50, warmup_iterations=1, momentum_warmup_steps=100,
+        val_tokens=262_144, val_seq_len=8192, val_loss_every=50, warmup_iterations=1,
+        momentum_warmup_steps=100,
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
     "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
-        num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048, seq_len=512,
-        micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024, val_loss_every=6,
-        dtype="float32", momentum_warmup_steps=10)),
+        num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
+        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
+        val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
 }
 
 
 def build_layers(num_layers: int, num_value_embeds: int) -> tuple[LayerSpec, ...]:
     """Lay out the record's pattern at any depth (at 12 slots: exactly METHODS B1-B6).
 
-    Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half takes the
-    outputs of the lower half in reverse. The first and the last slots share value embeddings 0, 1, 2, ...
+    Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half
+    takes the outputs of the lower half in reverse. The first and the last slots share value embeddings
+    0, 1, 2, ...
     """
     last = num_layers - 1
     long_slots = {round(i * last / 3) for i in range(4)}
@@ -245,7 +252,8 @@ def check_value(field: dataclasses.Field, value) -> None:
     """Raise InputError where a value leaves the field's range or choices."""
     meta = field.metadata
     if meta["choices"] and value not in meta["choices"]:
-        raise InputError(f"--{field.name}={value} is not one of {', '.join(meta['choices'])}: choose one of them")
+        raise InputError(f"--{field.name}={value} is not one of {', '.join(meta['choices'])}: "
+                         "choose one of them")
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, (int, float)):
             continue
@@ -321,12 +329,14 @@ def check_config(cfg: Config) -> None:
            f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * {cfg.head_dim}",
            f"set --model_dim={cfg.num_heads * cfg.head_dim}")
     demand_multiple("head_dim", cfg.head_dim, "4 (half of the rotary pairs turn)", 4)
-    demand(cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the "
-           f"model", f"give at most {cfg.model_dim}")
-    demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", cfg.record) is not None, f"--record={cfg.record} is not a plain name",
-           "use lower-case letters, digits, '_', '-' and '.'")
+    demand(cfg.attention_gate_dim <= cfg.model_dim,
+           f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model",
+           f"give at most {cfg.model_dim}")
+    demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", cfg.record) is not None,
+           f"--record={cfg.record} is not a plain name", "use lower-case letters, digits, '_', '-' and '.'")
     check_layers(cfg, demand)
-    demand(any(stage.share > 0 for stage in cfg.stages), "--stages has no stage with a share", "give one a share above 0")
+    demand(any(stage.share > 0 for stage in cfg.stages),
+           "--stages has no stage with a share", "give one a share above 0")
     demand_multiple("seq_len", cfg.seq_len, "128 tokens (one attention block)", 128)
     demand_multiple("val_seq_len", cfg.val_seq_len, "128 tokens (one attention block)", 128)
     demand_multiple("val_tokens", cfg.val_tokens, f"val_seq_len={cfg.val_seq_len}", cfg.val_seq_len)
@@ -334,39 +344,45 @@ def check_config(cfg: Config) -> None:
            f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one row, seq_len={cfg.seq_len}",
            f"shorten the rows too: --seq_len={cfg.micro_batch_tokens // 128 * 128}")
     for stage in cfg.stages:
-        demand(stage.share >= 0 and stage.lr_factor >= 0, f"--stages has a negative share or lr_factor: {stage}",
-               "give 0 or more")
+        demand(stage.share >= 0 and stage.lr_factor >= 0,
+               f"--stages has a negative share or lr_factor: {stage}", "give 0 or more")
         demand(1 <= stage.window_short <= stage.window_long,
-               f"--stages has windows short {stage.window_short}, long {stage.window_long}", "give 1 <= short <= long")
-        demand((stage.max_doc_len or 2) >= 2, f"--stages has max_doc_len={stage.max_doc_len}", "give 2 or more")
+               f"--stages has windows short {stage.window_short}, long {stage.window_long}",
+               "give 1 <= short <= long")
+        demand((stage.max_doc_len or 2) >= 2,
+               f"--stages has max_doc_len={stage.max_doc_len}", "give 2 or more")
         demand_multiple("tokens_per_step", stage.tokens_per_step or cfg.tokens_per_step,
                         f"seq_len={cfg.seq_len}", cfg.seq_len)
 
 
 def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
     """Check that every layer slot refers to things that exist."""
-    demand(len(cfg.layers) == cfg.num_layers, f"--layers has {len(cfg.layers)} slots, num_layers is {cfg.num_layers}",
+    demand(len(cfg.layers) == cfg.num_layers,
+           f"--layers has {len(cfg.layers)} slots, num_layers is {cfg.num_layers}",
            f"set --num_layers={len(cfg.layers)}")
     for i, spec in enumerate(cfg.layers):
-        demand(spec.attention in ("long", "short", "none"), f"--layers slot {i} has attention={spec.attention}",
-               "choose long, short or none")
-        demand(spec.skip_from is None or 0 <= spec.skip_from < i, f"--layers slot {i} has skip_from={spec.skip_from}",
-               "name an earlier slot")
+        demand(spec.attention in ("long", "short", "none"),
+               f"--layers slot {i} has attention={spec.attention}", "choose long, short or none")
+        demand(spec.skip_from is None or 0 <= spec.skip_from < i,
+               f"--layers slot {i} has skip_from={spec.skip_from}", "name an earlier slot")
         demand(spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds,
-               f"--layers slot {i} has value_embed={spec.value_embed}", f"num_value_embeds is {cfg.num_value_embeds}")
+               f"--layers slot {i} has value_embed={spec.value_embed}",
+               f"num_value_embeds is {cfg.num_value_embeds}")
 
 
 def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int, int]:
     """Split a step's packed rows over ranks: (micro-batches per rank, rows per micro-batch).
 
-    The rows themselves never depend on this split, so neither ranks nor accumulation change what a step sees.
+    The rows themselves never depend on this split, so neither ranks nor accumulation change what a step
+    sees.
     """
     rows = tokens_per_step // cfg.seq_len
     if rows % world_size:
         unit = cfg.seq_len * world_size
         near = [v for v in (tokens_per_step // unit * unit, -(-tokens_per_step // unit) * unit) if v]
-        raise InputError(f"--tokens_per_step={tokens_per_step} is {rows} rows of seq_len={cfg.seq_len}, which {world_size} "
-                         f"ranks cannot share: the nearest are {' and '.join(map(str, near))}")
+        raise InputError(f"--tokens_per_step={tokens_per_step} is {rows} rows of seq_len={cfg.seq_len}, "
+                         f"which {world_size} ranks cannot share: "
+                         f"the nearest are {' and '.join(map(str, near))}")
     rows_per_rank = rows // world_size
     most = cfg.micro_batch_tokens // cfg.seq_len
     rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
@@ -385,17 +401,19 @@ def derive(cfg: Config, world_size: int) -> dict:
 
 
 def count_flops(cfg: Config) -> int:
-    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and visible key."""
+    """FLOPs of forward and backward per training token:
+    6 per matmul weight, 12 per channel and visible key."""
     num_attention = sum(spec.attention != "none" for spec in cfg.layers)
     num_mlp = sum(spec.mlp for spec in cfg.layers)
-    weights = cfg.model_dim * (4 * cfg.model_dim * num_attention + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp
-                               + cfg.padded_vocab_size)
+    weights = cfg.model_dim * (4 * cfg.model_dim * num_attention
+                               + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
     schedule = Schedule(cfg)
     keys = tokens = 0.0
     for stage, start, end in schedule.spans():
         weight = (end - start) * (stage.tokens_per_step or cfg.tokens_per_step)
         longest = stage.max_doc_len or cfg.max_doc_len
-        windows = [getattr(stage, f"window_{spec.attention}") for spec in cfg.layers if spec.attention != "none"]
+        windows = [getattr(stage, f"window_{spec.attention}")
+                   for spec in cfg.layers if spec.attention != "none"]
         keys += weight * sum(min(window, longest) for window in windows)
         tokens += weight
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
@@ -416,7 +434,8 @@ def format_help() -> str:
         lines += ["", part.__doc__.strip().rstrip(".") + ":"]
         for field in dataclasses.fields(part):
             meta = field.metadata
-            kind = "|".join(meta["choices"]) if meta["choices"] else getattr(field.type, "__name__", "str").upper()
+            kind = ("|".join(meta["choices"]) if meta["choices"]
+                    else getattr(field.type, "__name__", "str").upper())
             kind = "JSON" if field.name in ("layers", "stages") else kind
             bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
                       if meta[key] is not None]
@@ -426,9 +445,9 @@ def format_help() -> str:
     return "\n".join(lines)
 
 
-# ==== RUNTIME =========================================================================================================
-# Which device, which rank, what is fast here. The only section that reads the environment, and the only one that talks
-# to other processes: every collective below does nothing on one rank.
+# ==== RUNTIME ==============================================================================================
+# Which device, which rank, what is fast here. The only section that reads the environment, and the only one
+# that talks to other processes: every collective below does nothing on one rank.
 
 
 @dataclass(frozen=True)
@@ -462,21 +481,24 @@ def env_int(name: str, default: int) -> int:
 
 
 def start_runtime(cfg: Config) -> Runtime:
-    """Choose device and precision by trying them, and join the process group; InputError where a demand cannot be met."""
+    """Choose device and precision by trying them, and join the process group;
+    InputError where a demand cannot be met."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, or install a CUDA build of torch")
+        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
+                         "or install a CUDA build of torch")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
     split_rows(cfg, world_size, cfg.tokens_per_step)
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         if local_rank >= torch.cuda.device_count():
-            raise InputError(f"local rank {local_rank} has no GPU of its own: start at most {torch.cuda.device_count()} "
-                             "processes per node, or use --device=cpu")
+            raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
+                             f"{torch.cuda.device_count()} processes per node, or use --device=cpu")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
     if world_size > 1:
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
     choices = [probe_device(cfg, device) if rank == 0 else None]
@@ -486,7 +508,8 @@ def start_runtime(cfg: Config) -> Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed activations instead of returning them to the kernel: no page faults in the hot loop."""
+    """Tell glibc to keep freed activations instead of returning them to the kernel:
+    no page faults in the hot loop."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:  # not glibc; only speed is lost
@@ -524,7 +547,8 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
     else:
         dtype = getattr(torch, cfg.dtype)
     notes.append(f"activations: {str(dtype).removeprefix('torch.')} (matmul measured at "
-                 f"{rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, {rates[torch.float32] / 1e12:.2f} in float32)")
+                 f"{rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, "
+                 f"{rates[torch.float32] / 1e12:.2f} in float32)")
     use_compile = cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda"
     use_flex = use_compile and device.type == "cuda"
     notes.append(f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
@@ -574,29 +598,38 @@ def wait_for_ranks(rt: Runtime) -> None:
         dist.barrier(device_ids=[rt.local_rank] if rt.device.type == "cuda" else None)
 
 
-# ==== KERNELS =========================================================================================================
-# Mathematics on local tensors. Each operation that has a fast and a plain form has one dispatcher; both forms follow the
-# same mask function, and a test proves that they agree.
+# ==== KERNELS ==============================================================================================
+# Mathematics on local tensors. Each operation that has a fast and a plain form has one dispatcher; both
+# forms follow the same mask function, and a test proves that they agree.
 
 BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
 DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewer masked products
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide the last dimension by its root mean square. No gain; epsilon is that of float32 for every dtype."""
-    return F.rms_norm(x, (x.size(-1),), eps=1.1920929e-07)
+    """Divide the last dimension by its root mean square, without gain.
+    Epsilon is that of float32 for every dtype."""
+    return x * torch.rsqrt(
+        (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32) + 1.1920929e-07).type_as(x)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(0, x)^2, as a product: its backward needs no power."""
+    return x * F.relu(x)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel j against channel j + K/2 by the angle of each position. x (T, ..., K); cos, sin (T, K/2)."""
-    shape = (x.size(0), *[1] * (x.dim() - 2), cos.size(-1))
-    cos, sin = cos.view(shape), sin.view(shape)  # (T, 1, ..., K/2)
-    x1, x2 = x.float().chunk(2, dim=-1)  # (T, ..., K/2) each, float32
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)  # (T, ..., K)
+    """Turn channel j against channel j + K/2 by the angle of each position, in the precision of the tables.
+
+    x (T, ..., K); cos, sin broadcast against it, sin with the sign of each half (make_rotary).
+    Source: METHODS B4.
+    """
+    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
 
 
 def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
-    """The one definition of who sees whom: causal, same document, at most `window` tokens back. doc_ids (T,)."""
+    """The one definition of who sees whom: causal, same document, at most `window` tokens back.
+    doc_ids (T,)."""
     def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
 
@@ -606,15 +639,16 @@ def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
 def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """Block mask for FlexAttention from the document range of each block; never a T x T matrix.
 
-    doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window. Blocks in which
-    all pairs are visible skip the mask function. Source: METHODS A12, A16.
+    doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window.
+    Blocks in which all pairs are visible skip the mask function. Source: METHODS A12, A16.
     """
-    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range of a block
+    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
     distance = (block[:, None] - block) * BLOCK  # (T/128, T/128) tokens from query block to key block
     overlap = (first[:, None] <= last) & (first <= last[:, None])
     visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
-    full = (distance > 0) & (distance + (BLOCK - 1) <= window) & (first[:, None] == last) & (first == last[:, None])
+    full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
+            & (first[:, None] == last) & (first == last[:, None]))
 
     def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
         counts = chosen.sum(dim=-1, dtype=torch.int32)  # (T/128,)
@@ -626,14 +660,15 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
 
 
 def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
-    """Mask for attend_dense: (T/C, 1, C, M * C), every query block against its own and M - 1 earlier key blocks."""
+    """Mask for attend_dense: (T/C, 1, C, M * C),
+    every query block against its own and M - 1 earlier key blocks."""
     num_tokens = doc_ids.size(0)
     size = math.gcd(num_tokens, DENSE_BLOCK)  # C
     num_blocks = num_tokens // size
     spans = min(num_blocks, 1 + -(-window // size))  # M: key blocks a query block can reach
     q_idx = torch.arange(num_tokens, device=doc_ids.device).view(num_blocks, 1, size, 1)
     start = (torch.arange(num_blocks, device=doc_ids.device) - (spans - 1)) * size
-    kv_idx = start.view(-1, 1, 1, 1) + torch.arange(spans * size, device=doc_ids.device)  # (T/C, 1, 1, M * C)
+    kv_idx = start.view(-1, 1, 1, 1) + torch.arange(spans * size, device=doc_ids.device)  # (T/C, 1, 1, M*C)
     mask_mod = make_mask_mod(doc_ids, window)
     return (kv_idx >= 0) & mask_mod(None, None, q_idx, kv_idx.clamp(min=0))
 
@@ -647,17 +682,21 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
 
     def widen(x: Tensor) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0))  # (T + (M - 1) * C, H, K)
-        windows = padded.unfold(0, num_keys, size)  # (T/C, H, K, M * C), a view
-        return windows.transpose(2, 3)  # (T/C, H, M * C, K)
+        padded = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C+M-1, C, H, K)
+        # (T/C, H, M * C, K)
+        return torch.cat([padded[i : i + num_blocks] for i in range(spans)], dim=1).transpose(1, 2)
 
-    y = F.scaled_dot_product_attention(blocks(q), widen(k), widen(v), attn_mask=mask, scale=1.0)
+    # on the CPU the plain products of the MATH form beat the fused kernel at this block size
+    backends = ([SDPBackend.MATH] if q.device.type == "cpu"
+                else [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    with sdpa_kernel(backends):
+        y = F.scaled_dot_product_attention(blocks(q), widen(k), widen(v), attn_mask=mask, scale=1.0)
     return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Attention through FlexAttention. q, k, v (T, H, K) -> (T, H, K). Only fast when compiled."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # (1, H, T, K)
+    q, k, v = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))  # (1, H, T, K)
     return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)  # (T, H, K)
 
 
@@ -671,9 +710,10 @@ def softcap(logits: Tensor) -> Tensor:
     return 30 * torch.sigmoid(logits.float() / 7.5)
 
 
-# ==== FP8 =============================================================================================================
-# The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static scales
-# before the cast. Training only; validation always multiplies in the activation dtype. Source: METHODS B9.
+# ==== FP8 ==================================================================================================
+# The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static
+# scales before the cast. Training only; validation always multiplies in the activation dtype. Source:
+# METHODS B9.
 
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
@@ -685,7 +725,8 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtype: torch.dtype,
+                  fast: bool) -> Tensor:
     """(a * scale_a) @ (b * scale_b).T in FP8. a (M, K), b (N, K), both row-major -> (M, N)."""
     scales = (torch.full((), s, dtype=torch.float32, device=a.device) for s in (scale_a, scale_b))
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
@@ -707,10 +748,13 @@ def _(x: Tensor, w: Tensor, x_scale: float):
 
 @torch.library.custom_op("train_gpt::fp8_linear_backward", mutates_args=())
 def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of fp8_linear: grad (T, V) in e5m2 -> grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
+    """Gradients of fp8_linear: grad (T, V) in e5m2 ->
+    grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
     grad8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
-    grad_x = scaled_matmul(grad8, w8.T.contiguous(), FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, grad.dtype, fast=False)
-    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32, fast=False)
+    grad_x = scaled_matmul(grad8, w8.T.contiguous(), FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, grad.dtype,
+                           fast=False)
+    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
+                           fast=False)
     return grad_x, grad_w
 
 
@@ -760,13 +804,14 @@ def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
     return True, "fp8 head: on"
 
 
-# ==== UPDATE RULES ====================================================================================================
-# One step of one bank shard, in place, on local tensors: no ranks, no schedules, no module. To add a rule, write a
-# function of the same signature and name it in RULES.
+# ==== UPDATE RULES =========================================================================================
+# One step of one bank shard, in place, on local tensors: no ranks, no schedules, no module. To add a rule,
+# write a function of the same signature and name it in RULES.
 
 
 class Knobs(typing.NamedTuple):
-    """What the schedule and the config tell a rule. The tensors are 0-d on the CPU, so that no value recompiles."""
+    """What the schedule and the config tell a rule.
+    The tensors are 0-d on the CPU, so that no value recompiles."""
 
     momentum: Tensor
     grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens
@@ -778,7 +823,8 @@ class Knobs(typing.NamedTuple):
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
-    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) towards 1 (to about 0.7 - 1.2).
+    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) towards 1
+    (to about 0.7 - 1.2).
 
     The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
     Source: Muon (METHODS section 0, A11).
@@ -800,11 +846,12 @@ def init_muon(param: Tensor) -> dict[str, Tensor]:
     return dict(momentum=torch.zeros_like(param))
 
 
-def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor, knobs: Knobs) -> None:
+def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
     """Orthogonalised Nesterov momentum, and decoupled decay.
 
-    param, grad (U, rows, columns); lr (U or 1, 1, 1) in spectral norm per step; decay like lr, a share of the weight.
-    Source: METHODS section 0 and B11.
+    param, grad (U, rows, columns); lr (U or 1, 1, 1) in spectral norm per step; decay like lr, a share of
+    the weight. Source: METHODS section 0 and B11.
     """
     momentum = state["momentum"]
     grad = (grad * knobs.grad_scale).to(momentum.dtype)
@@ -819,11 +866,12 @@ def init_adam(param: Tensor) -> dict[str, Tensor]:
     return dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
 
-def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor, knobs: Knobs) -> None:
+def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
     """Adam with bias correction and decoupled decay (AdamW), computed in float32.
 
-    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share of the
-    weight. Source: METHODS B11.
+    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
+    of the weight. Source: METHODS B11.
     """
     beta1, beta2 = knobs.betas
     grad = grad.float() * knobs.grad_scale
@@ -845,13 +893,13 @@ class Rule(typing.NamedTuple):
 
 RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, update_adam, False)}
 
-# ==== OPTIMIZER =======================================================================================================
-# Parameters live in banks: one flat tensor per group of like parameters, a second one for their gradients. Autograd
-# accumulates straight into the bank; a reduce-scatter gives each rank the summed gradient of its share of the units, it
-# updates that share in one batched call, and an all-gather brings the new parameters back. On one rank the share is the
-# bank and nothing is copied or sent. Source: METHODS A24, B15.
+# ==== OPTIMIZER ============================================================================================
+# Parameters live in banks: one flat tensor per group of like parameters, a second one for their gradients.
+# Autograd accumulates straight into the bank; a reduce-scatter gives each rank the summed gradient of its
+# share of the units, it updates that share in one batched call, and an all-gather brings the new parameters
+# back. On one rank the share is the bank and nothing is copied or sent. Source: METHODS A24, B15.
 
-GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over this many tokens: the unit of Adam's epsilon
+GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank, and a message, of its own
 
 
@@ -894,8 +942,8 @@ def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
 class Bank:
     """Parameters of one rule, dtype and unit shape in one tensor (U, *unit), their gradients in another.
 
-    A unit is what must not be split over ranks: a matrix for per-matrix rules, one element otherwise. U is padded to a
-    multiple of the ranks; padding has zero gradient and stays zero.
+    A unit is what must not be split over ranks: a matrix for per-matrix rules, one element otherwise. U is
+    padded to a multiple of the ranks; padding has zero gradient and stays zero.
     """
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, rt: Runtime):
@@ -920,8 +968,8 @@ class Bank:
         self.rt, self.num_params, self.missing = rt, len(named), len(named)
         self.shard = local_shard(self.params, rt)  # (U/N, *unit)
         self.state = self.rule.init(self.shard)
-        self.lr_mul, self.wd_mul = (m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt)
-                                    for m in multipliers)
+        self.lr_mul, self.wd_mul = (
+            m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt) for m in multipliers)
         self.grad_shard, self.reduce_work, self.gather_work = None, None, None
 
     def start_reduce(self) -> None:
@@ -929,11 +977,13 @@ class Bank:
         self.grad_shard, self.reduce_work = start_reduce_scatter(self.grads, self.rt)
 
     def update(self, update: Callable, lr_factor: float, knobs: Knobs) -> None:
-        """Wait for the summed gradients, step this rank's units, start gathering everybody's, clear the gradients."""
+        """Wait for the summed gradients, step this rank's units, start gathering everybody's,
+        clear the gradients."""
         if self.reduce_work is not None:
             self.reduce_work.wait()
         lr = self.lr_mul * (self.hyper.lr * lr_factor)
-        update(self.shard, self.grad_shard, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay, knobs)
+        update(self.shard, self.grad_shard, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay,
+               knobs)
         self.gather_work = start_all_gather(self.params, self.rt)
         self.grads.zero_()
         self.grad_shard, self.reduce_work, self.missing = None, None, self.num_params
@@ -951,7 +1001,8 @@ class Optimizer:
     def __init__(self, model: nn.Module, cfg: OptimConfig, rt: Runtime):
         self.cfg, self.rt, self.step_count, self.is_armed = cfg, rt, 0, False
         self.banks = [Bank(named, hyper, rt) for hyper, named in group_parameters(model, cfg)]
-        self.updates = {rule: rt.compile(RULES[rule].update) for rule in {bank.hyper.rule for bank in self.banks}}
+        self.updates = {rule: rt.compile(RULES[rule].update)
+                        for rule in {bank.hyper.rule for bank in self.banks}}
         self.launched: list[Bank] = []
         if rt.world_size > 1:
             owners = {name: bank for bank in self.banks for name in bank.names}
@@ -984,7 +1035,8 @@ class Optimizer:
             if bank not in self.launched:
                 self._launch(bank)
         beta1, beta2 = self.cfg.adam_betas
-        scalars = (momentum, GRAD_TOKENS / tokens_per_step, 1 - beta1**self.step_count, 1 - beta2**self.step_count)
+        scalars = (momentum, GRAD_TOKENS / tokens_per_step,
+                   1 - beta1**self.step_count, 1 - beta2**self.step_count)
         knobs = Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype)
         for bank in self.launched:
             bank.update(self.updates[bank.hyper.rule], lr_factor, knobs)
@@ -1015,16 +1067,19 @@ class Optimizer:
             bank.grads.zero_()
 
 
-def group_parameters(model: nn.Module, cfg: OptimConfig) -> list[tuple[GroupHyper, list[tuple[str, nn.Parameter]]]]:
+def group_parameters(model: nn.Module,
+                     cfg: OptimConfig) -> list[tuple[GroupHyper, list[tuple[str, nn.Parameter]]]]:
     """Sort parameters into banks; ValueError names a parameter that no rule, or no group, claims."""
     hypers = group_hypers(cfg)
     groups: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         spec = getattr(param, "spec", None)
         if spec is None:
-            raise ValueError(f"parameter {name} {tuple(param.shape)} has no update rule: create it with declare()")
+            raise ValueError(f"parameter {name} {tuple(param.shape)} has no update rule: "
+                             "create it with declare()")
         if spec.group not in hypers:
-            raise ValueError(f"parameter {name} is in group {spec.group!r}: group_hypers() has {', '.join(hypers)}")
+            raise ValueError(f"parameter {name} is in group {spec.group!r}: "
+                             f"group_hypers() has {', '.join(hypers)}")
         if RULES[hypers[spec.group].rule].per_matrix:
             key = (spec.group, param.dtype, param.shape[-2:])
         else:
@@ -1033,18 +1088,18 @@ def group_parameters(model: nn.Module, cfg: OptimConfig) -> list[tuple[GroupHype
     return [(hypers[key[0]], named) for key, named in groups.items()]
 
 
-# ==== MODEL ===========================================================================================================
-# Pre-norm transformer on one packed row of T tokens: no batch dimension, documents are told apart by doc_ids. Matrices
-# are (outputs, inputs). To add a gate or a scalar: a config field or LayerSpec entry, a declare() line, its use.
+# ==== MODEL ================================================================================================
+# Pre-norm transformer on one packed row of T tokens: no batch dimension, documents are told apart by
+# doc_ids. Matrices are (outputs, inputs). To add a gate or a scalar: a config field or LayerSpec entry, a
+# declare() line, its use.
 
 
 class StepInputs(typing.NamedTuple):
     """What the schedule tells the model, beside the tokens."""
 
-    windows: Tensor | tuple[int, int]  # (long, short) tokens; a tensor (2,) for FlexAttention, so that it can change
-    cos: Tensor  # (T, K/2)
-    sin: Tensor  # (T, K/2)
-    attention_scale: Tensor  # 0-d
+    windows: Tensor | tuple[int, int]  # (long, short) tokens; FlexAttention: a tensor (2,), so it can change
+    cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
+    sin: Tensor  # (T, 2, 1, K)
 
 
 def init_matrix(*shape: int, fan_in: int) -> Tensor:
@@ -1054,7 +1109,8 @@ def init_matrix(*shape: int, fan_in: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with QK-norm, rotary positions, value embeddings and a sparse gate. Source: METHODS B4."""
+    """Multi-head attention with QK-norm, rotary positions, value embeddings and a sparse gate.
+    Source: METHODS B4."""
 
     def __init__(self, cfg: ModelConfig, spec: LayerSpec):
         super().__init__()
@@ -1064,35 +1120,39 @@ class Attention(nn.Module):
         self.qkvo = declare(torch.cat((qkv, torch.zeros(1, dim, dim))), "matrix")  # (4, D, D)
         self.value_lambdas = declare(torch.full((1 if spec.value_embed is None else 2,), 0.5), "scalar")
         if self.gate_dim:
-            self.gate = declare(torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "matrix")
+            self.gate = declare(
+                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "matrix")
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor, step: StepInputs) -> Tensor:
+    def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor,
+                step: StepInputs) -> Tensor:
         """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
         heads = (self.num_heads, self.head_dim)
         qkvo = self.qkvo.type_as(x)
         qkv = (x @ qkvo[:3].flatten(0, 1).T).unflatten(1, (3, *heads))  # (T, 3, H, K)
-        q, k = apply_rotary(rms_norm(qkv[:, :2]), step.cos, step.sin).unbind(1)  # (T, H, K) each
+        q, k = apply_rotary(rms_norm(qkv[:, :2]), step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
         v = qkv[:, 2] * self.value_lambdas[0].type_as(x)
         if value_embed is not None:
             v = v + self.value_lambdas[1].type_as(x) * value_embed.unflatten(1, heads)
-        y = attend(q * step.attention_scale.type_as(x), k, v, mask)  # (T, H, K)
+        y = attend(q, k, v, mask)  # (T, H, K)
         if self.gate_dim:
-            y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # (T, H, 1) broadcasts
+            y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # by (T, H, 1)
         return y.flatten(1) @ qkvo[3].T  # (T, D)
 
 
 class MLP(nn.Module):
-    """Linear, ReLU squared, linear; both matrices stored (D, hidden) so that one batch updates all. Source: METHODS B5."""
+    """Linear, ReLU squared, linear; both matrices stored (D, hidden) so that one batch updates all.
+    Source: METHODS B5."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
-        self.up_down = declare(torch.stack((init_matrix(dim, hidden, fan_in=dim), torch.zeros(dim, hidden))), "matrix")
+        self.up_down = declare(
+            torch.stack((init_matrix(dim, hidden, fan_in=dim), torch.zeros(dim, hidden))), "matrix")
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
         up, down = self.up_down.type_as(x)
-        return F.relu(x @ up).square() @ down.T  # (T, 4D) -> (T, D)
+        return relu_squared(x @ up) @ down.T  # (T, 4D) -> (T, D)
 
 
 class Block(nn.Module):
@@ -1121,9 +1181,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model. Parameters are initialised on the CPU from torch's generator, the same on every device."""
+    """The language model.
+    Parameters are initialised on the CPU from torch's generator, the same on every device."""
 
-    def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False, dtype: torch.dtype = torch.float32):
+    def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
+                 dtype: torch.dtype = torch.float32):
         super().__init__()
         self.specs, self.use_flex, self.use_fp8, self.dtype = cfg.layers, use_flex, use_fp8, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
@@ -1142,7 +1204,8 @@ class GPT(nn.Module):
         """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: METHODS B2, B3."""
         masks = dict(zip(("long", "short"), self.build_masks(doc_ids, step.windows)))
         x = x0 = rms_norm(F.embedding(inputs, self.embed).to(self.dtype))  # (T, D)
-        values = {int(i): F.embedding(inputs, table).to(self.dtype) for i, table in self.value_embeds.items()}
+        values = {int(i): F.embedding(inputs, table).to(self.dtype)
+                  for i, table in self.value_embeds.items()}
         outputs = []
         for block, spec in zip(self.blocks, self.specs):
             skip = None if spec.skip_from is None else outputs[spec.skip_from]
@@ -1163,7 +1226,8 @@ class GPT(nn.Module):
         return softcap(x @ self.head.type_as(x).T)
 
     def sum_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens; validation goes through the vocabulary in chunks to save memory."""
+        """Cross-entropy summed over tokens;
+        validation goes through the vocabulary in chunks to save memory."""
         chunk = x.size(0) if self.training else EVAL_CHUNK
         return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
                    for part, target in zip(x.split(chunk), targets.split(chunk)))
@@ -1172,17 +1236,20 @@ class GPT(nn.Module):
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
 
 
-# ==== DATA ============================================================================================================
-# Shards -> rows -> batches. A row is seq_len tokens of whole documents (cut to max_doc_len), each beginning with the
-# document-start token. Which rows a step sees is decided once, for the whole run, before the first step; ranks and
-# micro-batches only split them. Source: METHODS B12, B13; the file format is described in README.md.
+# ==== DATA =================================================================================================
+# Shards -> rows -> batches. A row is seq_len tokens of whole documents (cut to max_doc_len), each beginning
+# with the document-start token. Which rows a step sees is decided once, for the whole run, before the first
+# step; ranks and micro-batches only split them. Source: METHODS B12, B13; the file format is described in
+# README.md.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_REMEDY = "delete it and fetch or build it again (data/)"
 BYTE_VOCAB_SIZE, BYTE_DOCUMENT_START = 257, 256  # byte tokens: 256 values and a document start
 
 
 class Batch(typing.NamedTuple):
-    """Tokens of one forward pass, T each: int32 inputs, int64 targets, int32 document numbers that never decrease."""
+    """Tokens of one forward pass, T each:
+    int32 inputs, int64 targets, int32 document numbers that never decrease."""
 
     inputs: Tensor
     targets: Tensor
@@ -1197,7 +1264,6 @@ class Batch(typing.NamedTuple):
 class Shard:
     """A token file, memory-mapped and checked. starts: where its documents begin."""
 
-    path: str
     tokens: np.ndarray  # uint16
     starts: np.ndarray
     document_start: int
@@ -1209,41 +1275,48 @@ class Shard:
         return np.minimum(lengths, max_doc_len).cumsum()
 
 
-def open_shard(path: str, vocab_size: int) -> Shard:
-    """Map and check a .bin shard; InputError names the file and what is wrong with it."""
-    def refuse(problem: str) -> typing.NoReturn:
-        raise InputError(f"{path}: {problem}: delete it and fetch or build it again (data/)")
-
+def read_shard_header(path: str) -> tuple[int, int, int]:
+    """(tokens, vocabulary size, document-start token) of a shard whose length agrees; else InputError."""
+    problem = None
     try:
         size = os.path.getsize(path)
         header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     except OSError as error:
-        refuse(f"cannot be read ({error.strerror})")
+        raise InputError(f"{path} cannot be read ({error.strerror}): "
+                         "check the path and its permissions") from None
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        refuse(f"is not a version-{SHARD_VERSION} token shard (magic {SHARD_MAGIC})")
-    num_tokens = int(header[2])
-    if num_tokens <= 0:
-        refuse("holds no tokens")
-    if size != SHARD_HEADER_BYTES + 2 * num_tokens:
-        refuse(f"has {size} bytes where its header announces {SHARD_HEADER_BYTES + 2 * num_tokens}")
-    shard_vocab, document_start = (int(header[3]) or 50257, int(header[4]) or 50256)
+        problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
+    elif header[2] <= 0:
+        problem = "holds no tokens"
+    elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
+        problem = f"has {size} bytes where its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
+    if problem:
+        raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
+    return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
+
+
+def open_shard(path: str, vocab_size: int) -> Shard:
+    """Map and check a .bin shard; InputError names the file and what is wrong with it."""
+    num_tokens, shard_vocab, document_start = read_shard_header(path)
     if shard_vocab != vocab_size:
-        raise InputError(f"{path}: has a vocabulary of {shard_vocab}, the model of {vocab_size}: set --vocab_size={shard_vocab}")
+        raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
+                         f"set --vocab_size={shard_vocab} or choose other files")
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
     if tokens.max() >= vocab_size:
-        refuse(f"has token {tokens.max()}, not below the vocabulary size {vocab_size}")
+        raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
+                         f"{SHARD_REMEDY}")
     starts = np.flatnonzero(tokens == document_start)
     if not len(starts):
-        refuse(f"has no document start (token {document_start})")
-    return Shard(path, tokens, starts, document_start, hashlib.sha256(tokens).hexdigest())
+        raise InputError(f"{path} has no document start (token {document_start}): {SHARD_REMEDY}")
+    return Shard(tokens, starts, document_start, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
     """Files of a glob pattern in sorted order; InputError says how to get them."""
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for FineWeb, or "
-                         "python data/text.py for your own text")
+        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
+                         "for FineWeb, or python data/text.py for your own text")
     return paths
 
 
@@ -1288,8 +1361,9 @@ class TrainData:
                 shard, document, cut_to = next(shards, None), 0, None
                 if shard is None:
                     missing = (self.num_rows - len(self.rows)) * self.seq_len
-                    raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
-                                     "(data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
+                    raise InputError(
+                        f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
+                        "(data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
                 self.shards.append(shard)
             self.rows.append(Row(len(self.shards) - 1, document, last, max_doc_len))
             document = last + 1
@@ -1300,7 +1374,8 @@ class TrainData:
         shard = self.shards[row.shard]
         starts = shard.starts[row.first : row.last + 2].tolist()
         ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
-        pieces = [shard.tokens[start : min(end, start + row.max_doc_len)] for start, end in zip(starts, ends)]
+        pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
+                  for start, end in zip(starts, ends)]
         return np.concatenate(pieces)[: self.seq_len + 1]
 
     def batch(self, rows: range) -> Batch:
@@ -1312,7 +1387,8 @@ class TrainData:
         """This rank's micro-batches of steps start..end-1."""
         bounds = [*self.first_row, self.num_rows]
         for step in range(start, end):
-            accum, per_micro = split_rows(cfg, rt.world_size, (bounds[step + 1] - bounds[step]) * self.seq_len)
+            accum, per_micro = split_rows(cfg, rt.world_size,
+                                          (bounds[step + 1] - bounds[step]) * self.seq_len)
             first = bounds[step] + rt.rank * accum * per_micro
             for micro in range(accum):
                 yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
@@ -1325,7 +1401,8 @@ def make_batch(inputs: np.ndarray, targets: np.ndarray, document_start: int) -> 
 
 
 class ValData:
-    """The first val_tokens of the validation files in order, cut into val_seq_len, documents whole. Source: B13."""
+    """The first val_tokens of the validation files in order, cut into val_seq_len, documents whole.
+    Source: B13."""
 
     def __init__(self, cfg: Config):
         self.seq_len, self.num_rows = cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len
@@ -1335,8 +1412,9 @@ class ValData:
             pieces.append(shard.tokens[:missing])
             missing -= len(pieces[-1])
         if missing:
-            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of --val_tokens={cfg.val_tokens} + 1: "
-                             f"give at most --val_tokens={(cfg.val_tokens - missing) // self.seq_len * self.seq_len}")
+            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
+                             f"--val_tokens={cfg.val_tokens} + 1: give at most "
+                             f"--val_tokens={(cfg.val_tokens - missing) // self.seq_len * self.seq_len}")
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
@@ -1346,7 +1424,8 @@ class ValData:
 
 
 class Prefetcher:
-    """Build batches in a thread, some steps ahead, pinned for CUDA. An error in the thread is raised by next()."""
+    """Build batches in a thread, some steps ahead, pinned for CUDA.
+    An error in the thread is raised by next()."""
 
     DEPTH = 4
 
@@ -1401,17 +1480,21 @@ def is_validation(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] < 16
 
 
-def write_corpus(documents: Iterable[tuple[str, np.ndarray]], out: Path, source: str, vocab_size: int,
-                 document_start: int, shard_tokens: int = 100_000_000) -> dict:
-    """Write (name, tokens) documents as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, document_start: int,
+                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
 
-    Documents are ordered by the hash of their name, which mixes folders; the same documents give the same bytes.
+    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
+    same bytes.
     """
     splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
-    for name, tokens in documents:
-        key = hashlib.sha256(b"order" + name.encode()).digest()
-        splits["val" if is_validation(name) else "train"].append((key, tokens))
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={}, fingerprint="")
+    for name, text in texts:
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            key = hashlib.sha256(f"{number} {name}".encode()).digest()
+            splits["val" if is_validation(name) else "train"].append((key, encode(piece)))
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={},
+                fingerprint="")
     out.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
         stale.unlink()
@@ -1420,7 +1503,8 @@ def write_corpus(documents: Iterable[tuple[str, np.ndarray]], out: Path, source:
         if not entries:
             raise InputError(f"{source}: no document for the {split} split: give more documents")
         starts = np.array([document_start], dtype=np.uint16)
-        stream = np.concatenate([part for _, tokens in sorted(entries, key=lambda e: e[0]) for part in (starts, tokens)])
+        stream = np.concatenate([part for _, tokens in sorted(entries, key=lambda e: e[0])
+                                 for part in (starts, tokens)])
         info["tokens"][split] = len(stream)
         for number, begin in enumerate(range(0, len(stream), shard_tokens)):
             path = out / f"{split}_{number:06d}.bin"
@@ -1436,15 +1520,29 @@ def torch_source_name() -> str:
     return f"torch {torch.__version__.partition('+')[0]}"
 
 
-def read_torch_source() -> Iterator[tuple[str, np.ndarray]]:
-    """The Python files of the installed PyTorch as byte tokens; files that differ between builds are left out."""
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
     root = Path(torch.__file__).parent
     left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
     paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(), leave=False):
-        text = (root / name).read_bytes()
-        if text and name not in left_out:
-            yield name, np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(),
+                     leave=False):
+        if name not in left_out:
+            yield name, (root / name).read_bytes()
+
+
+def split_text(text: bytes, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes."""
+    while text:
+        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
+        end = end or limit  # one line longer than the limit
+        yield text[:end]
+        text = text[end:]
+
+
+def encode_bytes(text: bytes) -> np.ndarray:
+    """One token per byte, uint16."""
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
 def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
@@ -1453,17 +1551,19 @@ def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
     if rt.local_rank == 0 and cfg.train_files.startswith(EMBEDDED_CORPUS):
         description = out / "corpus.json"
         if not description.exists() or json.loads(description.read_text())["source"] != torch_source_name():
-            write_corpus(read_torch_source(), out, torch_source_name(), BYTE_VOCAB_SIZE, BYTE_DOCUMENT_START)
+            write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                         BYTE_DOCUMENT_START)
     wait_for_ranks(rt)
 
 
-# ==== SCHEDULES =======================================================================================================
+# ==== SCHEDULES ============================================================================================
 # Everything that changes with the step, as pure functions of the step. Source: METHODS B6, B11.
 
 
 class StepState(typing.NamedTuple):
     """The schedule at one step."""
 
+    stage_index: int
     stage: Stage
     lr_factor: float
     momentum: float
@@ -1505,7 +1605,8 @@ class Schedule:
 
     def total_tokens(self) -> int:
         """Training tokens of the whole run."""
-        return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start) for stage, start, end in self.spans())
+        return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start)
+                   for stage, start, end in self.spans())
 
     def lr_factor(self, step: int, stage: Stage) -> float:
         """Stage value, then linear to final_lr_frac of the peak over the last cooldown_frac of the run."""
@@ -1516,7 +1617,8 @@ class Schedule:
         return stage.lr_factor * weight + self.cfg.final_lr_frac * (1 - weight)
 
     def at(self, step: int) -> StepState:
-        """The state at a step; step num_iterations is the final validation, where a last stage of share 0 holds."""
+        """The state at a step; step num_iterations is the final validation,
+        where a last stage of share 0 holds."""
         assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
         index = len(self.ends) - 1
         if step < self.num_iterations:
@@ -1524,17 +1626,25 @@ class Schedule:
         stage, cfg = self.cfg.stages[index], self.cfg
         rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
         momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
-        return StepState(stage, self.lr_factor(step, stage), momentum, *self.rotary[index])
+        return StepState(index, stage, self.lr_factor(step, stage), momentum, *self.rotary[index])
 
 
-def make_rotary(frequencies: np.ndarray, num_tokens: int, period: int, rt: Runtime) -> tuple[Tensor, Tensor]:
-    """cos and sin tables (T, K/2) in the activation dtype; positions start anew with every row of `period` tokens."""
+def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime) -> tuple[Tensor, Tensor]:
+    """cos and sin tables (T, 2, 1, K) for apply_rotary on stacked q and k; q's carry the softmax scale.
+
+    Positions start anew with every row of `period` tokens. Float32 on CUDA, where the compiler fuses the
+    product.
+    """
+    dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % period
-    angles = positions[:, None].double() * torch.from_numpy(frequencies).to(rt.device)  # (T, K/2)
-    return angles.cos().to(rt.dtype), angles.sin().to(rt.dtype)
+    angles = positions[:, None].double() * torch.tensor(state.frequencies, device=rt.device)  # (T, K/2)
+    scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
+    sin = torch.cat((angles.sin(), -angles.sin()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
+    return cos.to(dtype), sin.to(dtype)
 
 
-# ==== RUN RECORD ======================================================================================================
+# ==== RUN RECORD ===========================================================================================
 # What a run leaves: a log that begins with the script itself, and a json of its result. Rank 0 alone writes.
 
 
@@ -1553,25 +1663,23 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-def read_source() -> bytes:
-    """The bytes of this script."""
-    return Path(__file__).read_bytes()
-
-
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
-    """Where this run's files go; InputError if the record's name belongs to another script or nothing can be written."""
+    """Where this run's files go; InputError if the record's name belongs to another script or
+    nothing can be written."""
     folder = Path(cfg.logs_dir)
     if cfg.record:
         root = Path(cfg.records_dir, cfg.track)
         taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
-        folder = taken[0] if taken else root / f"{today}_{cfg.record}"
+        folder = taken[0] if taken else Path(root, f"{today}_{cfg.record}")
         script = folder / "train_gpt.py"
         if script.exists() and script.read_bytes() != source:
-            raise InputError(f"--record={cfg.record} is taken by another script ({script}): choose another name")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"{folder} cannot be written: choose another folder with "
-                         f"--{'records_dir' if cfg.record else 'logs_dir'}")
+            raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
+                             "choose another name")
+    for path, field in ((folder, "records_dir" if cfg.record else "logs_dir"),
+                        (Path(cfg.logs_dir), "logs_dir")):
+        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise InputError(f"{path} cannot be written: choose another folder with --{field}")
     return folder
 
 
@@ -1585,8 +1693,8 @@ def describe_versions() -> dict:
 
 def describe_hardware(rt: Runtime) -> dict:
     """The machine, as far as it decides speed."""
-    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu=read_cpu_name(), cpu_count=os.cpu_count(),
-                    threads=torch.get_num_threads())
+    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu=read_cpu_name(),
+                    cpu_count=os.cpu_count(), threads=torch.get_num_threads())
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
@@ -1620,22 +1728,33 @@ class RunLog:
         if not rt.is_main:
             return
         now = datetime.datetime.now()
-        self.source = read_source()
+        self.source = Path(__file__).read_bytes()
         self.folder = choose_folder(cfg, self.source, now.strftime("%Y-%m-%d"))
         self.run_id = f"{now.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
-        partial = Path(cfg.logs_dir, f"{self.run_id}.txt.partial")  # grows while the run lasts
-        try:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(partial, "wb", buffering=0)
-        except OSError as error:
-            raise InputError(f"{partial} cannot be written ({error.strerror}): choose another folder with --logs_dir") from None
-        facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(rt)), indent=1)
+
+    def __enter__(self) -> "RunLog":
+        if not self.rt.is_main:
+            return self
+        logs = Path(self.cfg.logs_dir)
+        logs.mkdir(parents=True, exist_ok=True)
+        self.file = open(logs / f"{self.run_id}.txt.partial", "wb", buffering=0)  # grows while the run lasts
+        facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(self.rt)), indent=1)
         self.file.write(self.source + f"\n{'=' * 100}\n{facts}\n{'=' * 100}\n".encode())
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Take the bar off the screen. The log of a crash stays as .partial; bad input leaves nothing."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.file is not None:
+            self.file.close()
+            if kind is not None and issubclass(kind, InputError):
+                os.unlink(self.file.name)
 
     def open_bar(self) -> None:
         """Start the progress bar, where it would be seen."""
-        if self.rt.is_main:
-            self.bar = tqdm(total=self.cfg.num_iterations, unit="step", disable=not show_bar(), dynamic_ncols=True)
+        if show_bar():
+            self.bar = tqdm(total=self.cfg.num_iterations, unit="step", dynamic_ncols=True)
 
     def print(self, text: str, to_log: bool = True, to_console: bool = True) -> None:
         """Write a line, flushed."""
@@ -1650,59 +1769,65 @@ class RunLog:
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
         """The line of a validation; the clock stands at train_time seconds."""
         self.val_points.append([step, val_loss, round(train_time * 1000)])
-        self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} train_time:{train_time * 1000:.0f}ms "
-                   f"step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
+        self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
+                   f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
 
     def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
-        """The line of a training step (step counts from 1), and the bar. loss() is read only where it is shown."""
+        """The line of a training step (step counts from 1), and the bar.
+        loss() is read only where it is shown."""
         every = self.cfg.print_every
         self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
                    f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
-        if self.bar is not None and not self.bar.disable:
+        if self.bar is not None:
             if time.monotonic() - self.bar.last_print_t > 0.5 or step == self.cfg.num_iterations:
-                self.bar.set_postfix_str(f"loss {loss():.3f}, {tokens / train_time:,.0f} tok/s", refresh=False)
+                self.bar.set_postfix_str(f"loss {loss():.3f}, {tokens / train_time:,.0f} tok/s",
+                                         refresh=False)
             self.bar.update()
 
-    def finish(self, result: dict) -> Path | None:
-        """Leave the result: log and json, in a record run also the script. Returns the json's path."""
+    def finish(self, result: dict) -> None:
+        """Leave the result: log and json, in a record run also the script; and print the card."""
         if not self.rt.is_main:
-            return None
-        result = dict(**result, track=self.cfg.track, preset=self.cfg.preset, seed=self.cfg.seed, val_points=self.val_points,
-                      final_val_loss=self.val_points[-1][1], script_sha256=hashlib.sha256(self.source).hexdigest(),
-                      git_commit=read_git_commit(), versions=describe_versions(), hardware=describe_hardware(self.rt))
+            return
+        if self.bar is not None:
+            self.bar.close()
+        result = dict(**result, track=self.cfg.track, preset=self.cfg.preset, seed=self.cfg.seed,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1],
+                      script_sha256=hashlib.sha256(self.source).hexdigest(), git_commit=read_git_commit(),
+                      versions=describe_versions(), hardware=describe_hardware(self.rt))
         self.folder.mkdir(parents=True, exist_ok=True)
         partial = Path(self.file.name)
-        self.file.close()
         if self.cfg.record:
             write_atomic(self.folder / "train_gpt.py", self.source)
         write_atomic(self.folder / f"{self.run_id}.txt", partial.read_bytes())
         partial.unlink()
         path = self.folder / f"{self.run_id}.json"
         write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
-        return path
-
-    def close(self) -> None:
-        """Take the bar off the screen."""
-        if self.bar is not None:
-            self.bar.close()
+        print(format_card(result, self.rt, path), flush=True)
 
 
-def format_card(cfg: Config, rt: Runtime, result: dict, val_loss: float, path: Path) -> str:
+def format_card(result: dict, rt: Runtime, path: Path) -> str:
     """The result card at the end of a run."""
-    rows = [("preset", f"{cfg.preset}, seed {cfg.seed}, {result['config']['derived']['num_params'] / 1e6:.2f} M parameters"),
-            ("validation loss", f"{val_loss:.4f} after {cfg.num_iterations} steps"),
-            ("training time", f"{result['train_time_ms'] / 1000:.2f} s, warm-up {result['compile_time_s']:.1f} s untimed"),
-            ("speed", f"{result['tokens_per_s']:,.0f} tokens/s"),
-            ("MFU", f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the matmul rate "
-                    "measured here"),
-            ("peak memory", f"{result['peak_memory_mib']:,} MiB"), ("left in", str(path))]
+    derived, seconds = result["config"]["derived"], result["train_time_ms"] / 1000
+    rows = [
+        ("preset", f"{result['preset']}, seed {result['seed']}, "
+                   f"{derived['num_params'] / 1e6:.2f} M parameters"),
+        ("validation loss", f"{result['final_val_loss']:.4f} after "
+                            f"{result['config']['num_iterations']} steps"),
+        ("training time", f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up "
+                          "before the clock"),
+        ("speed", f"{result['tokens_per_s']:,} tokens/s"),
+        ("MFU", f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, "
+                "the matmul rate measured here"),
+        ("peak memory", f"{result['peak_memory_mib']:,} MiB"),
+        ("left in", str(path)),
+    ]
     width = max(len(value) for _, value in rows)
     body = [f"| {name:<15} | {value:<{width}} |" for name, value in rows]
     rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
     return "\n".join((rule, *body, rule))
 
 
-# ==== TRAINING ========================================================================================================
+# ==== TRAINING =============================================================================================
 # Set up, warm up and undo it, start the clock, loop.
 
 
@@ -1715,20 +1840,19 @@ class Trainer:
         model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         self.model = rt.compile(model)
-        self.step_inputs = functools.lru_cache(maxsize=2)(self._make_step_inputs)  # one for training, one for validation
-
-    def _make_step_inputs(self, window_long: int, window_short: int, frequencies: bytes, scale: float, num_tokens: int,
-                          period: int) -> StepInputs:
-        windows = (window_long, window_short)
-        if self.rt.use_flex:
-            windows = torch.tensor(windows, dtype=torch.int32, device=self.rt.device)
-        cos, sin = make_rotary(np.frombuffer(frequencies), num_tokens, period, self.rt)
-        return StepInputs(windows, cos, sin, torch.tensor(scale, device=self.rt.device))
+        self.step_inputs: dict[int, tuple[int, StepInputs]] = {}  # by length, of the stage last asked for
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
-        """The model's inputs at a schedule state, for sequences of num_tokens; cached while nothing changes."""
-        return self.step_inputs(state.stage.window_long, state.stage.window_short, state.frequencies.tobytes(),
-                                state.attention_scale, num_tokens, period)
+        """The model's inputs at a schedule state, for sequences of num_tokens;
+        made anew only when the stage changes."""
+        stage_index, made = self.step_inputs.get(num_tokens, (None, None))
+        if stage_index != state.stage_index:
+            windows = (state.stage.window_long, state.stage.window_short)
+            if self.rt.use_flex:
+                windows = torch.tensor(windows, dtype=torch.int32, device=self.rt.device)
+            made = StepInputs(windows, *make_rotary(state, num_tokens, period, self.rt))
+            self.step_inputs[num_tokens] = (state.stage_index, made)
+        return made
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
@@ -1767,8 +1891,10 @@ class Trainer:
             for _ in range(steps):
                 self.train_step(batches, self.schedule.at(start))
             batches.close()
-            self.validate(val_data, self.schedule.at(start), num_rows=min(self.rt.world_size, val_data.num_rows))
-        self.validate(val_data, self.schedule.at(self.cfg.num_iterations), min(self.rt.world_size, val_data.num_rows))
+            self.validate(val_data, self.schedule.at(start),
+                          num_rows=min(self.rt.world_size, val_data.num_rows))
+        self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
+                      min(self.rt.world_size, val_data.num_rows))
         self.optimizer.restore(saved)
 
 
@@ -1783,7 +1909,8 @@ def explain_memory(cfg: Config):
         smaller = max(128, cfg.micro_batch_tokens // 2 // 128 * 128)
         rows = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
-                         f"--micro_batch_tokens={smaller}{rows} (or --val_seq_len={max(128, cfg.val_seq_len // 2)})") from error
+                         f"--micro_batch_tokens={smaller}{rows} "
+                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})") from error
 
 
 def read_peak_memory_mib(rt: Runtime) -> int:
@@ -1793,56 +1920,57 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 
-def train(cfg: Config, rt: Runtime, argv: list[str]) -> float:
-    """The whole run: set-up, warm-up, clock, loop, result. Returns the final validation loss."""
-    log = RunLog(cfg, rt)
-    trainer = Trainer(cfg, rt)
-    schedule = trainer.schedule
+def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
+    """The whole run: data, log, model, warm-up, loop, result."""
     ensure_embedded_corpus(cfg, rt)
-    train_data, val_data = TrainData(cfg, schedule), ValData(cfg)
+    train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     resolved = resolved_dict(cfg, rt.world_size)
-    for line in (f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
-                 f"{rt.world_size} x {rt.device.type}, {resolved['derived']['train_tokens'] / 1e6:.1f} M tokens", *rt.notes):
-        log.print(line)
+    with RunLog(cfg, rt) as log, explain_memory(cfg):
+        log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
+                  f"{rt.world_size} x {rt.device.type}, "
+                  f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
+        for note in rt.notes:
+            log.print(note)
+        trainer = Trainer(cfg, rt)
+        start = clock(rt.device)
+        trainer.warm_up(train_data, val_data)
+        compile_time = clock(rt.device) - start
+        train_time = run_steps(trainer, train_data, val_data, log)
 
-    start = clock(rt.device)
-    trainer.warm_up(train_data, val_data)
-    compile_time = clock(rt.device) - start
-    wait_for_ranks(rt)
+        tokens_per_s = resolved["derived"]["train_tokens"] / train_time
+        flops = tokens_per_s * resolved["derived"]["flops_per_token"]
+        log.finish(dict(
+            config=resolved, argv=argv,
+            corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
+            train_time_ms=round(train_time * 1000), compile_time_s=round(compile_time, 2),
+            tokens_per_s=round(tokens_per_s), mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+            peak_memory_mib=read_peak_memory_mib(rt)))
 
-    log.open_bar()
+
+def run_steps(trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog) -> float:
+    """The timed loop. Returns the training time in seconds; the clock stands while validating."""
+    cfg, rt, tokens, train_time = trainer.cfg, trainer.rt, 0, 0.0
     batches = Prefetcher(train_data.batches(cfg, rt, 0, cfg.num_iterations), rt.device)
-    train_time, tokens, val_loss = 0.0, 0, math.nan
+    log.open_bar()
+    wait_for_ranks(rt)
     start = clock(rt.device)
     for step in range(cfg.num_iterations + 1):
-        state = schedule.at(step)
+        state = trainer.schedule.at(step)
         is_last = step == cfg.num_iterations
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
             trainer.optimizer.finish()
             train_time += clock(rt.device) - start  # the clock stands
-            val_loss = trainer.validate(val_data, state)
-            log.log_validation(step, val_loss, train_time)
+            log.log_validation(step, trainer.validate(val_data, state), train_time)
             start = clock(rt.device)
-        if is_last:
-            break
-        loss = trainer.train_step(batches, state)
-        tokens += state.stage.tokens_per_step or cfg.tokens_per_step
-        log.log_step(step + 1, loss.item, tokens, train_time + time.perf_counter() - start)
+        if not is_last:
+            loss = trainer.train_step(batches, state)
+            tokens += state.stage.tokens_per_step or cfg.tokens_per_step
+            log.log_step(step + 1, loss.item, tokens, train_time + time.perf_counter() - start)
     batches.close()
-    log.close()
-
-    tokens_per_s = tokens / train_time
-    result = dict(config=resolved, argv=argv, corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
-                  train_time_ms=round(train_time * 1000), compile_time_s=round(compile_time, 2), tokens_per_s=round(tokens_per_s),
-                  mfu=round(tokens_per_s * resolved["derived"]["flops_per_token"] / (rt.peak_flops * rt.world_size), 4),
-                  peak_memory_mib=read_peak_memory_mib(rt))
-    path = log.finish(result)
-    if rt.is_main:
-        log.print(format_card(cfg, rt, result, val_loss, path), to_log=False)
-    return val_loss
+    return train_time
 
 
-# ==== MAIN ============================================================================================================
+# ==== MAIN =================================================================================================
 
 
 def run(argv: list[str]) -> int:
@@ -1857,8 +1985,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
     else:
         cfg = make_config(values)
-        with explain_memory(cfg):
-            train(cfg, start_runtime(cfg), argv)
+        train(cfg, start_runtime(cfg), argv)
     return 0
 
 

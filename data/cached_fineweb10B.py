@@ -4,7 +4,7 @@
     python data/cached_fineweb10B.py 8     # the validation shard and 8 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-Shards that are whole stay; a broken download is resumed. 200 MB a shard, into data/fineweb10B beside this script.
+Shards that are whole stay; a broken download is resumed. 200 MB a shard, into data/fineweb10B.
 """
 import argparse
 import sys

@@ -69,13 +69,18 @@ def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     return gpt.Runtime(torch.device("cpu"), rank, rank, world_size, **{**facts, **changes})
 
 
-def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1, env: dict | None = None):
-    """Run the script as a user would, on the CPU; returns the finished process."""
+def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
+    """Run a script in its own process, or under torchrun in several; returns the finished process."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return subprocess.run([*launcher, str(script), "--device=cpu", *args], cwd=cwd, capture_output=True, text=True, timeout=300,
+    return subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+
+
+def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1):
+    """Run the trainer as a user would, on the CPU unless told otherwise."""
+    return launch([str(script), "--device=cpu", *args], cwd, nproc)
 
 
 def smoke_run(shards: Path, cwd: Path, *args: str, **kwargs) -> dict:

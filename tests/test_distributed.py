@@ -1,31 +1,18 @@
 """Several processes on gloo against one: the same parameters, the same loss, the same refusals."""
 import json
-import os
 
 import pytest
 import torch
-from conftest import ROOT, run_script, smoke_run
-
-RANKS = (1, 2, 3, 4)
+from conftest import ROOT, launch, run_script, smoke_run
 
 
 def train_on(nproc, folder, shards, **changes):
     out = folder / f"{nproc}.pt"
     changes = dict(changes, train_files=f"{shards}/train_*.bin", tokens_per_step=6144)
     worker = ROOT / "tests" / "distributed_worker.py"
-    # run_script adds an option the worker does not read; it takes its arguments by position
-    done = run_worker(worker, [str(out), json.dumps(changes)], folder, nproc)
+    done = launch([str(worker), str(out), json.dumps(changes)], folder, nproc)
     assert done.returncode == 0, done.stderr[-2000:]
     return torch.load(out, weights_only=True)
-
-
-def run_worker(worker, args, cwd, nproc):
-    import subprocess
-    import sys
-
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return subprocess.run([*launcher, str(worker), *args], cwd=cwd, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
@@ -38,7 +25,7 @@ def test_parameters_after_three_steps_do_not_depend_on_the_ranks(rule, shards, t
         for name, param in results[1]["params"].items():
             assert torch.allclose(param, results[n]["params"][name], atol=2e-4), name
     assert all(full == 3 * local for local, full in results[3]["shards"])
-    assert any(full % 3 == 0 and full != one for (_, full), (_, one) in zip(results[3]["shards"], results[1]["shards"]))
+    assert [full for _, full in results[3]["shards"]] != [full for _, full in results[1]["shards"]]  # some were padded
 
 
 def test_torchrun_gives_the_same_validation_loss(shards, tmp_path):
