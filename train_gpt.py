@@ -196,7 +196,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 
 def build_layers(num_layers: int, num_value_embeds: int) -> tuple[LayerSpec, ...]:
-    """Lay out the record's pattern at any depth (at 12 slots: exactly METHODS B1-B6).
+    """Lay out the record's pattern at any depth (at 12 slots: exactly record 32).
 
     Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half
     takes the outputs of the lower half in reverse. The first and the last slots share value embeddings
@@ -232,7 +232,8 @@ def parse_value(field: dataclasses.Field, text: str):
             return text
         element = typing.get_args(field.type)[0]
         if element is float:
-            return tuple(float(part) for part in text.split(","))
+            low, high = text.split(",")
+            return float(low), float(high)
         return tuple(element(**item) for item in json.loads(text))
     except (ValueError, TypeError) as error:
         kind = getattr(field.type, "__name__", "value")
@@ -267,7 +268,7 @@ def check_value(field: dataclasses.Field, value) -> None:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """The nearest known names, for an error message."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=3)
     return f"did you mean {' or '.join(near)}?" if near else "see --help"
 
 
@@ -283,7 +284,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         name = name.replace("-", "_")
         if not word.startswith("--") or name not in fields:
             raise InputError(f"{word.partition('=')[0]} is not an option: "
-                             f"{suggest('--' + name, ['--' + known for known in fields])}")
+                             f"{suggest(name, fields)}")
         if not equals:
             if not rest:
                 raise InputError(f"--{name} has no value: give --{name}={show_value(fields[name].default)}")
@@ -622,7 +623,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel j against channel j + K/2 by the angle of each position, in the precision of the tables.
 
     x (T, ..., K); cos, sin broadcast against it, sin with the sign of each half (make_rotary).
-    Source: METHODS B4.
+    Source: record 32.
     """
     return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
 
@@ -640,7 +641,7 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """Block mask for FlexAttention from the document range of each block; never a T x T matrix.
 
     doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window.
-    Blocks in which all pairs are visible skip the mask function. Source: METHODS A12, A16.
+    Blocks in which all pairs are visible skip the mask function. Source: records 12 and 16.
     """
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
@@ -706,14 +707,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
 
 
 def softcap(logits: Tensor) -> Tensor:
-    """30 * sigmoid(logits / 7.5) in float32: 15 * tanh(logits / 15) + 15. Source: METHODS A19."""
+    """30 * sigmoid(logits / 7.5) in float32: 15 * tanh(logits / 15) + 15. Source: record 19."""
     return 30 * torch.sigmoid(logits.float() / 7.5)
 
 
 # ==== FP8 ==================================================================================================
 # The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static
 # scales before the cast. Training only; validation always multiplies in the activation dtype. Source:
-# METHODS B9.
+# record 32.
 
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
@@ -827,7 +828,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
     (to about 0.7 - 1.2).
 
     The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
-    Source: Muon (METHODS section 0, A11).
+    Source: Muon; the form of record 11.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(-2) > x.size(-1)
@@ -851,7 +852,7 @@ def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
     """Orthogonalised Nesterov momentum, and decoupled decay.
 
     param, grad (U, rows, columns); lr (U or 1, 1, 1) in spectral norm per step; decay like lr, a share of
-    the weight. Source: METHODS section 0 and B11.
+    the weight. Source: Muon, and record 32.
     """
     momentum = state["momentum"]
     grad = (grad * knobs.grad_scale).to(momentum.dtype)
@@ -871,7 +872,7 @@ def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
     """Adam with bias correction and decoupled decay (AdamW), computed in float32.
 
     param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
-    of the weight. Source: METHODS B11.
+    of the weight. Source: record 32.
     """
     beta1, beta2 = knobs.betas
     grad = grad.float() * knobs.grad_scale
@@ -897,7 +898,7 @@ RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, up
 # Parameters live in banks: one flat tensor per group of like parameters, a second one for their gradients.
 # Autograd accumulates straight into the bank; a reduce-scatter gives each rank the summed gradient of its
 # share of the units, it updates that share in one batched call, and an all-gather brings the new parameters
-# back. On one rank the share is the bank and nothing is copied or sent. Source: METHODS A24, B15.
+# back. On one rank the share is the bank and nothing is copied or sent. Source: records 24 and 32.
 
 GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank, and a message, of its own
@@ -1103,14 +1104,14 @@ class StepInputs(typing.NamedTuple):
 
 
 def init_matrix(*shape: int, fan_in: int) -> Tensor:
-    """Uniform with standard deviation 0.5 / sqrt(fan_in). Source: METHODS A19."""
+    """Uniform with standard deviation 0.5 / sqrt(fan_in). Source: record 19."""
     bound = 3**0.5 * 0.5 * fan_in**-0.5
     return torch.empty(*shape).uniform_(-bound, bound)
 
 
 class Attention(nn.Module):
     """Multi-head attention with QK-norm, rotary positions, value embeddings and a sparse gate.
-    Source: METHODS B4."""
+    Source: record 32."""
 
     def __init__(self, cfg: ModelConfig, spec: LayerSpec):
         super().__init__()
@@ -1141,7 +1142,7 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """Linear, ReLU squared, linear; both matrices stored (D, hidden) so that one batch updates all.
-    Source: METHODS B5."""
+    Source: record 32."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -1201,7 +1202,7 @@ class GPT(nn.Module):
         return self.sum_loss(self.encode(inputs, doc_ids, step), targets)
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
-        """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: METHODS B2, B3."""
+        """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
         masks = dict(zip(("long", "short"), self.build_masks(doc_ids, step.windows)))
         x = x0 = rms_norm(F.embedding(inputs, self.embed).to(self.dtype))  # (T, D)
         values = {int(i): F.embedding(inputs, table).to(self.dtype)
@@ -1226,8 +1227,7 @@ class GPT(nn.Module):
         return softcap(x @ self.head.type_as(x).T)
 
     def sum_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens;
-        validation goes through the vocabulary in chunks to save memory."""
+        """Cross-entropy summed over tokens; validation holds the logits of EVAL_CHUNK tokens at a time."""
         chunk = x.size(0) if self.training else EVAL_CHUNK
         return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
                    for part, target in zip(x.split(chunk), targets.split(chunk)))
@@ -1239,7 +1239,7 @@ EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
 # ==== DATA =================================================================================================
 # Shards -> rows -> batches. A row is seq_len tokens of whole documents (cut to max_doc_len), each beginning
 # with the document-start token. Which rows a step sees is decided once, for the whole run, before the first
-# step; ranks and micro-batches only split them. Source: METHODS B12, B13; the file format is described in
+# step; ranks and micro-batches only split them. Source: record 32; the file format is described in
 # README.md.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
@@ -1402,7 +1402,7 @@ def make_batch(inputs: np.ndarray, targets: np.ndarray, document_start: int) -> 
 
 class ValData:
     """The first val_tokens of the validation files in order, cut into val_seq_len, documents whole.
-    Source: B13."""
+    Source: record 32."""
 
     def __init__(self, cfg: Config):
         self.seq_len, self.num_rows = cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len
@@ -1442,6 +1442,8 @@ class Prefetcher:
                 continue
 
     def _fill(self, batches: Iterator[Batch]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # threads start on device 0, where pinning would allocate
         try:
             for batch in batches:
                 self._put(Batch(*(t.pin_memory() for t in batch)) if self.device.type == "cuda" else batch)
@@ -1557,7 +1559,7 @@ def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
 
 
 # ==== SCHEDULES ============================================================================================
-# Everything that changes with the step, as pure functions of the step. Source: METHODS B6, B11.
+# Everything that changes with the step, as pure functions of the step. Source: record 32.
 
 
 class StepState(typing.NamedTuple):

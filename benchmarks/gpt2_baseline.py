@@ -3,10 +3,12 @@
 
     python benchmarks/gpt2_baseline.py --seconds 95 --lr 3e-3
 
-LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping, warm-up and cosine
-over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same shards and the same validation
-tokens, in bfloat16 autocast with the same allocator settings. Prints one line; the lr is for you to sweep.
+LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping, warm-up and
+cosine over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same shards and the same
+validation tokens, in bfloat16 autocast with the same allocator settings. Prints one line; the lr is for you to
+sweep.
 """
+
 import argparse
 import math
 import sys
@@ -31,11 +33,15 @@ class PlainBlock(nn.Module):
         self.num_heads = num_heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, 2))
+        q, k, v = (
+            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, 2)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -45,7 +51,10 @@ class PlainGPT(nn.Module):
 
     def __init__(self, cfg: gpt.Config, context: int, num_heads: int):
         super().__init__()
-        self.embed, self.position = nn.Embedding(cfg.vocab_size, cfg.model_dim), nn.Embedding(context, cfg.model_dim)
+        self.embed, self.position = (
+            nn.Embedding(cfg.vocab_size, cfg.model_dim),
+            nn.Embedding(context, cfg.model_dim),
+        )
         self.blocks = nn.Sequential(*(PlainBlock(cfg.model_dim, num_heads) for _ in range(cfg.num_layers)))
         self.norm = nn.LayerNorm(cfg.model_dim)
         for name, param in self.named_parameters():
@@ -62,11 +71,17 @@ class PlainGPT(nn.Module):
 
 def main() -> None:
     """Train for the given seconds, validate on the preset's validation tokens, print one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=95.0, help="training time (default %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument("--context", type=int, default=512, help="tokens of one sequence (default %(default)s)")
-    parser.add_argument("--tokens_per_step", type=int, default=4096, help="tokens of one step (default %(default)s)")
+    parser.add_argument(
+        "--context", type=int, default=512, help="tokens of one sequence (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens_per_step", type=int, default=4096, help="tokens of one step (default %(default)s)"
+    )
     parser.add_argument("--num_heads", type=int, default=4, help="attention heads (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -80,8 +95,12 @@ def main() -> None:
     model = PlainGPT(cfg, args.context, args.num_heads)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
-                                  lr=args.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
 
     def sample() -> Tensor:
         starts = rng.integers(0, len(train) - args.context - 1, args.tokens_per_step // args.context)
@@ -107,11 +126,15 @@ def main() -> None:
         bar.update(round(elapsed) - bar.n)
     bar.close()
     with torch.no_grad():
-        rows = torch.from_numpy(np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy())
+        rows = torch.from_numpy(
+            np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy()
+        )
         val_loss = torch.stack([loss_of(part) for part in rows.split(16) if len(part) == 16]).mean().item()
     params = sum(p.numel() for p in model.parameters())
-    print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {args.seed}: val_loss {val_loss:.4f} "
-          f"after {steps} steps of {args.tokens_per_step} tokens in {args.seconds:.0f} s")
+    print(
+        f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {args.seed}: "
+        f"val_loss {val_loss:.4f} after {steps} steps of {args.tokens_per_step} tokens in {args.seconds:.0f} s"
+    )
 
 
 if __name__ == "__main__":

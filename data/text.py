@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Turn text on this machine into token shards that train_gpt.py reads.
 
-    python data/text.py                                   # the source of the installed PyTorch -> data/torch_source
+    python data/text.py                                   # the installed PyTorch's source -> data/torch_source
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
-    python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens; needs the package tiktoken
+    python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens; needs tiktoken
 
 Then: ./run.sh --train_files='data/mine/train_*.bin' --val_files='data/mine/val_*.bin'
 One file in sixteen, chosen by the hash of its path, becomes validation. DIR/corpus.json tells what was made.
 """
+
 import argparse
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         if not path.exists():
             raise gpt.InputError(f"{path} does not exist: give files or folders of text")
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        files += [(file.relative_to(path).as_posix() if path.is_dir() else file.name, file) for file in inside]
+        files += [
+            (file.relative_to(path).as_posix() if path.is_dir() else file.name, file) for file in inside
+        ]
     for name, file in tqdm(files, desc="read", unit="file", disable=not sys.stderr.isatty()):
         text = file.read_bytes()
         if text and b"\0" not in text:
@@ -44,49 +47,84 @@ def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int
     try:
         import tiktoken
     except ImportError:
-        raise gpt.InputError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
-                             "or use --tokenizer=bytes") from None
+        raise gpt.InputError(
+            "--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
+            "or use --tokenizer=bytes"
+        ) from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken raises whatever its download raises; the vocabulary is fetched on first use
-        raise gpt.InputError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): it is downloaded once, "
-                             "so connect to the network or use --tokenizer=bytes") from None
+    except (
+        Exception
+    ) as error:  # tiktoken raises whatever its download raises; the vocabulary is fetched on first use
+        raise gpt.InputError(
+            f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): it is downloaded once, "
+            "so connect to the network or use --tokenizer=bytes"
+        ) from None
     encode = lambda text: np.array(encoding.encode_ordinary(text.decode("utf-8", "replace")), np.uint16)  # noqa: E731
     return encode, GPT2_VOCAB_SIZE, GPT2_DOCUMENT_START
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, read, write, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="files and folders; none: the installed PyTorch's source")
-    parser.add_argument("--out", type=Path, help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files and folders; none: the installed PyTorch's source"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})"
+    )
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
-    parser.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default %(default)s)")
-    parser.add_argument("--doc_bytes", type=int, default=0,
-                        help="cut longer texts into documents of at most this many bytes (default: 2047 for bytes, "
-                             "16384 for gpt2)")
+    parser.add_argument(
+        "--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default %(default)s)"
+    )
+    parser.add_argument(
+        "--doc_bytes",
+        type=int,
+        default=0,
+        help="cut longer texts into documents of at most this many bytes (default: 2047 for bytes, "
+        "16384 for gpt2)",
+    )
     args = parser.parse_args(argv)
     try:
         if args.paths and not args.out:
             raise gpt.InputError("--out is missing: name a folder for the shards, such as --out data/mine")
         if args.shard_tokens < 1 or args.doc_bytes < 0:
-            raise gpt.InputError("--shard_tokens and --doc_bytes count tokens and bytes: give positive numbers")
+            raise gpt.InputError(
+                "--shard_tokens and --doc_bytes count tokens and bytes: give positive numbers"
+            )
         encode, vocab_size, document_start = choose_tokenizer(args.tokenizer)
         texts = read_texts(args.paths) if args.paths else gpt.read_torch_source()
         source = " ".join(map(str, args.paths)) or gpt.torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
-        info = gpt.write_corpus(texts, out, source, encode, vocab_size, document_start, args.shard_tokens,
-                                args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
+        info = gpt.write_corpus(
+            texts,
+            out,
+            source,
+            encode,
+            vocab_size,
+            document_start,
+            args.shard_tokens,
+            args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384),
+        )
     except gpt.InputError as error:
         print(f"text.py: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"text.py: error: {error.filename}: {error.strerror}: check the path and its permissions", file=sys.stderr)
+        print(
+            f"text.py: error: {error.filename}: {error.strerror}: check the path and its permissions",
+            file=sys.stderr,
+        )
         return 2
     tokens = info["tokens"]
-    print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} validation tokens, "
-          f"fingerprint {info['fingerprint']}")
-    print(f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'")
+    print(
+        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} validation tokens, "
+        f"fingerprint {info['fingerprint']}"
+    )
+    print(
+        f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'"
+    )
     return 0
 
 

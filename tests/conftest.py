@@ -1,4 +1,5 @@
 """What the tests share: the module, small shards, and running the script as a user does."""
+
 import json
 import os
 import re
@@ -36,7 +37,9 @@ def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     parts, total = [], 0
     while total < num_tokens:
         length = int(rng.integers(20, 600))
-        text = (int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6).astype(np.uint16)
+        text = (int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6).astype(
+            np.uint16
+        )
         parts += [np.array([START], np.uint16), text]
         total += length + 1
     return np.concatenate(parts)
@@ -65,7 +68,9 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     """A float32 CPU runtime without probing; several ranks only where no collective is called."""
-    facts = dict(dtype=torch.float32, use_compile=False, use_flex=False, use_fp8=False, peak_flops=1e9, notes=())
+    facts = dict(
+        dtype=torch.float32, use_compile=False, use_flex=False, use_fp8=False, peak_flops=1e9, notes=()
+    )
     return gpt.Runtime(torch.device("cpu"), rank, rank, world_size, **{**facts, **changes})
 
 
@@ -74,8 +79,14 @@ def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = Non
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+    return subprocess.run(
+        [*launcher, *command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
 
 
 def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1):
@@ -92,5 +103,7 @@ def smoke_run(shards: Path, cwd: Path, *args: str, **kwargs) -> dict:
     return {**json.loads(result.read_text()), "stdout": done.stdout, "path": result}
 
 
-VAL_LINE = re.compile(r"^step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M)
+VAL_LINE = re.compile(
+    r"^step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M
+)
 STEP_LINE = re.compile(r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M)

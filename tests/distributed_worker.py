@@ -1,4 +1,5 @@
 """Started by test_distributed.py under torchrun: trains a few steps and saves what rank 0 then holds."""
+
 import json
 import sys
 

@@ -1,11 +1,18 @@
 """Attention: one mask function, two implementations, one graph."""
+
 import shutil
 
 import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config
 
-CASES = [(256, 1, 40), (256, 64, 17), (384, 100, 90), (512, 128, 1000), (640, 639, 200)]  # T, window, mean document length
+CASES = [
+    (256, 1, 40),
+    (256, 64, 17),
+    (384, 100, 90),
+    (512, 128, 1000),
+    (640, 639, 200),
+]  # T, window, mean document length
 
 
 def make_doc_ids(num_tokens: int, mean_length: int, seed: int = 0) -> torch.Tensor:
@@ -16,7 +23,9 @@ def make_doc_ids(num_tokens: int, mean_length: int, seed: int = 0) -> torch.Tens
 def brute_force_mask(doc_ids: torch.Tensor, window: int) -> torch.Tensor:
     """(T, T) from the definition, pair by pair."""
     ids = doc_ids.tolist()
-    return torch.tensor([[j <= i and i - j <= window and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))])
+    return torch.tensor(
+        [[j <= i and i - j <= window and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
+    )
 
 
 def attend_naive(q, k, v, mask):
@@ -47,17 +56,23 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
     blocks = mask.view(num_tokens // 128, 128, num_tokens // 128, 128).transpose(1, 2).flatten(2)
     made = gpt.build_block_mask(doc_ids, torch.tensor(window))
     listed, full = torch.zeros(2, *blocks.shape[:2], dtype=torch.bool)
-    for out, counts, indices in ((listed, made.kv_num_blocks, made.kv_indices), (full, made.full_kv_num_blocks,
-                                                                                 made.full_kv_indices)):
+    for out, counts, indices in (
+        (listed, made.kv_num_blocks, made.kv_indices),
+        (full, made.full_kv_num_blocks, made.full_kv_indices),
+    ):
         for row in range(len(out)):
             out[row, indices[0, 0, row, : counts[0, 0, row]].long()] = True
     assert not (listed & full).any()
     assert torch.equal(full, blocks.all(-1))  # skips the mask function: must be visible throughout
     assert not (blocks.any(-1) & ~(listed | full)).any()  # nothing visible is left out
-    assert (listed & ~blocks.any(-1)).sum() <= len(listed)  # at most one empty block per row is visited in vain
+    assert (listed & ~blocks.any(-1)).sum() <= len(
+        listed
+    )  # at most one empty block per row is visited in vain
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
+)
 def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
     """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form."""
     cfg = smoke_config(num_layers=4, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
@@ -73,9 +88,18 @@ def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
         for step in (0, 5, 9, 12):  # every stage, and the final validation
             state = schedule.at(step)
             windows = (state.stage.window_long, state.stage.window_short)
-            tokens, targets, ids = torch.randint(257, (2, 512)), torch.randint(257, (512,)), make_doc_ids(512, 60, step)
+            tokens, targets, ids = (
+                torch.randint(257, (2, 512)),
+                torch.randint(257, (512,)),
+                make_doc_ids(512, 60, step),
+            )
             rotary = gpt.make_rotary(state, 512, 512, make_runtime())
-            ours = compiled(tokens[0].int(), targets, ids, gpt.StepInputs(torch.tensor(windows, dtype=torch.int32), *rotary))
+            ours = compiled(
+                tokens[0].int(),
+                targets,
+                ids,
+                gpt.StepInputs(torch.tensor(windows, dtype=torch.int32), *rotary),
+            )
             expected = dense(tokens[0].int(), targets, ids, gpt.StepInputs(windows, *rotary))
             assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
             losses.append(windows)
@@ -89,7 +113,9 @@ def test_rotary_keeps_norms_and_depends_on_distance_alone():
     x = torch.randn(2, 1, 32).expand(64, 2, 1, 32)  # the same q and k at every position
     y = gpt.apply_rotary(x, cos, sin)[:, :, 0]  # (64, 2, 32)
     assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1, 0].norm().expand(64), rtol=1e-5)
-    assert torch.allclose(y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0, 0].norm().expand(64), rtol=1e-5)
+    assert torch.allclose(
+        y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0, 0].norm().expand(64), rtol=1e-5
+    )
     scores = y[:, 0] @ y[:, 1].T
     for distance in (0, 1, 17):
         diagonal = scores.diagonal(-distance)

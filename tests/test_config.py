@@ -1,4 +1,5 @@
 """Config, presets, command line: what they derive, and how they refuse."""
+
 import dataclasses
 import json
 import math
@@ -48,7 +49,9 @@ def test_layers_of_the_record():
 @pytest.mark.parametrize("name", gpt.PRESETS)
 def test_every_preset_resolves_and_survives_the_command_line(name):
     cfg = gpt.make_config({"preset": name})
-    argv = [f"--{field.name}={gpt.show_value(getattr(cfg, field.name))}" for field in dataclasses.fields(cfg)]
+    argv = [
+        f"--{field.name}={gpt.show_value(getattr(cfg, field.name))}" for field in dataclasses.fields(cfg)
+    ]
     assert gpt.make_config(gpt.parse_argv(argv)[0]) == cfg
     assert json.loads(json.dumps(gpt.resolved_dict(cfg, 1)))["derived"]["num_params"] > 0
 
@@ -60,37 +63,45 @@ def test_the_pattern_exists_at_any_depth(depth):
 
 
 def test_spellings_are_equal():
-    values = [gpt.parse_argv(argv)[0] for argv in (
-        ["--num_iterations=7", "--adam_betas=0.7,0.9"], ["--num-iterations", "7", "--adam-betas", "0.7,0.9"])]
+    values = [
+        gpt.parse_argv(argv)[0]
+        for argv in (
+            ["--num_iterations=7", "--adam_betas=0.7,0.9"],
+            ["--num-iterations", "7", "--adam-betas", "0.7,0.9"],
+        )
+    ]
     assert values[0] == values[1] == {"num_iterations": 7, "adam_betas": (0.7, 0.9)}
 
 
-@pytest.mark.parametrize("args, value, remedy", [
-    (["--num_iteration=5"], "--num_iteration", "--num_iterations"),
-    (["stray"], "stray", "--help"),
-    (["--num_iterations=many"], "many", "1670"),
-    (["--num_iterations=0"], "0", "at least 1"),
-    (["--matrix_lr=nan"], "nan", "ordinary number"),
-    (["--momentum_end=1.5"], "1.5", "at most"),
-    (["--device=tpu"], "tpu", "cuda"),
-    (["--preset=laptpo"], "laptpo", "laptop"),
-    (["--seed"], "--seed", "--seed=0"),
-    (["--head_dim=100"], "model_dim", "--model_dim=200"),
-    (["--seq_len=500"], "500", "384 and 512"),
-    (["--tokens_per_step=700"], "700", "512 and 1024"),
-    (["--val_tokens=1000"], "1000", "1024"),
-    (["--micro_batch_tokens=256"], "256", "--seq_len=256"),
-    (["--stages=[{\"share\":1,\"window_long\":64,\"window_short\":128}]"], "128", "short <= long"),
-    (["--stages=[{\"share\":1}]"], "share", "window_long"),
-    (["--stages=[]"], "--stages", "above 0"),
-    (["--layers=[{\"attention\":\"wide\"}]", "--num_layers=1"], "wide", "long, short or none"),
-    (["--layers=[{\"skip_from\":0}]", "--num_layers=1"], "skip_from=0", "earlier slot"),
-    (["--layers=[{\"value_embed\":5}]", "--num_layers=1"], "value_embed=5", "num_value_embeds"),
-    (["--layers=[{}]"], "1 slots", "--num_layers=1"),
-    (["--record=../x"], "../x", "lower-case"),
-    (["--attention_gate_dim=100"], "100", "at most 64"),
-    (["--cooldown_frac=0.5", "--adam_betas=0.9"], "0.9", "0.8,0.95"),
-])
+@pytest.mark.parametrize(
+    "args, value, remedy",
+    [
+        (["--num_iteration=5"], "--num_iteration", "--num_iterations"),
+        (["stray"], "stray", "--help"),
+        (["--num_iterations=many"], "many", "1670"),
+        (["--num_iterations=0"], "0", "at least 1"),
+        (["--matrix_lr=nan"], "nan", "ordinary number"),
+        (["--momentum_end=1.5"], "1.5", "at most"),
+        (["--device=tpu"], "tpu", "cuda"),
+        (["--preset=laptpo"], "laptpo", "laptop"),
+        (["--seed"], "--seed", "--seed=0"),
+        (["--head_dim=100"], "model_dim", "--model_dim=200"),
+        (["--seq_len=500"], "500", "384 and 512"),
+        (["--tokens_per_step=700"], "700", "512 and 1024"),
+        (["--val_tokens=1000"], "1000", "1024"),
+        (["--micro_batch_tokens=256"], "256", "--seq_len=256"),
+        (['--stages=[{"share":1,"window_long":64,"window_short":128}]'], "128", "short <= long"),
+        (['--stages=[{"share":1}]'], "share", "window_long"),
+        (["--stages=[]"], "--stages", "above 0"),
+        (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "wide", "long, short or none"),
+        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier slot"),
+        (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
+        (["--layers=[{}]"], "1 slots", "--num_layers=1"),
+        (["--record=../x"], "../x", "lower-case"),
+        (["--attention_gate_dim=100"], "100", "at most 64"),
+        (["--cooldown_frac=0.5", "--adam_betas=0.9"], "0.9", "0.8,0.95"),
+    ],
+)
 def test_bad_options_end_with_status_2_and_one_line(args, value, remedy, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert gpt.main(["--preset=smoke", "--device=cpu", *args]) == 2
@@ -129,8 +140,10 @@ def test_ranks_that_cannot_share_the_rows(world_size, near):
         gpt.split_rows(cfg, world_size, cfg.tokens_per_step)
 
 
-@pytest.mark.parametrize("world_size, micro, expected", [(1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)),
-                                                         (4, 512, (1, 1))])
+@pytest.mark.parametrize(
+    "world_size, micro, expected",
+    [(1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)), (4, 512, (1, 1))],
+)
 def test_rows_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
     assert gpt.split_rows(cfg, world_size, cfg.tokens_per_step) == expected

@@ -1,4 +1,5 @@
 """Shards, rows, batches, prefetch, corpora: what is refused, and that ranks never change what a step sees."""
+
 import hashlib
 import json
 import os
@@ -21,15 +22,18 @@ def write_raw(path, header, tokens):
 GOOD = (20240520, 1, 4, VOCAB, START)
 
 
-@pytest.mark.parametrize("header, tokens, complaint", [
-    ((1, 1, 4, VOCAB, START), [START, 1, 2, 3], "not a token shard"),
-    ((20240520, 2, 4, VOCAB, START), [START, 1, 2, 3], "version 1"),
-    ((20240520, 1, 9, VOCAB, START), [START, 1, 2, 3], "1032 bytes where its header announces 1042"),
-    ((20240520, 1, 0, VOCAB, START), [], "holds no tokens"),
-    (GOOD, [START, 1, 2, 300], "token 300"),
-    (GOOD, [0, 1, 2, 3], "no document start"),
-    ((20240520, 1, 4), [50256, 1, 2, 3], "--vocab_size=50257"),
-])
+@pytest.mark.parametrize(
+    "header, tokens, complaint",
+    [
+        ((1, 1, 4, VOCAB, START), [START, 1, 2, 3], "not a token shard"),
+        ((20240520, 2, 4, VOCAB, START), [START, 1, 2, 3], "version 1"),
+        ((20240520, 1, 9, VOCAB, START), [START, 1, 2, 3], "1032 bytes where its header announces 1042"),
+        ((20240520, 1, 0, VOCAB, START), [], "holds no tokens"),
+        (GOOD, [START, 1, 2, 300], "token 300"),
+        (GOOD, [0, 1, 2, 3], "no document start"),
+        ((20240520, 1, 4), [50256, 1, 2, 3], "--vocab_size=50257"),
+    ],
+)
 def test_bad_shards_are_refused_by_name(tmp_path, header, tokens, complaint):
     path = write_raw(tmp_path / "odd.bin", header, tokens)
     with pytest.raises(gpt.InputError, match="odd.bin") as caught:
@@ -65,7 +69,9 @@ def test_rows_follow_the_published_packing(shards):
         starts = np.flatnonzero(tokens == START).tolist()
         buffer = []
         for begin, end in zip(starts, [*starts[1:], len(tokens)]):
-            buffer += tokens[begin : min(end, begin + cfg.max_doc_len, begin + cfg.seq_len + 1 - len(buffer))].tolist()
+            buffer += tokens[
+                begin : min(end, begin + cfg.max_doc_len, begin + cfg.seq_len + 1 - len(buffer))
+            ].tolist()
             if len(buffer) == cfg.seq_len + 1:
                 expected.append(buffer)
                 buffer = []
@@ -82,10 +88,17 @@ def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
     batch = data.batch(range(2))
     for i in range(2):
         part = slice(i * cfg.seq_len, (i + 1) * cfg.seq_len)
-        assert batch.inputs[part].tolist() == rows[i][:-1].tolist() and batch.targets[part].tolist() == rows[i][1:].tolist()
+        assert (
+            batch.inputs[part].tolist() == rows[i][:-1].tolist()
+            and batch.targets[part].tolist() == rows[i][1:].tolist()
+        )
     assert batch.doc_ids[0] == 1
     assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == START)
-    assert (batch.inputs.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (torch.int32, torch.int64, torch.int32)
+    assert (batch.inputs.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (
+        torch.int32,
+        torch.int64,
+        torch.int32,
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
@@ -94,8 +107,11 @@ def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_t
     cfg = smoke_config(shards, micro_batch_tokens=micro_batch_tokens)
     data, rows = all_rows(cfg)
     for step in (0, 5, 11):
-        seen = [batch.inputs for rank in range(world_size)
-                for batch in data.batches(cfg, make_runtime(rank, world_size), step, step + 1)]
+        seen = [
+            batch.inputs
+            for rank in range(world_size)
+            for batch in data.batches(cfg, make_runtime(rank, world_size), step, step + 1)
+        ]
         expected = np.concatenate([row[:-1] for row in rows[step * 4 : step * 4 + 4]])
         assert torch.cat(seen).tolist() == expected.tolist()
 
@@ -104,7 +120,16 @@ def test_stages_change_rows_per_step_and_document_length(shards):
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=50), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
     data, rows = all_rows(cfg)
-    assert data.first_row == [0, 2, 4, 6, 8, 10, 12, *range(14, 34, 4)]  # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
+    assert data.first_row == [
+        0,
+        2,
+        4,
+        6,
+        8,
+        10,
+        12,
+        *range(14, 34, 4),
+    ]  # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
     assert data.num_rows == 34
     assert [r.max_doc_len for r in data.rows] == [50] * 14 + [256] * 20
 
@@ -153,8 +178,14 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
 
 
 def run_tool(name, *args, cwd, **env):
-    return subprocess.run([sys.executable, str(ROOT / "data" / name), *args], cwd=cwd, capture_output=True, text=True,
-                          env={**os.environ, **env}, timeout=120)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "data" / name), *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=120,
+    )
 
 
 def make_texts(folder):
@@ -174,12 +205,21 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
     info = json.loads((tmp_path / "mine" / "corpus.json").read_text())
     assert info["fingerprint"] in done.stdout
     assert len(list((tmp_path / "mine").glob("train_*"))) > 1
-    streams = {split: np.concatenate([gpt.open_shard(str(path), VOCAB).tokens
-                                      for path in sorted((tmp_path / "mine").glob(f"{split}_*"))])
-               for split in ("train", "val")}
+    streams = {
+        split: np.concatenate(
+            [
+                gpt.open_shard(str(path), VOCAB).tokens
+                for path in sorted((tmp_path / "mine").glob(f"{split}_*"))
+            ]
+        )
+        for split in ("train", "val")
+    }
     assert {split: len(s) for split, s in streams.items()} == info["tokens"]
     for split, stream in streams.items():
-        pieces = {bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == START))[1:]}
+        pieces = {
+            bytes(part[1:].astype(np.uint8))
+            for part in np.split(stream, np.flatnonzero(stream == START))[1:]
+        }
         assert max(map(len, pieces)) <= 2047
         for file in (texts / "sub").iterdir():
             is_validation = hashlib.sha256(f"sub/{file.name}".encode()).digest()[0] < 16
@@ -202,11 +242,14 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
     assert b"".join(pieces) == text and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
 
 
-@pytest.mark.parametrize("args, complaint", [
-    (["missing_folder", "--out", "x"], "missing_folder does not exist"),
-    (["."], "--out"),
-    ([".", "--out", "x", "--shard_tokens", "0"], "positive"),
-])
+@pytest.mark.parametrize(
+    "args, complaint",
+    [
+        (["missing_folder", "--out", "x"], "missing_folder does not exist"),
+        (["."], "--out"),
+        ([".", "--out", "x", "--shard_tokens", "0"], "positive"),
+    ],
+)
 def test_text_tool_refuses_in_one_line(tmp_path, args, complaint):
     done = run_tool("text.py", *args, cwd=tmp_path)
     assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
@@ -218,8 +261,16 @@ def test_gpt2_tokens_need_an_optional_package(tmp_path):
     (tmp_path / "texts").mkdir()
     for i in range(40):
         (tmp_path / "texts" / f"{i}.txt").write_text("hello world " * 50)
-    done = run_tool("text.py", "texts", "--out", "x", "--tokenizer", "gpt2", cwd=tmp_path,
-                    TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"))
+    done = run_tool(
+        "text.py",
+        "texts",
+        "--out",
+        "x",
+        "--tokenizer",
+        "gpt2",
+        cwd=tmp_path,
+        TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"),
+    )
     if done.returncode == 0:
         assert gpt.open_shard(str(tmp_path / "x" / "train_000000.bin"), 50257).document_start == 50256
     else:
@@ -227,8 +278,15 @@ def test_gpt2_tokens_need_an_optional_package(tmp_path):
 
 
 def test_hub_that_cannot_be_reached(tmp_path):
-    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path / "f"), cwd=tmp_path,
-                    HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    done = run_tool(
+        "cached_fineweb10B.py",
+        "1",
+        "--out",
+        str(tmp_path / "f"),
+        cwd=tmp_path,
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HUB_DOWNLOAD_TIMEOUT="1",
+    )
     assert done.returncode == 2 and "fineweb_val_000000.bin cannot be downloaded" in done.stderr
     assert "--preset=laptop" in done.stderr and "Traceback" not in done.stderr
 
@@ -236,11 +294,15 @@ def test_hub_that_cannot_be_reached(tmp_path):
 def test_whole_shards_are_not_fetched_again(tmp_path):
     for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
         write_raw(tmp_path / name, (20240520, 1, 3), [50256, 1, 2])
-    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    done = run_tool(
+        "cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "fineweb_train_000001.bin", "ab") as file:
         file.write(b"x")  # no longer as long as its header says
-    done = run_tool("cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    done = run_tool(
+        "cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
+    )
     assert done.returncode == 2 and "fineweb_train_000001.bin" in done.stderr
     assert run_tool("cached_fineweb10B.py", "200", cwd=tmp_path).returncode == 2
 

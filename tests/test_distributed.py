@@ -1,4 +1,5 @@
 """Several processes on gloo against one: the same parameters, the same loss, the same refusals."""
+
 import json
 
 import pytest
@@ -25,7 +26,9 @@ def test_parameters_after_three_steps_do_not_depend_on_the_ranks(rule, shards, t
         for name, param in results[1]["params"].items():
             assert torch.allclose(param, results[n]["params"][name], atol=2e-4), name
     assert all(full == 3 * local for local, full in results[3]["shards"])
-    assert [full for _, full in results[3]["shards"]] != [full for _, full in results[1]["shards"]]  # some were padded
+    assert [full for _, full in results[3]["shards"]] != [
+        full for _, full in results[1]["shards"]
+    ]  # some were padded
 
 
 def test_torchrun_gives_the_same_validation_loss(shards, tmp_path):
@@ -33,11 +36,15 @@ def test_torchrun_gives_the_same_validation_loss(shards, tmp_path):
     for nproc in (1, 2, 4):
         (tmp_path / str(nproc)).mkdir()
         losses[nproc] = smoke_run(shards, tmp_path / str(nproc), "--seed=3", nproc=nproc)["final_val_loss"]
-    assert losses[2] == pytest.approx(losses[1], abs=1e-3) and losses[4] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[2] == pytest.approx(losses[1], abs=1e-3) and losses[4] == pytest.approx(
+        losses[1], abs=1e-3
+    )
 
 
 def test_only_rank_0_writes_and_reports_bad_input(shards, tmp_path):
-    done = run_script(["--preset=smoke", "--tokens_per_step=512", f"--train_files={shards}/train_*.bin"], tmp_path, nproc=2)
+    done = run_script(
+        ["--preset=smoke", "--tokens_per_step=512", f"--train_files={shards}/train_*.bin"], tmp_path, nproc=2
+    )
     assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1
     assert "2 ranks cannot share" in done.stderr
     result = smoke_run(shards, tmp_path, nproc=2)

@@ -1,4 +1,5 @@
 """The FP8 head: real FP8 matmuls on the CPU against float32."""
+
 import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config, smoke_run
@@ -34,15 +35,23 @@ def test_scales_keep_unit_activations_and_gradients_in_range():
     one_hot[:, 3] = 768**0.5  # the largest entry an RMS-normalised vector can have
     x8 = gpt.to_fp8(one_hot, 768**0.5 / 448, torch.float8_e4m3fn)
     assert x8.float().max() == 448
-    assert gpt.to_fp8(torch.tensor([1.0, -1.0]), gpt.FP8_GRAD_SCALE, torch.float8_e5m2).float().tolist() == [448, -448]
-    assert gpt.to_fp8(torch.tensor([9.0]), gpt.FP8_WEIGHT_SCALE, torch.float8_e4m3fn).float().item() == 448  # saturates
+    assert gpt.to_fp8(torch.tensor([1.0, -1.0]), gpt.FP8_GRAD_SCALE, torch.float8_e5m2).float().tolist() == [
+        448,
+        -448,
+    ]
+    assert (
+        gpt.to_fp8(torch.tensor([9.0]), gpt.FP8_WEIGHT_SCALE, torch.float8_e4m3fn).float().item() == 448
+    )  # saturates
 
 
 def test_custom_op_is_registered_whole():
     """Fake implementation and autograd, by torch's own checker (whose schema test cannot compare 8-bit outputs)."""
     x, w, _ = make_operands(32, 64, 128)
-    torch.library.opcheck(gpt.fp8_linear_op, (x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_(),
-                                              0.02), test_utils=("test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        gpt.fp8_linear_op,
+        (x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_(), 0.02),
+        test_utils=("test_faketensor", "test_autograd_registration"),
+    )
 
 
 def test_validation_does_not_use_it():
@@ -64,7 +73,14 @@ def test_a_run_with_it_trains_as_well(shards, tmp_path):
 
 
 def test_forcing_it_where_it_cannot_work(capsys):
-    args = ["--preset=smoke", "--device=cpu", "--fp8_head=on", "--num_heads=1", "--head_dim=72", "--model_dim=72"]
+    args = [
+        "--preset=smoke",
+        "--device=cpu",
+        "--fp8_head=on",
+        "--num_heads=1",
+        "--head_dim=72",
+        "--model_dim=72",
+    ]
     assert gpt.main(args) == 2
     assert "--fp8_head=auto" in capsys.readouterr().err
 

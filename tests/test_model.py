@@ -1,4 +1,5 @@
 """The model against a plain reading of METHODS B2-B6, and its invariants."""
+
 import math
 
 import pytest
@@ -20,19 +21,28 @@ def make_model(seed=0, noise=0.3, **changes):
 
 def step_inputs(cfg, step=0):
     state = gpt.Schedule(cfg).at(step)
-    return gpt.StepInputs((state.stage.window_long, state.stage.window_short),
-                          *gpt.make_rotary(state, cfg.seq_len, cfg.seq_len, make_runtime()))
+    return gpt.StepInputs(
+        (state.stage.window_long, state.stage.window_short),
+        *gpt.make_rotary(state, cfg.seq_len, cfg.seq_len, make_runtime()),
+    )
 
 
 def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     """METHODS B2-B6, token pair by token pair, float64, no shared code with the model."""
     p = {name: param.detach().double() for name, param in model.named_parameters()}
     num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
-    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()  # noqa: E731
+    norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
     angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    rotate = lambda x: torch.cat((x[..., : width // 2] * cos + x[..., width // 2 :] * sin,  # noqa: E731
-                                  -x[..., : width // 2] * sin + x[..., width // 2 :] * cos), -1)
+    rotate = (
+        lambda x: torch.cat(
+            (
+                x[..., : width // 2] * cos + x[..., width // 2 :] * sin,
+                -x[..., : width // 2] * sin + x[..., width // 2 :] * cos,
+            ),
+            -1,
+        )
+    )
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
     x = x0 = norm(p["embed"][inputs])
@@ -52,7 +62,12 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             scores = torch.einsum("qhk,shk->hqs", rotate(norm(q)), rotate(norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
             if cfg.attention_gate_dim:
-                y = y * torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"blocks.{i}.attention.gate"].T)[..., None]
+                y = (
+                    y
+                    * torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"blocks.{i}.attention.gate"].T)[
+                        ..., None
+                    ]
+                )
             x = x + y.flatten(1) @ wo.T
         if spec.mlp:
             up, down = p[f"blocks.{i}.mlp.up_down"]
@@ -62,14 +77,25 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
 
 
 @pytest.mark.parametrize("step", [0, 9, 12])
-@pytest.mark.parametrize("changes", [{}, dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0)]
+)
 def test_the_model_is_the_recipe(step, changes):
     cfg, model, tokens, doc_ids = make_model(**changes)
     state = gpt.Schedule(cfg).at(step)
-    expected = reference_logits(cfg, model, tokens[:-1], doc_ids, dict(long=state.stage.window_long, short=state.stage.window_short),
-                                state.frequencies, state.attention_scale)
+    expected = reference_logits(
+        cfg,
+        model,
+        tokens[:-1],
+        doc_ids,
+        dict(long=state.stage.window_long, short=state.stage.window_short),
+        state.frequencies,
+        state.attention_scale,
+    )
     x = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))
-    assert torch.allclose(model.logits(x).double(), expected, atol=2e-4)  # float32 against float64 on logits of 0..30
+    assert torch.allclose(
+        model.logits(x).double(), expected, atol=2e-4
+    )  # float32 against float64 on logits of 0..30
     loss = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg, step))
     exact = torch.nn.functional.cross_entropy(expected, tokens[1:], reduction="sum")
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
@@ -123,7 +149,9 @@ def test_initial_loss_and_statistics():
 def test_every_parameter_gets_a_gradient():
     cfg, model, tokens, doc_ids = make_model(num_layers=6)
     model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg)).backward()
-    assert [name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()] == []
+    assert [
+        name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()
+    ] == []
 
 
 def test_validation_in_chunks_changes_nothing(monkeypatch):

@@ -1,4 +1,5 @@
 """Schedules at 0, at boundaries and at the end, against METHODS B6 and B11."""
+
 import math
 
 import numpy as np
@@ -34,7 +35,9 @@ def test_yarn_by_hand(schedule):
         rotations = 3 * 128 * first[j] / (2 * math.pi)
         g = min(max((rotations - 1) / 31, 0), 1)
         assert second[j] == pytest.approx(first[j] * (3 / 7 + g * (1 - 3 / 7)), rel=1e-12)
-    assert second[0] == first[0] and second[31] == pytest.approx(first[31] * 3 / 7)  # fast ones stay, slow ones stretch
+    assert second[0] == first[0] and second[31] == pytest.approx(
+        first[31] * 3 / 7
+    )  # fast ones stay, slow ones stretch
 
 
 @pytest.mark.parametrize("step, factor", [(0, 1), (834, 1), (835, 1), (1252.5, 0.55), (1670, 0.1)])
@@ -48,12 +51,17 @@ def test_momentum(schedule, step, momentum):
 
 
 def test_no_cooldown_and_no_momentum_warmup():
-    schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "cooldown_frac": 0.0, "momentum_warmup_steps": 0}))
+    schedule = gpt.Schedule(
+        gpt.make_config({"preset": "smoke", "cooldown_frac": 0.0, "momentum_warmup_steps": 0})
+    )
     assert schedule.at(12).lr_factor == 1 and schedule.at(0).momentum == 0.95
 
 
 def test_stages_may_change_batch_length_and_learning_rate():
-    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=100, lr_factor=0.5), gpt.Stage(3, 64, 64))
+    stages = (
+        gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=100, lr_factor=0.5),
+        gpt.Stage(3, 64, 64),
+    )
     schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "stages": stages, "cooldown_frac": 0.5}))
     assert [(s, e) for _, s, e in schedule.spans()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
     assert schedule.total_tokens() == 4 * 1024 + 8 * 2048

@@ -1,4 +1,5 @@
 """The file itself: importable without side effects, few imports, sections in order."""
+
 import ast
 import subprocess
 import sys
@@ -6,8 +7,20 @@ import sys
 from conftest import ROOT, SCRIPT
 
 ALLOWED = {"torch", "numpy", "huggingface_hub", "tqdm", "triton"}
-SECTIONS = ["CONFIG", "RUNTIME", "KERNELS", "FP8", "UPDATE RULES", "OPTIMIZER", "MODEL", "DATA", "SCHEDULES", "RUN RECORD",
-            "TRAINING", "MAIN"]
+SECTIONS = [
+    "CONFIG",
+    "RUNTIME",
+    "KERNELS",
+    "FP8",
+    "UPDATE RULES",
+    "OPTIMIZER",
+    "MODEL",
+    "DATA",
+    "SCHEDULES",
+    "RUN RECORD",
+    "TRAINING",
+    "MAIN",
+]
 
 
 def imported_packages(path) -> set[str]:
@@ -25,8 +38,10 @@ def test_imports_are_the_closed_list():
 
 
 def test_import_has_no_side_effects(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt; import torch; " \
-           "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train_gpt; import torch; "
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
@@ -43,12 +58,18 @@ def test_lines_and_functions_stay_readable():
     functions = [n for n in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(n, ast.FunctionDef)]
     assert max(n.end_lineno - n.lineno + 1 for n in functions) <= 50
     assert all(n.end_lineno - n.lineno + 1 <= 40 for n in functions if n.name == "forward")
-    public = [n for n in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(n, (ast.FunctionDef, ast.ClassDef))
-              and not n.name.startswith("_") and n.name not in ("mask_mod", "demand", "demand_multiple", "blocks", "widen",
-                                                                "ordered")]
+    public = [
+        n
+        for n in ast.walk(ast.parse(SCRIPT.read_text()))
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+        and not n.name.startswith("_")
+        and n.name not in ("mask_mod", "demand", "demand_multiple", "blocks", "widen", "ordered")
+    ]
     assert [n.name for n in public if not ast.get_docstring(n)] == []
 
 
 def test_lint():
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,5 @@
 """Update rules on local tensors, and the banks they run on."""
+
 import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config
@@ -19,8 +20,14 @@ def test_adam_is_torchs_adamw(weight_decay):
     state = gpt.init_adam(ours)
     for step in range(1, 21):
         theirs.grad = torch.randn(37)
-        gpt.update_adam(ours, theirs.grad / 4, state, torch.tensor([0.03]), torch.tensor([0.03 * weight_decay]),
-                        make_knobs(step, grad_scale=4.0))
+        gpt.update_adam(
+            ours,
+            theirs.grad / 4,
+            state,
+            torch.tensor([0.03]),
+            torch.tensor([0.03 * weight_decay]),
+            make_knobs(step, grad_scale=4.0),
+        )
         reference.step()
         assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -34,7 +41,9 @@ def test_orthogonalize_against_the_svd(shape):
     y = gpt.orthogonalize(x, torch.float32).double()
     assert y.shape == x.shape
     singular = torch.linalg.svdvals(y)
-    big = torch.linalg.svdvals(x) / x.norm(dim=(-2, -1))[:, None] > 0.02  # tiny ones need more than 5 iterations
+    big = (
+        torch.linalg.svdvals(x) / x.norm(dim=(-2, -1))[:, None] > 0.02
+    )  # tiny ones need more than 5 iterations
     assert 0.6 < singular[big].min() and singular.max() < 1.25
     alignment = (y * (u @ vh)).sum(dim=(-2, -1)) / y.norm(dim=(-2, -1)) / (u @ vh).norm(dim=(-2, -1))
     assert alignment.min() > 0.96
@@ -55,7 +64,14 @@ def test_muon_step_by_hand():
     direction = 0.1 * grad * 2 + 0.9 * new_buffer
     expected = param * (1 - 0.01) - 0.05 * 3**0.5 * gpt.orthogonalize(direction, torch.float32)
     state = dict(momentum=buffer.clone())
-    gpt.update_muon(param, grad, state, torch.full((1, 1, 1), 0.05), torch.full((1, 1, 1), 0.01), make_knobs(grad_scale=2.0))
+    gpt.update_muon(
+        param,
+        grad,
+        state,
+        torch.full((1, 1, 1), 0.05),
+        torch.full((1, 1, 1), 0.01),
+        make_knobs(grad_scale=2.0),
+    )
     assert torch.allclose(state["momentum"], new_buffer, atol=1e-6)
     assert torch.allclose(param, expected, atol=1e-6)
 
@@ -81,7 +97,12 @@ def test_multipliers_hold_inside_a_stack(rule):
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     assert [len(bank.names) for bank in optimizer.banks] == [2, 2]
     grads = dict(a=torch.randn(4, 8), c=torch.randn(5))
-    for param, grad in ((model.a, grads["a"]), (model.b, grads["a"]), (model.c, grads["c"]), (model.d, grads["c"])):
+    for param, grad in (
+        (model.a, grads["a"]),
+        (model.b, grads["a"]),
+        (model.c, grads["c"]),
+        (model.d, grads["c"]),
+    ):
         param.grad.copy_(grad)
     optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
@@ -96,14 +117,27 @@ def test_multipliers_hold_inside_a_stack(rule):
 def test_parameters_and_gradients_live_in_the_banks():
     model = gpt.GPT(smoke_config())
     optimizer = gpt.Optimizer(model, smoke_config(), make_runtime())
-    spans = [(b.params.data_ptr(), b.params.data_ptr() + b.params.nbytes, b.grads.data_ptr(), b.grads.data_ptr() + b.grads.nbytes)
-             for b in optimizer.banks]
+    spans = [
+        (
+            b.params.data_ptr(),
+            b.params.data_ptr() + b.params.nbytes,
+            b.grads.data_ptr(),
+            b.grads.data_ptr() + b.grads.nbytes,
+        )
+        for b in optimizer.banks
+    ]
     for param in model.parameters():
-        assert any(p0 <= param.data_ptr() < p1 and g0 <= param.grad.data_ptr() < g1 for p0, p1, g0, g1 in spans)
-    assert sorted(n for b in optimizer.banks for n in b.names) == sorted(n for n, _ in model.named_parameters())
+        assert any(
+            p0 <= param.data_ptr() < p1 and g0 <= param.grad.data_ptr() < g1 for p0, p1, g0, g1 in spans
+        )
+    assert sorted(n for b in optimizer.banks for n in b.names) == sorted(
+        n for n, _ in model.named_parameters()
+    )
 
 
-@pytest.mark.parametrize("spec, message", [(None, "no update rule"), (gpt.ParamSpec("misc"), "group 'misc'")])
+@pytest.mark.parametrize(
+    "spec, message", [(None, "no update rule"), (gpt.ParamSpec("misc"), "group 'misc'")]
+)
 def test_a_parameter_without_a_rule_is_named(spec, message):
     model = gpt.GPT(smoke_config())
     model.extra = nn.Parameter(torch.zeros(3))
@@ -124,7 +158,9 @@ def test_padding_stays_zero_and_restore_is_exact():
     assert bank.params.numel() == 64 and not bank.params[5:32].any() and not bank.params[37:].any()
     assert any(not torch.equal(t, saved[1][name]) for name, t in optimizer.tensors().items())
     optimizer.restore(saved)
-    assert optimizer.step_count == 0 and all(torch.equal(t, saved[1][name]) for name, t in optimizer.tensors().items())
+    assert optimizer.step_count == 0 and all(
+        torch.equal(t, saved[1][name]) for name, t in optimizer.tensors().items()
+    )
 
 
 def test_bfloat16_parameters_are_updated_in_float32():
