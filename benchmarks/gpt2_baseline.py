@@ -3,10 +3,10 @@
 
     python benchmarks/gpt2_baseline.py --seconds 95 --lr 3e-3
 
-LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping, warm-up and
-cosine over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same shards and the same
-validation tokens, in bfloat16 autocast with the same allocator settings. Prints one line; the lr is for you to
-sweep.
+LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping,
+warm-up and cosine over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same
+shards and the same validation tokens, in bfloat16 autocast with the same allocator settings. Prints one line;
+the lr is for you to sweep.
 """
 
 import argparse

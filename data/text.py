@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turn text on this machine into token shards that train_gpt.py reads.
 
-    python data/text.py                                   # the installed PyTorch's source -> data/torch_source
+    python data/text.py                                   # the PyTorch source -> data/torch_source
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
     python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens; needs tiktoken
 
@@ -119,11 +119,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     tokens = info["tokens"]
     print(
-        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} validation tokens, "
-        f"fingerprint {info['fingerprint']}"
+        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} validation "
+        f"tokens, fingerprint {info['fingerprint']}"
     )
     print(
-        f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'"
+        f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' "
+        f"--val_files='{out}/val_*.bin'"
     )
     return 0
 
