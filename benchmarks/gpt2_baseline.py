@@ -5,7 +5,7 @@
 
 LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping,
 warm-up and cosine over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same
-shards and the same validation tokens, in bfloat16 autocast with the same allocator settings. Prints one line;
+shards and the same validation tokens, in bfloat16 autocast with the same allocator settings. Prints a line;
 the lr is for you to sweep.
 """
 
@@ -133,7 +133,7 @@ def main() -> None:
     params = sum(p.numel() for p in model.parameters())
     print(
         f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {args.seed}: "
-        f"val_loss {val_loss:.4f} after {steps} steps of {args.tokens_per_step} tokens in {args.seconds:.0f} s"
+        f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {args.seconds:.0f} s"
     )
 
 

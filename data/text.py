@@ -119,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     tokens = info["tokens"]
     print(
-        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} validation "
-        f"tokens, fingerprint {info['fingerprint']}"
+        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
+        f"validation tokens, fingerprint {info['fingerprint']}"
     )
     print(
         f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' "
