@@ -65,6 +65,10 @@ from tqdm import tqdm
 class InputError(Exception):
     """Bad input: main() prints it as one line (value and remedy) and exits with status 2."""
 
+    def __init__(self, message: str, of_one_rank: bool = False):
+        super().__init__(message)
+        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must speak
+
 
 def option(default, meaning: str, low=None, high=None, choices=None):
     """Declare a config field; low and high are inclusive."""
@@ -283,8 +287,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--") or name not in fields:
-            raise InputError(f"{word.partition('=')[0]} is not an option: "
-                             f"{suggest(name, fields)}")
+            raise InputError(f"{word.partition('=')[0]} is not an option: {suggest(name, fields)}")
         if not equals:
             if not rest:
                 raise InputError(f"--{name} has no value: give --{name}={show_value(fields[name].default)}")
@@ -402,8 +405,7 @@ def derive(cfg: Config, world_size: int) -> dict:
 
 
 def count_flops(cfg: Config) -> int:
-    """FLOPs of forward and backward per training token:
-    6 per matmul weight, 12 per channel and visible key."""
+    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
     num_attention = sum(spec.attention != "none" for spec in cfg.layers)
     num_mlp = sum(spec.mlp for spec in cfg.layers)
     weights = cfg.model_dim * (4 * cfg.model_dim * num_attention
@@ -482,8 +484,7 @@ def env_int(name: str, default: int) -> int:
 
 
 def start_runtime(cfg: Config) -> Runtime:
-    """Choose device and precision by trying them, and join the process group;
-    InputError where a demand cannot be met."""
+    """Choose device and precision by trying them, and join the process group."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
                          "or install a CUDA build of torch")
@@ -509,8 +510,7 @@ def start_runtime(cfg: Config) -> Runtime:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed activations instead of returning them to the kernel:
-    no page faults in the hot loop."""
+    """Let glibc keep freed activations for the next step: no page faults in the hot loop."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:  # not glibc; only speed is lost
@@ -524,7 +524,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
-    for _ in range(6):  # the first is warm-up: no single run can beat the best of the others by being slow
+    for _ in range(6):  # the first is warm-up
         start = clock(device)
         a @ b
         best = min(best, clock(device) - start)
@@ -608,8 +608,7 @@ DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewe
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Divide the last dimension by its root mean square, without gain.
-    Epsilon is that of float32 for every dtype."""
+    """Divide the last dimension by its root mean square. No gain; float32 epsilon for every dtype."""
     return x * torch.rsqrt(
         (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32) + 1.1920929e-07).type_as(x)
 
@@ -629,9 +628,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
-    """The one definition of who sees whom: causal, same document, at most `window` tokens back.
-    doc_ids (T,)."""
-    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The one definition of who sees whom. doc_ids (T,); window in tokens, itself excluded."""
+    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # causal, near, of one document
         return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
 
     return mask_mod
@@ -661,8 +659,7 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
 
 
 def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
-    """Mask for attend_dense: (T/C, 1, C, M * C),
-    every query block against its own and M - 1 earlier key blocks."""
+    """Mask for attend_dense (T/C, 1, C, M * C): a query block, and its own and M - 1 earlier key blocks."""
     num_tokens = doc_ids.size(0)
     size = math.gcd(num_tokens, DENSE_BLOCK)  # C
     num_blocks = num_tokens // size
@@ -683,9 +680,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
 
     def widen(x: Tensor) -> Tensor:
-        padded = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C+M-1, C, H, K)
-        # (T/C, H, M * C, K)
-        return torch.cat([padded[i : i + num_blocks] for i in range(spans)], dim=1).transpose(1, 2)
+        x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
+        x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
+        return x.transpose(1, 2)  # (T/C, H, M * C, K)
 
     # on the CPU the plain products of the MATH form beat the fused kernel at this block size
     backends = ([SDPBackend.MATH] if q.device.type == "cpu"
@@ -723,7 +720,7 @@ FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Divide by a static scale and cast, saturating at the largest finite value."""
     limit = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-limit, limit).to(dtype)
+    return (x / scale).clamp_(-limit, limit).to(dtype)
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtype: torch.dtype,
@@ -749,8 +746,7 @@ def _(x: Tensor, w: Tensor, x_scale: float):
 
 @torch.library.custom_op("train_gpt::fp8_linear_backward", mutates_args=())
 def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of fp8_linear: grad (T, V) in e5m2 ->
-    grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
+    """grad (T, V), quantised to e5m2 -> grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
     grad8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
     grad_x = scaled_matmul(grad8, w8.T.contiguous(), FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, grad.dtype,
                            fast=False)
@@ -811,8 +807,7 @@ def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
 
 
 class Knobs(typing.NamedTuple):
-    """What the schedule and the config tell a rule.
-    The tensors are 0-d on the CPU, so that no value recompiles."""
+    """What schedule and config tell a rule; tensors are 0-d on the CPU, so that no value recompiles."""
 
     momentum: Tensor
     grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens
@@ -824,8 +819,7 @@ class Knobs(typing.NamedTuple):
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
-    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) towards 1
-    (to about 0.7 - 1.2).
+    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) to about 0.7 - 1.2.
 
     The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
     Source: Muon; the form of record 11.
@@ -978,8 +972,7 @@ class Bank:
         self.grad_shard, self.reduce_work = start_reduce_scatter(self.grads, self.rt)
 
     def update(self, update: Callable, lr_factor: float, knobs: Knobs) -> None:
-        """Wait for the summed gradients, step this rank's units, start gathering everybody's,
-        clear the gradients."""
+        """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
         if self.reduce_work is not None:
             self.reduce_work.wait()
         lr = self.lr_mul * (self.hyper.lr * lr_factor)
@@ -1110,8 +1103,7 @@ def init_matrix(*shape: int, fan_in: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with QK-norm, rotary positions, value embeddings and a sparse gate.
-    Source: record 32."""
+    """Multi-head attention with QK-norm, rotary, value embeddings and a sparse gate. Source: record 32."""
 
     def __init__(self, cfg: ModelConfig, spec: LayerSpec):
         super().__init__()
@@ -1141,8 +1133,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, ReLU squared, linear; both matrices stored (D, hidden) so that one batch updates all.
-    Source: record 32."""
+    """Linear, ReLU squared, linear; both matrices stored (D, hidden), one batch for the optimizer."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -1153,7 +1144,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
         up, down = self.up_down.type_as(x)
-        return relu_squared(x @ up) @ down.T  # (T, 4D) -> (T, D)
+        return relu_squared(x @ up) @ down.T  # (T, D)
 
 
 class Block(nn.Module):
@@ -1182,8 +1173,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model.
-    Parameters are initialised on the CPU from torch's generator, the same on every device."""
+    """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
     def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
                  dtype: torch.dtype = torch.float32):
@@ -1248,8 +1238,7 @@ BYTE_VOCAB_SIZE, BYTE_DOCUMENT_START = 257, 256  # byte tokens: 256 values and a
 
 
 class Batch(typing.NamedTuple):
-    """Tokens of one forward pass, T each:
-    int32 inputs, int64 targets, int32 document numbers that never decrease."""
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 document numbers in order."""
 
     inputs: Tensor
     targets: Tensor
@@ -1401,8 +1390,7 @@ def make_batch(inputs: np.ndarray, targets: np.ndarray, document_start: int) -> 
 
 
 class ValData:
-    """The first val_tokens of the validation files in order, cut into val_seq_len, documents whole.
-    Source: record 32."""
+    """The first val_tokens of the validation files, cut into val_seq_len, documents whole (record 32)."""
 
     def __init__(self, cfg: Config):
         self.seq_len, self.num_rows = cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len
@@ -1424,8 +1412,7 @@ class ValData:
 
 
 class Prefetcher:
-    """Build batches in a thread, some steps ahead, pinned for CUDA.
-    An error in the thread is raised by next()."""
+    """Build batches ahead in a thread, pinned for CUDA. An error in the thread is raised by next()."""
 
     DEPTH = 4
 
@@ -1619,8 +1606,7 @@ class Schedule:
         return stage.lr_factor * weight + self.cfg.final_lr_frac * (1 - weight)
 
     def at(self, step: int) -> StepState:
-        """The state at a step; step num_iterations is the final validation,
-        where a last stage of share 0 holds."""
+        """The state at a step; at num_iterations, the final validation, a last stage of share 0 holds."""
         assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
         index = len(self.ends) - 1
         if step < self.num_iterations:
@@ -1666,8 +1652,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
-    """Where this run's files go; InputError if the record's name belongs to another script or
-    nothing can be written."""
+    """Where this run's files go; InputError if the name is taken or nothing can be written there."""
     folder = Path(cfg.logs_dir)
     if cfg.record:
         root = Path(cfg.records_dir, cfg.track)
@@ -1725,8 +1710,7 @@ class RunLog:
     """Log lines of a run. On ranks other than 0 every method does nothing."""
 
     def __init__(self, cfg: Config, rt: Runtime):
-        self.cfg, self.rt, self.lines, self.val_points = cfg, rt, [], []
-        self.bar, self.file = None, None
+        self.cfg, self.rt, self.val_points, self.bar, self.file = cfg, rt, [], None, None
         if not rt.is_main:
             return
         now = datetime.datetime.now()
@@ -1775,8 +1759,7 @@ class RunLog:
                    f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
 
     def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
-        """The line of a training step (step counts from 1), and the bar.
-        loss() is read only where it is shown."""
+        """The line of a training step, counted from 1, and the bar. loss() is read only to be shown."""
         every = self.cfg.print_every
         self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
                    f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
@@ -1842,18 +1825,17 @@ class Trainer:
         model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         self.model = rt.compile(model)
-        self.step_inputs: dict[int, tuple[int, StepInputs]] = {}  # by length, of the stage last asked for
+        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
-        """The model's inputs at a schedule state, for sequences of num_tokens;
-        made anew only when the stage changes."""
-        stage_index, made = self.step_inputs.get(num_tokens, (None, None))
+        """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
+        stage_index, made = self.step_inputs.get((num_tokens, period), (None, None))
         if stage_index != state.stage_index:
             windows = (state.stage.window_long, state.stage.window_short)
             if self.rt.use_flex:
                 windows = torch.tensor(windows, dtype=torch.int32, device=self.rt.device)
             made = StepInputs(windows, *make_rotary(state, num_tokens, period, self.rt))
-            self.step_inputs[num_tokens] = (state.stage_index, made)
+            self.step_inputs[num_tokens, period] = (state.stage_index, made)
         return made
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
@@ -1898,6 +1880,9 @@ class Trainer:
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
                       min(self.rt.world_size, val_data.num_rows))
         self.optimizer.restore(saved)
+        del saved
+        if self.rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.rt.device)
 
 
 @contextmanager
@@ -1905,18 +1890,18 @@ def explain_memory(cfg: Config):
     """Turn an out-of-memory error into an InputError that names the knob."""
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         smaller = max(128, cfg.micro_batch_tokens // 2 // 128 * 128)
         rows = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
                          f"--micro_batch_tokens={smaller}{rows} "
-                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})") from error
+                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})", of_one_rank=True) from error
 
 
 def read_peak_memory_mib(rt: Runtime) -> int:
-    """Most memory ever in use: of the GPU's allocator, on CPU of the whole process."""
+    """Most memory in use: while training by the GPU's allocator; on CPU ever by the whole process."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -1996,7 +1981,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except InputError as error:
-        if env_int("RANK", 0) == 0:
+        if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
             print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -222,3 +222,14 @@ def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
 def test_smoke_on_a_gpu(shards, tmp_path):
     result = smoke_run(shards, tmp_path, "--device=cuda")
     assert result["final_val_loss"] < 2.5
+
+
+def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
+    """Rows restart positions, a validation sequence does not, even where both forward passes are as long."""
+    trainer = gpt.Trainer(smoke_config(shards), make_runtime())
+    state = trainer.schedule.at(0)
+    training, validation = trainer.inputs_at(state, 1024, 512), trainer.inputs_at(state, 1024, 1024)
+    assert torch.equal(training.cos[:512], training.cos[512:])
+    assert not torch.equal(validation.cos[:512], validation.cos[512:])
+    assert trainer.inputs_at(state, 1024, 512) is training  # made once
+    assert trainer.inputs_at(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
