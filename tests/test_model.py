@@ -34,14 +34,12 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
     angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    rotate = (
-        lambda x: torch.cat(
-            (
-                x[..., : width // 2] * cos + x[..., width // 2 :] * sin,
-                -x[..., : width // 2] * sin + x[..., width // 2 :] * cos,
-            ),
-            -1,
-        )
+    rotate = lambda x: torch.cat(
+        (
+            x[..., : width // 2] * cos + x[..., width // 2 :] * sin,
+            -x[..., : width // 2] * sin + x[..., width // 2 :] * cos,
+        ),
+        -1,
     )
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)

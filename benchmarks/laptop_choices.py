@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""What the CPU choices of train_gpt.py are worth here: the laptop preset's step with one of them undone.
+
+    python benchmarks/laptop_choices.py            # about four minutes; prints a table for RESULTS.md
+
+Every variant runs in a process of its own, all of them in turn and that twice, so that a noisy machine is
+noisy for all. The figure is the median time of a training step of the first stage; the ratio is to "as is".
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as gpt  # noqa: E402
+
+VARIANTS = ("as is", "float32 activations", "freed memory returned", "fused CPU attention", "torch.compile")
+
+
+def measure(variant: str, num_steps: int) -> dict:
+    """Seconds until the first step is done, and of every later step, with one choice undone."""
+    changes = {"dtype": "float32"} if variant == "float32 activations" else {}
+    changes |= {"compile": "on"} if variant == "torch.compile" else {}
+    if variant == "freed memory returned":
+        gpt.keep_freed_memory = lambda: None
+    if variant == "fused CPU attention":
+        gpt.sdpa_kernel = lambda backends: contextlib.nullcontext()
+    cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **changes})
+    rt = gpt.start_runtime(cfg)
+    gpt.ensure_embedded_corpus(cfg, rt)
+    trainer = gpt.Trainer(cfg, rt)
+    data = gpt.TrainData(cfg, trainer.schedule)
+    batches = gpt.Prefetcher(data.batches(cfg, rt, 0, num_steps + 3), rt.device)
+    start = time.perf_counter()
+    for _ in range(3):
+        trainer.train_step(batches, trainer.schedule.at(0))
+    first, seconds = time.perf_counter() - start, []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        trainer.train_step(batches, trainer.schedule.at(0))
+        seconds.append(time.perf_counter() - start)
+    batches.close()
+    return {"first": first, "seconds": seconds}
+
+
+def main() -> None:
+    """Measure all variants, interleaved, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num_steps", type=int, default=40, help="steps per process (default %(default)s)")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure one in this process, print JSON")
+    args = parser.parse_args()
+    if args.variant:
+        print(json.dumps(measure(args.variant, args.num_steps)))
+        return
+    results: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
+    for variant in tqdm(VARIANTS * 2, desc="measure"):
+        command = [sys.executable, __file__, "--variant", variant, "--num_steps", str(args.num_steps)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        results[variant].append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {
+        v: statistics.median(s for run in runs for s in run["seconds"]) for v, runs in results.items()
+    }
+    print("| variant | ms per step | ratio | s for the first three steps |\n|---|---|---|---|")
+    for variant, median in medians.items():
+        first = results[variant][0]["first"]
+        print(f"| {variant} | {1000 * median:.0f} | {median / medians['as is']:.2f} | {first:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
