@@ -270,9 +270,9 @@ def check_value(field: dataclasses.Field, value) -> None:
             raise InputError(f"--{field.name}={show_value(value)} is too large: give at most {meta['high']}")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The nearest known names, for an error message."""
-    near = difflib.get_close_matches(name, list(known), n=3)
+    near = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(near)}?" if near else "see --help"
 
 
@@ -287,7 +287,8 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--") or name not in fields:
-            raise InputError(f"{word.partition('=')[0]} is not an option: {suggest(name, fields)}")
+            raise InputError(f"{word.partition('=')[0]} is not an option: "
+                             f"{suggest(name, fields, '--')}")
         if not equals:
             if not rest:
                 raise InputError(f"--{name} has no value: give --{name}={show_value(fields[name].default)}")

@@ -77,7 +77,8 @@ def test_spellings_are_equal():
     "args, value, remedy",
     [
         (["--num_iteration=5"], "--num_iteration", "--num_iterations"),
-        (["stray"], "stray", "--help"),
+        (["stray"], "stray", "--track"),
+        (["--xyzzy=1"], "--xyzzy", "--help"),
         (["--num_iterations=many"], "many", "1670"),
         (["--num_iterations=0"], "0", "at least 1"),
         (["--matrix_lr=nan"], "nan", "ordinary number"),
