@@ -133,7 +133,7 @@ class OptimConfig:
     head_lr: float = option(0.008, "peak Adam learning rate of the head", low=0.0)
     scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
     adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
-    adam_eps: float = option(1e-8, "Adam epsilon", low=0.0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
     cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
     final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
 
@@ -187,10 +187,10 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "laptop": ("track_1", "the same recipe in miniature: byte tokens, two CPU cores, two minutes", dict(
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
-        vocab_size=257, num_layers=6, num_heads=2, head_dim=128, model_dim=256, embed_dtype="float32",
-        num_iterations=300, tokens_per_step=8192, seq_len=2048, micro_batch_tokens=8192, max_doc_len=2048,
-        val_tokens=262_144, val_seq_len=8192, val_loss_every=50, warmup_iterations=1,
-        momentum_warmup_steps=100,
+        vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
+        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=4096, max_doc_len=1024,
+        val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
+        momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
     "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
