@@ -3,7 +3,7 @@
 
 Result card
     track_1  271 M parameters, 656.7 M tokens of FineWeb, to 3.28 validation loss on 8xH100: not yet run here
-    laptop   a few M parameters, byte tokens of the PyTorch source, two CPU cores: see README.md
+    laptop   2.06 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
 
 Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
@@ -36,7 +36,6 @@ import os
 import platform
 import queue
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -337,8 +336,10 @@ def check_config(cfg: Config) -> None:
     demand(cfg.attention_gate_dim <= cfg.model_dim,
            f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model",
            f"give at most {cfg.model_dim}")
-    demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", cfg.record) is not None,
-           f"--record={cfg.record} is not a plain name", "use lower-case letters, digits, '_', '-' and '.'")
+    for name in ("record", "track"):
+        demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", getattr(cfg, name)) is not None,
+               f"--{name}={getattr(cfg, name)} is not a plain name",
+               "use lower-case letters, digits, '_', '-' and '.'")
     check_layers(cfg, demand)
     demand(any(stage.share > 0 for stage in cfg.stages),
            "--stages has no stage with a share", "give one a share above 0")
@@ -1478,11 +1479,15 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
     same bytes.
     """
+    check_writable(out, "choose another folder, or mend its permissions")
     splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
     for name, text in texts:
         for number, piece in enumerate(split_text(text, doc_bytes)):
             key = hashlib.sha256(f"{number} {name}".encode()).digest()
             splits["val" if is_validation(name) else "train"].append((key, encode(piece)))
+    for split, entries in splits.items():
+        if not entries:
+            raise InputError(f"{source}: no document for the {split} split: give more documents")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={},
                 fingerprint="")
     out.mkdir(parents=True, exist_ok=True)
@@ -1490,8 +1495,6 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
         stale.unlink()
     written = []
     for split, entries in splits.items():
-        if not entries:
-            raise InputError(f"{source}: no document for the {split} split: give more documents")
         starts = np.array([document_start], dtype=np.uint16)
         stream = np.concatenate([part for _, tokens in sorted(entries, key=lambda e: e[0])
                                  for part in (starts, tokens)])
@@ -1539,8 +1542,11 @@ def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
     """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
     out = Path(EMBEDDED_CORPUS)
     if rt.local_rank == 0 and cfg.train_files.startswith(EMBEDDED_CORPUS):
-        description = out / "corpus.json"
-        if not description.exists() or json.loads(description.read_text())["source"] != torch_source_name():
+        try:
+            source = json.loads((out / "corpus.json").read_text())["source"]
+        except (OSError, ValueError, KeyError):  # never built, or broken off
+            source = None
+        if source != torch_source_name():
             write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
                          BYTE_DOCUMENT_START)
     wait_for_ranks(rt)
@@ -1652,6 +1658,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
+def check_writable(folder: Path, remedy: str) -> None:
+    """Raise InputError where a folder, or the nearest existing one above it, does not take files."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"{folder} cannot be written: {remedy}")
+
+
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
     """Where this run's files go; InputError if the name is taken or nothing can be written there."""
     folder = Path(cfg.logs_dir)
@@ -1665,9 +1678,7 @@ def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
                              "choose another name")
     for path, field in ((folder, "records_dir" if cfg.record else "logs_dir"),
                         (Path(cfg.logs_dir), "logs_dir")):
-        existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise InputError(f"{path} cannot be written: choose another folder with --{field}")
+        check_writable(path, f"choose another folder with --{field}")
     return folder
 
 
@@ -1905,7 +1916,11 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     """Most memory in use: while training by the GPU's allocator; on CPU ever by the whole process."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
 def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:

@@ -90,9 +90,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.paths and not args.out:
             raise gpt.InputError("--out is missing: name a folder for the shards, such as --out data/mine")
-        if args.shard_tokens < 1 or args.doc_bytes < 0:
+        if args.shard_tokens < 20_000 or args.doc_bytes < 0:
             raise gpt.InputError(
-                "--shard_tokens and --doc_bytes count tokens and bytes: give positive numbers"
+                f"--shard_tokens={args.shard_tokens} or --doc_bytes={args.doc_bytes} is too small: "
+                "give at least 20000 tokens, and more than 0 bytes"
             )
         encode, vocab_size, document_start = choose_tokenizer(args.tokenizer)
         texts = read_texts(args.paths) if args.paths else gpt.read_torch_source()

@@ -247,7 +247,7 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
     [
         (["missing_folder", "--out", "x"], "missing_folder does not exist"),
         (["."], "--out"),
-        ([".", "--out", "x", "--shard_tokens", "0"], "positive"),
+        ([".", "--out", "x", "--shard_tokens", "5"], "at least 20000"),
     ],
 )
 def test_text_tool_refuses_in_one_line(tmp_path, args, complaint):

@@ -9,7 +9,9 @@ from conftest import ROOT, launch, run_script, smoke_run
 
 def train_on(nproc, folder, shards, **changes):
     out = folder / f"{nproc}.pt"
-    changes = dict(changes, num_layers=3, adam_eps=1.0, train_files=f"{shards}/train_*.bin", tokens_per_step=6144)
+    changes = dict(
+        changes, num_layers=3, adam_eps=1.0, train_files=f"{shards}/train_*.bin", tokens_per_step=6144
+    )
     worker = ROOT / "tests" / "distributed_worker.py"
     done = launch([str(worker), str(out), json.dumps(changes)], folder, nproc)
     assert done.returncode == 0, done.stderr[-2000:]

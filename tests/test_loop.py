@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -176,9 +175,6 @@ def test_a_copy_in_an_empty_folder_runs(tmp_path):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    os.name == "posix" and os.geteuid() == 0 and not sys.platform.startswith("linux"), reason="needs Linux"
-)
 def test_an_output_folder_that_cannot_be_written(shards, tmp_path):
     (tmp_path / "logs").write_text("a file, not a folder")
     done = run_script(["--preset=smoke", *data_args(shards)], tmp_path)
@@ -187,6 +183,13 @@ def test_an_output_folder_that_cannot_be_written(shards, tmp_path):
         ["--preset=smoke", *data_args(shards), "--logs_dir=l", "--record=r", "--records_dir=logs"], tmp_path
     )
     assert done.returncode == 2 and "--records_dir" in done.stderr and not (tmp_path / "l").exists()
+
+
+def test_a_corpus_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "data").write_text("a file, not a folder")
+    done = run_script(["--preset=smoke"], tmp_path)
+    assert done.returncode == 2 and "data/torch_source cannot be written" in done.stderr
+    assert done.stderr.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_missing_data_leaves_nothing_behind(tmp_path):
