@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Download pre-tokenized FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2).
 
-    python data/cached_fineweb10B.py 8     # the validation shard and 8 training shards: enough for track_1
+    python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
 Shards that are whole stay; a broken download is resumed. 200 MB a shard, into data/fineweb10B.

@@ -1,0 +1,2011 @@
+#!/usr/bin/env python3
+"""Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
+
+Result card
+    track_1  271 M parameters, 656.7 M tokens of FineWeb, to 3.28 validation loss on 8xH100: not yet run here
+    laptop   2.06 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
+
+Launch
+    python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
+    python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
+    python train_gpt.py --help | --list_presets | --print_config
+
+Sections (search for the name after "# ====")
+    CONFIG       dataclasses, presets, command line  DATA       shards, packing, validation, prefetch, corpus
+    RUNTIME      device, ranks, collectives, probes  SCHEDULES  learning rate, momentum, windows, YaRN
+    KERNELS      attention, rotary, norm, loss       RUN RECORD log, result json, record folder
+    FP8          the low-precision head              TRAINING   warm-up, train step, validation, loop
+    UPDATE RULES Muon and Adam on local tensors      MAIN
+    OPTIMIZER    banks, reduce-scatter, all-gather
+    MODEL        blocks, GPT, initialisation
+
+Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
+    U units of a bank.
+"""
+import ctypes
+import dataclasses
+import datetime
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
+
+# ==== CONFIG ===============================================================================================
+# Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record
+# recipe; a preset is a difference from another preset. To add a knob, add a line here and use it; CLI, help
+# and checks follow.
+
+
+class InputError(Exception):
+    """Bad input: main() prints it as one line (value and remedy) and exits with status 2."""
+
+    def __init__(self, message: str, of_one_rank: bool = False):
+        super().__init__(message)
+        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must speak
+
+
+def option(default, meaning: str, low=None, high=None, choices=None):
+    """Declare a config field; low and high are inclusive."""
+    return dataclasses.field(default=default,
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer slot contains. Layers are data: forward never asks for a layer's number."""
+
+    attention: str = "short"  # long | short: which scheduled window; none: no attention in this slot
+    mlp: bool = True
+    value_embed: int | None = None  # index of the value-embedding table mixed into the values
+    skip_from: int | None = None  # earlier slot whose output enters here through a sigmoid gate (U-Net skip)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the run. A stage of share 0 holds only at the very end: the final validation."""
+
+    share: float  # of the steps, relative to the other stages
+    window_long: int  # tokens a query looks back in long layers
+    window_short: int  # the same in short layers
+    tokens_per_step: int | None = None  # None: the run's
+    max_doc_len: int | None = None  # None: the run's
+    lr_factor: float = 1.0  # on every learning rate
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the network."""
+
+    num_layers: int = option(12, "layer slots", low=1)
+    num_heads: int = option(6, "attention heads per layer", low=1)
+    head_dim: int = option(128, "channels per head", low=8)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", low=8)
+    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1)
+    vocab_size: int = option(50257, "vocabulary tokens; padded to a multiple of 128", low=2, high=65536)
+    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
+    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
+    rotary_base: int = option(1024, "lowest rotary frequency is 1/base; half the frequencies are 0", low=2)
+    attention_scale: float = option(0.1, "softmax scale at first; grows with the window (YaRN)", low=0.0)
+    skip_init: float = option(-1.5, "U-Net skip weight before the sigmoid")
+    embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
+    fp8_head: str = option("auto", "FP8 matmuls in the head while training", choices=("auto", "on", "off"))
+    layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: the record's pattern at this depth")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Update rules and their learning rates."""
+
+    matrix_rule: str = option("muon", "update rule of the matrices in the blocks", choices=("muon", "adamw"))
+    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm)", low=0.0)
+    matrix_weight_decay: float = option(0.0, "decoupled decay of block matrices, per learning rate", low=0.0)
+    momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
+    momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
+    momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
+    embed_lr: float = option(0.6, "peak Adam learning rate of the token embedding", low=0.0)
+    value_embed_lr: float = option(0.6, "peak Adam learning rate of the value embeddings", low=0.0)
+    head_lr: float = option(0.008, "peak Adam learning rate of the head", low=0.0)
+    scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
+    adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
+    cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
+    final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Data, budget, devices and output."""
+
+    preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
+    track: str = option("track_1", "folder under records/ in which this run may compete")
+    record: str = option("", "name of a record run; its script, log and result go to records_dir")
+    seed: int = option(0, "seed of the initial weights", low=0)
+    device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
+    dtype: str = option("auto", "activations; auto: bfloat16 where it multiplies fast, else float32",
+                        choices=("auto", "bfloat16", "float32"))
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA", choices=("auto", "on", "off"))
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
+    val_tokens: int = option(10_485_760, "validation tokens", low=1)
+    val_seq_len: int = option(262_144, "tokens of one validation sequence", low=128)
+    val_loss_every: int = option(125, "steps between validations; 0: only at the end", low=0)
+    num_iterations: int = option(1670, "optimizer steps", low=1)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", low=128)
+    seq_len: int = option(49_152, "tokens of a packed row of documents; rows never depend on ranks", low=128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens", low=2)
+    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
+    print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
+    records_dir: str = option("records", "where record runs go")
+    logs_dir: str = option("logs", "where all other runs go")
+    stages: tuple[Stage, ...] = option(
+        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640), Stage(0, 1664, 768)),
+        "stages as JSON: share, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig, OptimConfig, ModelConfig):
+    """All fields of a run, flat: names are unique, so --field=value needs no path."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V: the vocabulary rounded up to a multiple of 128."""
+        return -(-self.vocab_size // 128) * 128
+
+
+EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
+
+# name: (parent, what it is, differences from the parent)
+PRESETS: dict[str, tuple[str | None, str, dict]] = {
+    "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
+    "laptop": ("track_1", "the same recipe in miniature: byte tokens, two CPU cores, two minutes", dict(
+        track="laptop",
+        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
+        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=4096, max_doc_len=1024,
+        val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
+        momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
+        stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
+    "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
+        num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
+        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
+        val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+}
+
+
+def build_layers(num_layers: int, num_value_embeds: int) -> tuple[LayerSpec, ...]:
+    """Lay out the record's pattern at any depth (at 12 slots: exactly record 32).
+
+    Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half
+    takes the outputs of the lower half in reverse. The first and the last slots share value embeddings
+    0, 1, 2, ...
+    """
+    last = num_layers - 1
+    long_slots = {round(i * last / 3) for i in range(4)}
+    no_attention = round(2 * last / 3) if num_layers >= 4 else None
+    num_values = min(num_value_embeds, num_layers // 2)
+    layers = []
+    for i in range(num_layers):
+        from_end = last - i
+        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
+        layers.append(LayerSpec(
+            attention="none" if i == no_attention else "long" if i in long_slots else "short",
+            mlp=i > 0 or num_layers == 1,
+            value_embed=None if i == no_attention else value_embed,
+            skip_from=from_end if from_end < i and from_end < num_layers // 2 else None))
+    return tuple(layers)
+
+
+def config_fields() -> dict[str, dataclasses.Field]:
+    """All fields by name, in the order of --help."""
+    return {f.name: f for part in (TrainConfig, ModelConfig, OptimConfig) for f in dataclasses.fields(part)}
+
+
+def parse_value(field: dataclasses.Field, text: str):
+    """Turn the text of --field=text into the field's type; InputError says what was expected."""
+    try:
+        if field.type in (int, float):
+            return field.type(text)
+        if field.type is str:
+            return text
+        element = typing.get_args(field.type)[0]
+        if element is float:
+            low, high = text.split(",")
+            return float(low), float(high)
+        return tuple(element(**item) for item in json.loads(text))
+    except (ValueError, TypeError) as error:
+        kind = getattr(field.type, "__name__", "value")
+        kind = {"int": "whole number", "float": "number", "tuple": "list"}.get(kind, kind)
+        raise InputError(f"--{field.name}={text} is not a {kind}: give one like {show_value(field.default)}"
+                         f" ({' '.join(str(error).split())})") from None
+
+
+def show_value(value) -> str:
+    """The command-line spelling of a field's value."""
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return json.dumps([dataclasses.asdict(item) for item in value])
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check_value(field: dataclasses.Field, value) -> None:
+    """Raise InputError where a value leaves the field's range or choices."""
+    meta = field.metadata
+    if meta["choices"] and value not in meta["choices"]:
+        raise InputError(f"--{field.name}={value} is not one of {', '.join(meta['choices'])}: "
+                         "choose one of them")
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, (int, float)):
+            continue
+        if not math.isfinite(number):
+            raise InputError(f"--{field.name}={show_value(value)} is not finite: give an ordinary number")
+        if meta["low"] is not None and number < meta["low"]:
+            raise InputError(f"--{field.name}={show_value(value)} is too small: give at least {meta['low']}")
+        if meta["high"] is not None and number > meta["high"]:
+            raise InputError(f"--{field.name}={show_value(value)} is too large: give at most {meta['high']}")
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The nearest known names, for an error message."""
+    near = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
+    return f"did you mean {' or '.join(near)}?" if near else "see --help"
+
+
+def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
+    """Split a command line into ({field: value}, {flags among help, list_presets, print_config})."""
+    fields, values, flags, rest = config_fields(), {}, set(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help", "--list_presets", "--list-presets", "--print_config", "--print-config"):
+            flags.add(word.lstrip("-").replace("-", "_").replace("h", "help", word == "-h"))
+            continue
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or name not in fields:
+            raise InputError(f"{word.partition('=')[0]} is not an option: "
+                             f"{suggest(name, fields, '--')}")
+        if not equals:
+            if not rest:
+                raise InputError(f"--{name} has no value: give --{name}={show_value(fields[name].default)}")
+            text = rest.pop(0)
+        values[name] = parse_value(fields[name], text)
+        check_value(fields[name], values[name])
+    return values, flags
+
+
+def preset_overrides(name: str) -> dict:
+    """Merge a preset with its parents into one dict of field values."""
+    if name not in PRESETS:
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
+    parent, _, changes = PRESETS[name]
+    return {**(preset_overrides(parent) if parent else {}), **changes, "preset": name}
+
+
+def make_config(overrides: dict) -> Config:
+    """Preset, then overrides, then derived layers; every impossibility is an InputError."""
+    name = overrides.get("preset", "auto")
+    if name == "auto":
+        use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
+        name = "track_1" if use_cuda else "laptop"
+    cfg = Config(**{**preset_overrides(name), **overrides, "preset": name})
+    if not cfg.layers:
+        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.num_value_embeds))
+    check_config(cfg)
+    return cfg
+
+
+def check_config(cfg: Config) -> None:
+    """Raise InputError for geometry that cannot work."""
+    def demand(condition: bool, problem: str, remedy: str) -> None:
+        if not condition:
+            raise InputError(f"{problem}: {remedy}")
+
+    def demand_multiple(name: str, value: int, of: str, unit: int) -> None:
+        down, up = value // unit * unit, -(-value // unit) * unit
+        demand(value % unit == 0 and value > 0, f"--{name}={value} is not a multiple of {of}",
+               f"the nearest are {' and '.join(str(v) for v in (down, up) if v > 0)}")
+
+    demand(cfg.model_dim == cfg.num_heads * cfg.head_dim,
+           f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * {cfg.head_dim}",
+           f"set --model_dim={cfg.num_heads * cfg.head_dim}")
+    demand_multiple("head_dim", cfg.head_dim, "4 (half of the rotary pairs turn)", 4)
+    demand(cfg.attention_gate_dim <= cfg.model_dim,
+           f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model",
+           f"give at most {cfg.model_dim}")
+    for name in ("record", "track"):
+        demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", getattr(cfg, name)) is not None,
+               f"--{name}={getattr(cfg, name)} is not a plain name",
+               "use lower-case letters, digits, '_', '-' and '.'")
+    check_layers(cfg, demand)
+    demand(any(stage.share > 0 for stage in cfg.stages),
+           "--stages has no stage with a share", "give one a share above 0")
+    demand_multiple("seq_len", cfg.seq_len, "128 tokens (one attention block)", 128)
+    demand_multiple("val_seq_len", cfg.val_seq_len, "128 tokens (one attention block)", 128)
+    demand_multiple("val_tokens", cfg.val_tokens, f"val_seq_len={cfg.val_seq_len}", cfg.val_seq_len)
+    demand(cfg.micro_batch_tokens >= cfg.seq_len,
+           f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one row, seq_len={cfg.seq_len}",
+           f"shorten the rows too: --seq_len={cfg.micro_batch_tokens // 128 * 128}")
+    for stage in cfg.stages:
+        demand(stage.share >= 0 and stage.lr_factor >= 0,
+               f"--stages has a negative share or lr_factor: {stage}", "give 0 or more")
+        demand(1 <= stage.window_short <= stage.window_long,
+               f"--stages has windows short {stage.window_short}, long {stage.window_long}",
+               "give 1 <= short <= long")
+        demand((stage.max_doc_len or 2) >= 2,
+               f"--stages has max_doc_len={stage.max_doc_len}", "give 2 or more")
+        demand_multiple("tokens_per_step", stage.tokens_per_step or cfg.tokens_per_step,
+                        f"seq_len={cfg.seq_len}", cfg.seq_len)
+
+
+def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
+    """Check that every layer slot refers to things that exist."""
+    demand(len(cfg.layers) == cfg.num_layers,
+           f"--layers has {len(cfg.layers)} slots, num_layers is {cfg.num_layers}",
+           f"set --num_layers={len(cfg.layers)}")
+    for i, spec in enumerate(cfg.layers):
+        demand(spec.attention in ("long", "short", "none"),
+               f"--layers slot {i} has attention={spec.attention}", "choose long, short or none")
+        demand(spec.skip_from is None or 0 <= spec.skip_from < i,
+               f"--layers slot {i} has skip_from={spec.skip_from}", "name an earlier slot")
+        demand(spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds,
+               f"--layers slot {i} has value_embed={spec.value_embed}",
+               f"num_value_embeds is {cfg.num_value_embeds}")
+
+
+def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int, int]:
+    """Split a step's packed rows over ranks: (micro-batches per rank, rows per micro-batch).
+
+    The rows themselves never depend on this split, so neither ranks nor accumulation change what a step
+    sees.
+    """
+    rows = tokens_per_step // cfg.seq_len
+    if rows % world_size:
+        unit = cfg.seq_len * world_size
+        near = [v for v in (tokens_per_step // unit * unit, -(-tokens_per_step // unit) * unit) if v]
+        raise InputError(f"--tokens_per_step={tokens_per_step} is {rows} rows of seq_len={cfg.seq_len}, "
+                         f"which {world_size} ranks cannot share: "
+                         f"the nearest are {' and '.join(map(str, near))}")
+    rows_per_rank = rows // world_size
+    most = cfg.micro_batch_tokens // cfg.seq_len
+    rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
+    return rows_per_rank // rows_per_micro, rows_per_micro
+
+
+def derive(cfg: Config, world_size: int) -> dict:
+    """Numbers that follow from the config: --print_config and the run record show them."""
+    grad_accum_steps, rows_per_micro = split_rows(cfg, world_size, cfg.tokens_per_step)
+    with torch.device("meta"):
+        num_params = sum(p.numel() for p in GPT(cfg).parameters())
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=grad_accum_steps,
+                ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
+                tokens_per_micro_batch=rows_per_micro * cfg.seq_len, padded_vocab_size=cfg.padded_vocab_size,
+                train_tokens=Schedule(cfg).total_tokens())
+
+
+def count_flops(cfg: Config) -> int:
+    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
+    num_attention = sum(spec.attention != "none" for spec in cfg.layers)
+    num_mlp = sum(spec.mlp for spec in cfg.layers)
+    weights = cfg.model_dim * (4 * cfg.model_dim * num_attention
+                               + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
+    schedule = Schedule(cfg)
+    keys = tokens = 0.0
+    for stage, start, end in schedule.spans():
+        weight = (end - start) * (stage.tokens_per_step or cfg.tokens_per_step)
+        longest = stage.max_doc_len or cfg.max_doc_len
+        windows = [getattr(stage, f"window_{spec.attention}")
+                   for spec in cfg.layers if spec.attention != "none"]
+        keys += weight * sum(min(window, longest) for window in windows)
+        tokens += weight
+    return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
+
+
+def resolved_dict(cfg: Config, world_size: int) -> dict:
+    """The resolved config as plain JSON types, with the derived numbers."""
+    return {**json.loads(json.dumps(dataclasses.asdict(cfg))), "derived": derive(cfg, world_size)}
+
+
+def format_help() -> str:
+    """The text of --help: every field with type, default, range and meaning."""
+    lines = ["usage: train_gpt.py [--field=value ...]    (or torchrun ... train_gpt.py, or ./run.sh)", "",
+             "  --help           this text", "  --list_presets   the presets and what they are",
+             "  --print_config   the resolved config as JSON; touches no data", "",
+             "Defaults are those of --preset=track_1. '-' and '_' are the same in names."]
+    for part in (TrainConfig, ModelConfig, OptimConfig):
+        lines += ["", part.__doc__.strip().rstrip(".") + ":"]
+        for field in dataclasses.fields(part):
+            meta = field.metadata
+            kind = ("|".join(meta["choices"]) if meta["choices"]
+                    else getattr(field.type, "__name__", "str").upper())
+            kind = "JSON" if field.name in ("layers", "stages") else kind
+            bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
+                      if meta[key] is not None]
+            default = "" if kind == "JSON" or field.default == "" else f"[{show_value(field.default)}]"
+            lines.append(f"  --{field.name}={kind} {default}\n        "
+                         f"{field.metadata['help']}{' (' + ', '.join(bounds) + ')' if bounds else ''}")
+    return "\n".join(lines)
+
+
+# ==== RUNTIME ==============================================================================================
+# Which device, which rank, what is fast here. The only section that reads the environment, and the only one
+# that talks to other processes: every collective below does nothing on one rank.
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how this process computes."""
+
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+    dtype: torch.dtype  # of activations and of the orthogonalisation
+    use_compile: bool
+    use_flex: bool  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
+    use_fp8: bool  # FP8 matmuls in the head while training
+    peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
+    notes: tuple[str, ...]  # choices made here, printed once
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    def compile(self, fn):
+        """torch.compile fn where this run compiles; shapes are static by design."""
+        return torch.compile(fn, dynamic=False) if self.use_compile else fn
+
+
+def env_int(name: str, default: int) -> int:
+    """An integer torchrun sets in the environment."""
+    return int(os.environ.get(name, default))
+
+
+def start_runtime(cfg: Config) -> Runtime:
+    """Choose device and precision by trying them, and join the process group."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
+                         "or install a CUDA build of torch")
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
+    split_rows(cfg, world_size, cfg.tokens_per_step)
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
+                             f"{torch.cuda.device_count()} processes per node, or use --device=cpu")
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_memory()
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
+    if world_size > 1:
+        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
+    choices = [probe_device(cfg, device) if rank == 0 else None]
+    if world_size > 1:  # measured choices could differ between ranks, so rank 0 decides for all
+        dist.broadcast_object_list(choices, src=0, device=device if use_cuda else None)
+    return Runtime(device, rank, local_rank, world_size, **choices[0])
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed activations for the next step: no page faults in the hot loop."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # not glibc; only speed is lost
+        return
+    libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
+    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matmul, best of five."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):  # the first is warm-up
+        start = clock(device)
+        a @ b
+        best = min(best, clock(device) - start)
+    return 2 * size**3 / best
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, after all queued work of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def probe_device(cfg: Config, device: torch.device) -> dict:
+    """Decide precision, compilation and FP8 for this device by measuring; returns Runtime fields."""
+    notes = []
+    rates = {dtype: measure_matmul(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    if cfg.dtype == "auto":
+        faster = device.type == "cuda" or rates[torch.bfloat16] > 1.5 * rates[torch.float32]
+        dtype = torch.bfloat16 if faster else torch.float32
+    else:
+        dtype = getattr(torch, cfg.dtype)
+    notes.append(f"activations: {str(dtype).removeprefix('torch.')} (matmul measured at "
+                 f"{rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, "
+                 f"{rates[torch.float32] / 1e12:.2f} in float32)")
+    use_compile = cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda"
+    use_flex = use_compile and device.type == "cuda"
+    notes.append(f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
+                 f"torch.compile {'on' if use_compile else 'off'}")
+    use_fp8, note = choose_fp8(cfg, device)
+    return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
+                peak_flops=rates[dtype], notes=(*notes, note))
+
+
+def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
+    """Sum a tensor over all ranks, in place."""
+    if rt.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_from_main(tensor: Tensor, rt: Runtime) -> None:
+    """Overwrite a tensor with rank 0's."""
+    if rt.world_size > 1:
+        dist.broadcast(tensor, src=0)
+
+
+def start_reduce_scatter(full: Tensor, rt: Runtime) -> tuple[Tensor, dist.Work | None]:
+    """Start summing (N * n, ...) over ranks; returns this rank's (n, ...) and the work to wait for."""
+    if rt.world_size == 1:
+        return full, None
+    shard = torch.empty_like(full[: full.size(0) // rt.world_size])  # (U/N, ...) of (U, ...)
+    return shard, dist.reduce_scatter_tensor(shard, full, async_op=True)
+
+
+def start_all_gather(full: Tensor, rt: Runtime) -> dist.Work | None:
+    """Start filling (N * n, ...) with every rank's own (n, ...) part, in place."""
+    if rt.world_size == 1:
+        return None
+    return dist.all_gather_into_tensor(full, local_shard(full, rt), async_op=True)
+
+
+def local_shard(full: Tensor, rt: Runtime) -> Tensor:
+    """This rank's (n, ...) view of (N * n, ...)."""
+    size = full.size(0) // rt.world_size
+    return full[rt.rank * size : (rt.rank + 1) * size]
+
+
+def wait_for_ranks(rt: Runtime) -> None:
+    """Return when every rank has come here."""
+    if rt.world_size > 1:
+        dist.barrier(device_ids=[rt.local_rank] if rt.device.type == "cuda" else None)
+
+
+# ==== KERNELS ==============================================================================================
+# Mathematics on local tensors. Each operation that has a fast and a plain form has one dispatcher; both
+# forms follow the same mask function, and a test proves that they agree.
+
+BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
+DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewer masked products
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Divide the last dimension by its root mean square. No gain; float32 epsilon for every dtype."""
+    return x * torch.rsqrt(
+        (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32) + 1.1920929e-07).type_as(x)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """max(0, x)^2, as a product: its backward needs no power."""
+    return x * F.relu(x)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel j against channel j + K/2 by the angle of each position, in the precision of the tables.
+
+    x (T, ..., K); cos, sin broadcast against it, sin with the sign of each half (make_rotary).
+    Source: record 32.
+    """
+    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
+
+
+def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
+    """The one definition of who sees whom. doc_ids (T,); window in tokens, itself excluded."""
+    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # causal, near, of one document
+        return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
+
+    return mask_mod
+
+
+def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
+    """Block mask for FlexAttention from the document range of each block; never a T x T matrix.
+
+    doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window.
+    Blocks in which all pairs are visible skip the mask function. Source: records 12 and 16.
+    """
+    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range
+    block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
+    distance = (block[:, None] - block) * BLOCK  # (T/128, T/128) tokens from query block to key block
+    overlap = (first[:, None] <= last) & (first <= last[:, None])
+    visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
+    full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
+            & (first[:, None] == last) & (first == last[:, None]))
+
+    def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        counts = chosen.sum(dim=-1, dtype=torch.int32)  # (T/128,)
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()  # chosen key blocks first
+        return counts[None, None].contiguous(), order[None, None].contiguous()  # (1, 1, T/128[, T/128])
+
+    return BlockMask.from_kv_blocks(*ordered(visible & ~full), *ordered(full), BLOCK_SIZE=BLOCK,
+                                    mask_mod=make_mask_mod(doc_ids, window))
+
+
+def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
+    """Mask for attend_dense (T/C, 1, C, M * C): a query block, and its own and M - 1 earlier key blocks."""
+    num_tokens = doc_ids.size(0)
+    size = math.gcd(num_tokens, DENSE_BLOCK)  # C
+    num_blocks = num_tokens // size
+    spans = min(num_blocks, 1 + -(-window // size))  # M: key blocks a query block can reach
+    q_idx = torch.arange(num_tokens, device=doc_ids.device).view(num_blocks, 1, size, 1)
+    start = (torch.arange(num_blocks, device=doc_ids.device) - (spans - 1)) * size
+    kv_idx = start.view(-1, 1, 1, 1) + torch.arange(spans * size, device=doc_ids.device)  # (T/C, 1, 1, M*C)
+    mask_mod = make_mask_mod(doc_ids, window)
+    return (kv_idx >= 0) & mask_mod(None, None, q_idx, kv_idx.clamp(min=0))
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention in blocks of C queries over M * C keys with a dense mask. q, k, v (T, H, K) -> (T, H, K)."""
+    num_blocks, _, size, num_keys = mask.shape
+    spans = num_keys // size
+
+    def blocks(x: Tensor) -> Tensor:
+        return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
+
+    def widen(x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
+        x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
+        return x.transpose(1, 2)  # (T/C, H, M * C, K)
+
+    # on the CPU the plain products of the MATH form beat the fused kernel at this block size
+    backends = ([SDPBackend.MATH] if q.device.type == "cpu"
+                else [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    with sdpa_kernel(backends):
+        y = F.scaled_dot_product_attention(blocks(q), widen(k), widen(v), attn_mask=mask, scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attention through FlexAttention. q, k, v (T, H, K) -> (T, H, K). Only fast when compiled."""
+    q, k, v = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))  # (1, H, T, K)
+    return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)  # (T, H, K)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    """Windowed document attention with the softmax scale already in q. q, k, v (T, H, K) -> (T, H, K)."""
+    return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
+
+
+def softcap(logits: Tensor) -> Tensor:
+    """30 * sigmoid(logits / 7.5) in float32: 15 * tanh(logits / 15) + 15. Source: record 19."""
+    return 30 * torch.sigmoid(logits.float() / 7.5)
+
+
+# ==== FP8 ==================================================================================================
+# The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static
+# scales before the cast. Training only; validation always multiplies in the activation dtype. Source:
+# record 32.
+
+FP8_WEIGHT_SCALE = 2.0**-9
+FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Divide by a static scale and cast, saturating at the largest finite value."""
+    limit = torch.finfo(dtype).max
+    return (x / scale).clamp_(-limit, limit).to(dtype)
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtype: torch.dtype,
+                  fast: bool) -> Tensor:
+    """(a * scale_a) @ (b * scale_b).T in FP8. a (M, K), b (N, K), both row-major -> (M, N)."""
+    scales = (torch.full((), s, dtype=torch.float32, device=a.device) for s in (scale_a, scale_b))
+    return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+@torch.library.custom_op("train_gpt::fp8_linear", mutates_args=())
+def fp8_linear_op(x: Tensor, w: Tensor, x_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D) @ w (V, D).T -> (T, V) in x.dtype, and both operands in e4m3 for backward."""
+    x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
+    w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)
+    return scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True), x8, w8
+
+
+@fp8_linear_op.register_fake
+def _(x: Tensor, w: Tensor, x_scale: float):
+    return x.new_empty(x.size(0), w.size(0)), x.new_empty(x.shape, dtype=torch.float8_e4m3fn), \
+        w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+
+
+@torch.library.custom_op("train_gpt::fp8_linear_backward", mutates_args=())
+def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float) -> tuple[Tensor, Tensor]:
+    """grad (T, V), quantised to e5m2 -> grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
+    grad8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
+    grad_x = scaled_matmul(grad8, w8.T.contiguous(), FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, grad.dtype,
+                           fast=False)
+    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
+                           fast=False)
+    return grad_x, grad_w
+
+
+@fp8_linear_backward_op.register_fake
+def _(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float):
+    return grad.new_empty(x8.shape), grad.new_empty(w8.shape, dtype=torch.float32)
+
+
+def _save_fp8(ctx, inputs, output) -> None:
+    _, w, ctx.x_scale = inputs
+    ctx.w_dtype = w.dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_fp8(ctx, grad: Tensor, _grad_x8, _grad_w8):
+    grad_x, grad_w = fp8_linear_backward_op(grad, *ctx.saved_tensors, ctx.x_scale)
+    return grad_x, grad_w.to(ctx.w_dtype), None
+
+
+fp8_linear_op.register_autograd(_backward_fp8, setup_context=_save_fp8)
+
+
+def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x (T, D) @ w (V, D).T in FP8, for x of unit root mean square, whose entries are at most sqrt(D)."""
+    return fp8_linear_op(x, w, math.sqrt(x.size(-1)) / 448)[0]
+
+
+def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
+    """(whether the head trains in FP8, one line saying why), by running the real matmuls once."""
+    if cfg.fp8_head == "off":
+        return False, "fp8 head: off (--fp8_head=off)"
+    if cfg.fp8_head == "auto" and device.type == "cpu":
+        return False, "fp8 head: off (no CPU multiplies FP8 faster than bfloat16; --fp8_head=on forces it)"
+    try:
+        if cfg.model_dim % 16:
+            raise RuntimeError(f"model_dim={cfg.model_dim} is not a multiple of 16")
+        x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        fp8_linear(x, w).sum().backward()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0][:120]
+        if cfg.fp8_head == "on":
+            raise InputError(f"--fp8_head=on but FP8 matmuls fail on this device ({reason}): "
+                             "use --fp8_head=auto or off") from None
+        return False, f"fp8 head: off, {device.type} multiplies in the activation dtype ({reason})"
+    return True, "fp8 head: on"
+
+
+# ==== UPDATE RULES =========================================================================================
+# One step of one bank shard, in place, on local tensors: no ranks, no schedules, no module. To add a rule,
+# write a function of the same signature and name it in RULES.
+
+
+class Knobs(typing.NamedTuple):
+    """What schedule and config tell a rule; tensors are 0-d on the CPU, so that no value recompiles."""
+
+    momentum: Tensor
+    grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens
+    bias_correction1: Tensor  # 1 - beta1^t
+    bias_correction2: Tensor  # 1 - beta2^t
+    betas: tuple[float, float]
+    eps: float
+    dtype: torch.dtype  # of the orthogonalisation
+
+
+def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
+    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) to about 0.7 - 1.2.
+
+    The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
+    Source: Muon; the form of record 11.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = x.size(-2) > x.size(-1)
+    x = x.to(dtype)
+    x = x.mT if tall else x  # (U, short, long)
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(dtype)
+    for _ in range(num_steps):
+        gram = torch.bmm(x, x.mT)  # (U, short, short)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)  # (U, short, long)
+    return x.mT if tall else x
+
+
+def init_muon(param: Tensor) -> dict[str, Tensor]:
+    """State of update_muon: the momentum, like the parameter."""
+    return dict(momentum=torch.zeros_like(param))
+
+
+def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
+    """Orthogonalised Nesterov momentum, and decoupled decay.
+
+    param, grad (U, rows, columns); lr (U or 1, 1, 1) in spectral norm per step; decay like lr, a share of
+    the weight. Source: Muon, and record 32.
+    """
+    momentum = state["momentum"]
+    grad = (grad * knobs.grad_scale).to(momentum.dtype)
+    momentum.mul_(knobs.momentum).add_(grad * (1 - knobs.momentum))
+    direction = momentum * knobs.momentum + grad * (1 - knobs.momentum)
+    shape_factor = max(1, param.size(-2) / param.size(-1)) ** 0.5
+    param.mul_(1 - decay).sub_(orthogonalize(direction, knobs.dtype) * (lr * shape_factor))
+
+
+def init_adam(param: Tensor) -> dict[str, Tensor]:
+    """State of update_adam: both moments, like the parameter."""
+    return dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+
+
+def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
+    """Adam with bias correction and decoupled decay (AdamW), computed in float32.
+
+    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
+    of the weight. Source: record 32.
+    """
+    beta1, beta2 = knobs.betas
+    grad = grad.float() * knobs.grad_scale
+    exp_avg = state["exp_avg"].float() * beta1 + grad * (1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].float() * beta2 + grad.square() * (1 - beta2)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    step = exp_avg / knobs.bias_correction1 / ((exp_avg_sq / knobs.bias_correction2).sqrt() + knobs.eps)
+    param.copy_(param.float() * (1 - decay) - step * lr)
+
+
+class Rule(typing.NamedTuple):
+    """An update rule: how to start, how to step, and whether it must see whole matrices."""
+
+    init: Callable
+    update: Callable
+    per_matrix: bool
+
+
+RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, update_adam, False)}
+
+# ==== OPTIMIZER ============================================================================================
+# Parameters live in banks: one flat tensor per group of like parameters, a second one for their gradients.
+# Autograd accumulates straight into the bank; a reduce-scatter gives each rank the summed gradient of its
+# share of the units, it updates that share in one batched call, and an all-gather brings the new parameters
+# back. On one rank the share is the bank and nothing is copied or sent. Source: records 24 and 32.
+
+GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
+BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank, and a message, of its own
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """How one parameter is trained; set beside the parameter by declare()."""
+
+    group: str  # matrix | embed | value_embed | head | scalar: learning rate and rule come from the config
+    lr_mul: float = 1.0
+    wd_mul: float = 1.0
+
+
+@dataclass(frozen=True)
+class GroupHyper:
+    """What all parameters of a group share."""
+
+    rule: str
+    lr: float
+    weight_decay: float = 0.0
+
+
+def declare(data: Tensor, group: str, lr_mul: float = 1.0, wd_mul: float = 1.0) -> nn.Parameter:
+    """A parameter with its ParamSpec."""
+    param = nn.Parameter(data)
+    param.spec = ParamSpec(group, lr_mul, wd_mul)
+    return param
+
+
+def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
+    """The group table: rule, peak learning rate and decay."""
+    return {
+        "matrix": GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_weight_decay),
+        "embed": GroupHyper("adamw", cfg.embed_lr),
+        "value_embed": GroupHyper("adamw", cfg.value_embed_lr),
+        "head": GroupHyper("adamw", cfg.head_lr),
+        "scalar": GroupHyper("adamw", cfg.scalar_lr),
+    }
+
+
+class Bank:
+    """Parameters of one rule, dtype and unit shape in one tensor (U, *unit), their gradients in another.
+
+    A unit is what must not be split over ranks: a matrix for per-matrix rules, one element otherwise. U is
+    padded to a multiple of the ranks; padding has zero gradient and stays zero.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, rt: Runtime):
+        self.names, self.hyper, self.rule = [name for name, _ in named], hyper, RULES[hyper.rule]
+        first = named[0][1]
+        unit = tuple(first.shape[-2:]) if self.rule.per_matrix else ()
+        align = 1 if self.rule.per_matrix else 32  # elementwise views start on 64 bytes at least
+        sizes = [-(-p.numel() // math.prod(unit) // align) * align for _, p in named]
+        total = -(-sum(sizes) // (align * rt.world_size)) * align * rt.world_size
+        self.params = torch.zeros(total, *unit, dtype=first.dtype, device=rt.device)
+        self.grads = torch.zeros_like(self.params)
+        multipliers = torch.ones(2, total, *[1] * len(unit), device=rt.device)  # (2, U, 1, 1) or (2, U)
+        offset = 0
+        for (_, param), size in zip(named, sizes):
+            units = slice(offset, offset + param.numel() // math.prod(unit))
+            self.params[units].view(param.shape).copy_(param.data)
+            param.data = self.params[units].view(param.shape)
+            param.grad = self.grads[units].view(param.shape)
+            multipliers[0, units], multipliers[1, units] = param.spec.lr_mul, param.spec.wd_mul
+            offset += size
+        broadcast_from_main(self.params, rt)
+        self.rt, self.num_params, self.missing = rt, len(named), len(named)
+        self.shard = local_shard(self.params, rt)  # (U/N, *unit)
+        self.state = self.rule.init(self.shard)
+        self.lr_mul, self.wd_mul = (
+            m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt) for m in multipliers)
+        self.grad_shard, self.reduce_work, self.gather_work = None, None, None
+
+    def start_reduce(self) -> None:
+        """Send the gradients; called as soon as the last of them is final."""
+        self.grad_shard, self.reduce_work = start_reduce_scatter(self.grads, self.rt)
+
+    def update(self, update: Callable, lr_factor: float, knobs: Knobs) -> None:
+        """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
+        if self.reduce_work is not None:
+            self.reduce_work.wait()
+        lr = self.lr_mul * (self.hyper.lr * lr_factor)
+        update(self.shard, self.grad_shard, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay,
+               knobs)
+        self.gather_work = start_all_gather(self.params, self.rt)
+        self.grads.zero_()
+        self.grad_shard, self.reduce_work, self.missing = None, None, self.num_params
+
+    def finish(self) -> None:
+        """Wait until all ranks' units have arrived."""
+        if self.gather_work is not None:
+            self.gather_work.wait()
+            self.gather_work = None
+
+
+class Optimizer:
+    """All banks of a model, stepped together. Owns the storage of every parameter and gradient."""
+
+    def __init__(self, model: nn.Module, cfg: OptimConfig, rt: Runtime):
+        self.cfg, self.rt, self.step_count, self.is_armed = cfg, rt, 0, False
+        self.banks = [Bank(named, hyper, rt) for hyper, named in group_parameters(model, cfg)]
+        self.updates = {rule: rt.compile(RULES[rule].update)
+                        for rule in {bank.hyper.rule for bank in self.banks}}
+        self.launched: list[Bank] = []
+        if rt.world_size > 1:
+            owners = {name: bank for bank in self.banks for name in bank.names}
+            for name, param in model.named_parameters():
+                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, owners[name]))
+
+    def arm(self) -> None:
+        """Announce the last backward of the step: from now on a complete bank is sent at once."""
+        self.is_armed = True
+
+    def _on_gradient(self, bank: Bank, _param: Tensor) -> None:
+        if not self.is_armed:
+            return
+        bank.missing -= 1
+        if bank.missing == 0:
+            self._launch(bank)
+
+    def _launch(self, bank: Bank) -> None:
+        bank.start_reduce()
+        self.launched.append(bank)
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, momentum: float, tokens_per_step: int) -> None:
+        """Update every parameter from gradients summed over tokens_per_step tokens of all ranks.
+
+        Banks are updated in the order in which their gradients left; parameters are valid after finish().
+        """
+        self.step_count += 1
+        for bank in self.banks:
+            if bank not in self.launched:
+                self._launch(bank)
+        beta1, beta2 = self.cfg.adam_betas
+        scalars = (momentum, GRAD_TOKENS / tokens_per_step,
+                   1 - beta1**self.step_count, 1 - beta2**self.step_count)
+        knobs = Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype)
+        for bank in self.launched:
+            bank.update(self.updates[bank.hyper.rule], lr_factor, knobs)
+        self.launched, self.is_armed = [], False
+
+    def finish(self) -> None:
+        """Wait for the parameters of the last step; call before they are read."""
+        for bank in self.banks:
+            bank.finish()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor a step changes, by name: parameters (all units) and this rank's rule state."""
+        return {f"{bank.names[0]}/{key}": tensor for bank in self.banks
+                for key, tensor in {"params": bank.params, **bank.state}.items()}
+
+    def snapshot(self) -> tuple[int, dict[str, Tensor]]:
+        """A copy of everything step() changes."""
+        self.finish()
+        return self.step_count, {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, snapshot: tuple[int, dict[str, Tensor]]) -> None:
+        """Return to a snapshot exactly; gradients are cleared."""
+        self.finish()
+        self.step_count, saved = snapshot
+        for name, tensor in self.tensors().items():
+            tensor.copy_(saved[name])
+        for bank in self.banks:
+            bank.grads.zero_()
+
+
+def group_parameters(model: nn.Module,
+                     cfg: OptimConfig) -> list[tuple[GroupHyper, list[tuple[str, nn.Parameter]]]]:
+    """Sort parameters into banks; ValueError names a parameter that no rule, or no group, claims."""
+    hypers = group_hypers(cfg)
+    groups: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        spec = getattr(param, "spec", None)
+        if spec is None:
+            raise ValueError(f"parameter {name} {tuple(param.shape)} has no update rule: "
+                             "create it with declare()")
+        if spec.group not in hypers:
+            raise ValueError(f"parameter {name} is in group {spec.group!r}: "
+                             f"group_hypers() has {', '.join(hypers)}")
+        if RULES[hypers[spec.group].rule].per_matrix:
+            key = (spec.group, param.dtype, param.shape[-2:])
+        else:
+            key = (spec.group, param.dtype, name if param.numel() >= BIG_PARAMETER else "small")
+        groups.setdefault(key, []).append((name, param))
+    return [(hypers[key[0]], named) for key, named in groups.items()]
+
+
+# ==== MODEL ================================================================================================
+# Pre-norm transformer on one packed row of T tokens: no batch dimension, documents are told apart by
+# doc_ids. Matrices are (outputs, inputs). To add a gate or a scalar: a config field or LayerSpec entry, a
+# declare() line, its use.
+
+
+class StepInputs(typing.NamedTuple):
+    """What the schedule tells the model, beside the tokens."""
+
+    windows: Tensor | tuple[int, int]  # (long, short) tokens; FlexAttention: a tensor (2,), so it can change
+    cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
+    sin: Tensor  # (T, 2, 1, K)
+
+
+def init_matrix(*shape: int, fan_in: int) -> Tensor:
+    """Uniform with standard deviation 0.5 / sqrt(fan_in). Source: record 19."""
+    bound = 3**0.5 * 0.5 * fan_in**-0.5
+    return torch.empty(*shape).uniform_(-bound, bound)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK-norm, rotary, value embeddings and a sparse gate. Source: record 32."""
+
+    def __init__(self, cfg: ModelConfig, spec: LayerSpec):
+        super().__init__()
+        self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
+        dim = cfg.model_dim
+        qkv = init_matrix(3, dim, dim, fan_in=dim)
+        self.qkvo = declare(torch.cat((qkv, torch.zeros(1, dim, dim))), "matrix")  # (4, D, D)
+        self.value_lambdas = declare(torch.full((1 if spec.value_embed is None else 2,), 0.5), "scalar")
+        if self.gate_dim:
+            self.gate = declare(
+                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "matrix")
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor,
+                step: StepInputs) -> Tensor:
+        """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
+        heads = (self.num_heads, self.head_dim)
+        qkvo = self.qkvo.type_as(x)
+        qkv = (x @ qkvo[:3].flatten(0, 1).T).unflatten(1, (3, *heads))  # (T, 3, H, K)
+        q, k = apply_rotary(rms_norm(qkv[:, :2]), step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
+        v = qkv[:, 2] * self.value_lambdas[0].type_as(x)
+        if value_embed is not None:
+            v = v + self.value_lambdas[1].type_as(x) * value_embed.unflatten(1, heads)
+        y = attend(q, k, v, mask)  # (T, H, K)
+        if self.gate_dim:
+            y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # by (T, H, 1)
+        return y.flatten(1) @ qkvo[3].T  # (T, D)
+
+
+class MLP(nn.Module):
+    """Linear, ReLU squared, linear; both matrices stored (D, hidden), one batch for the optimizer."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
+        self.up_down = declare(
+            torch.stack((init_matrix(dim, hidden, fan_in=dim), torch.zeros(dim, hidden))), "matrix")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, D) normalised -> (T, D)."""
+        up, down = self.up_down.type_as(x)
+        return relu_squared(x @ up) @ down.T  # (T, D)
+
+
+class Block(nn.Module):
+    """One layer slot: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
+
+    def __init__(self, cfg: ModelConfig, spec: LayerSpec):
+        super().__init__()
+        self.spec = spec
+        self.lambdas = declare(torch.tensor([1.0, 0.0]), "scalar")  # of the stream and of x0
+        self.skip = None if spec.skip_from is None else declare(torch.tensor([cfg.skip_init]), "scalar")
+        self.attention = None if spec.attention == "none" else Attention(cfg, spec)
+        self.mlp = MLP(cfg) if spec.mlp else None
+
+    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, value_embed: Tensor | None,
+                mask: BlockMask | Tensor | None, step: StepInputs) -> Tensor:
+        """x, x0, skip, value_embed (T, D) -> (T, D)."""
+        if skip is not None:
+            x = x + torch.sigmoid(self.skip).type_as(x) * skip
+        stream, shortcut = self.lambdas.type_as(x)
+        x = stream * x + shortcut * x0
+        if self.attention is not None:
+            x = x + self.attention(rms_norm(x), value_embed, mask, step)
+        if self.mlp is not None:
+            x = x + self.mlp(rms_norm(x))
+        return x
+
+
+class GPT(nn.Module):
+    """The language model, initialised on the CPU from its generator: the same weights on every device."""
+
+    def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
+                 dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.specs, self.use_flex, self.use_fp8, self.dtype = cfg.layers, use_flex, use_fp8, dtype
+        table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
+        self.embed = declare(torch.randn(table).to(storage), "embed")  # (V, D)
+        used = {spec.value_embed for spec in cfg.layers} - {None}
+        self.value_embeds = nn.ParameterDict(
+            {str(i): declare(torch.randn(table).to(storage), "value_embed") for i in sorted(used)})
+        self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
+        self.head = declare(torch.zeros(table, dtype=storage), "head")  # (V, D)
+
+    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
+        """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
+        return self.sum_loss(self.encode(inputs, doc_ids, step), targets)
+
+    def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
+        """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
+        masks = dict(zip(("long", "short"), self.build_masks(doc_ids, step.windows)))
+        x = x0 = rms_norm(F.embedding(inputs, self.embed).to(self.dtype))  # (T, D)
+        values = {int(i): F.embedding(inputs, table).to(self.dtype)
+                  for i, table in self.value_embeds.items()}
+        outputs = []
+        for block, spec in zip(self.blocks, self.specs):
+            skip = None if spec.skip_from is None else outputs[spec.skip_from]
+            x = block(x, x0, skip, values.get(spec.value_embed), masks.get(spec.attention), step)
+            outputs.append(x)
+        return rms_norm(x)
+
+    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]) -> list[BlockMask | Tensor]:
+        """The long and the short mask of this sequence."""
+        if self.use_flex:
+            return [build_block_mask(doc_ids, window) for window in windows.unbind()]
+        return [build_dense_mask(doc_ids, window) for window in windows]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (T, D) -> softcapped logits (T, V) in float32."""
+        if self.use_fp8 and self.training:
+            return softcap(fp8_linear(x, self.head))
+        return softcap(x @ self.head.type_as(x).T)
+
+    def sum_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens; validation holds the logits of EVAL_CHUNK tokens at a time."""
+        chunk = x.size(0) if self.training else EVAL_CHUNK
+        return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
+                   for part, target in zip(x.split(chunk), targets.split(chunk)))
+
+
+EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
+
+
+# ==== DATA =================================================================================================
+# Shards -> rows -> batches. A row is seq_len tokens of whole documents (cut to max_doc_len), each beginning
+# with the document-start token. Which rows a step sees is decided once, for the whole run, before the first
+# step; ranks and micro-batches only split them. Source: record 32; the file format is described in
+# README.md.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_REMEDY = "delete it and fetch or build it again (data/)"
+BYTE_VOCAB_SIZE, BYTE_DOCUMENT_START = 257, 256  # byte tokens: 256 values and a document start
+
+
+class Batch(typing.NamedTuple):
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 document numbers in order."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_ids: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device; does not wait for the copy."""
+        return Batch(*(t.to(device, non_blocking=True) for t in self))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A token file, memory-mapped and checked. starts: where its documents begin."""
+
+    tokens: np.ndarray  # uint16
+    starts: np.ndarray
+    document_start: int
+    sha256: str
+
+    def ends(self, max_doc_len: int) -> np.ndarray:
+        """Running count of usable tokens after each document, documents cut to max_doc_len."""
+        lengths = np.diff(self.starts, append=len(self.tokens))
+        return np.minimum(lengths, max_doc_len).cumsum()
+
+
+def read_shard_header(path: str) -> tuple[int, int, int]:
+    """(tokens, vocabulary size, document-start token) of a shard whose length agrees; else InputError."""
+    problem = None
+    try:
+        size = os.path.getsize(path)
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): "
+                         "check the path and its permissions") from None
+    if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
+        problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
+    elif header[2] <= 0:
+        problem = "holds no tokens"
+    elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
+        problem = f"has {size} bytes where its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
+    if problem:
+        raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
+    return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
+
+
+def open_shard(path: str, vocab_size: int) -> Shard:
+    """Map and check a .bin shard; InputError names the file and what is wrong with it."""
+    num_tokens, shard_vocab, document_start = read_shard_header(path)
+    if shard_vocab != vocab_size:
+        raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
+                         f"set --vocab_size={shard_vocab} or choose other files")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
+    if tokens.max() >= vocab_size:
+        raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
+                         f"{SHARD_REMEDY}")
+    starts = np.flatnonzero(tokens == document_start)
+    if not len(starts):
+        raise InputError(f"{path} has no document start (token {document_start}): {SHARD_REMEDY}")
+    return Shard(tokens, starts, document_start, hashlib.sha256(tokens).hexdigest())
+
+
+def find_shards(pattern: str, field: str) -> list[str]:
+    """Files of a glob pattern in sorted order; InputError says how to get them."""
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
+                         "for FineWeb, or python data/text.py for your own text")
+    return paths
+
+
+class Row(typing.NamedTuple):
+    """Where one packed row lies: documents first..last of a shard, each cut to max_doc_len."""
+
+    shard: int
+    first: int
+    last: int
+    max_doc_len: int
+
+
+class TrainData:
+    """The rows of a whole run, planned exactly; any rank can build any of them."""
+
+    def __init__(self, cfg: Config, schedule: "Schedule"):
+        self.seq_len, self.shards, self.rows = cfg.seq_len, [], []
+        paths = find_shards(cfg.train_files, "train_files")
+        self.first_row = []  # of each step
+        demands = []
+        for stage, start, end in schedule.spans():
+            rows = (stage.tokens_per_step or cfg.tokens_per_step) // cfg.seq_len
+            for _ in range(start, end):
+                self.first_row.append(self.first_row[-1] + demands[-1][0] if demands else 0)
+                demands.append((rows, stage.max_doc_len or cfg.max_doc_len))
+        self.num_rows = sum(rows for rows, _ in demands)
+        unopened = iter(tqdm(paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False))
+        self._plan(demands, (open_shard(path, cfg.vocab_size) for path in unopened), cfg)
+
+    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[Shard], cfg: Config) -> None:
+        """Walk the documents in order; a row that a shard cannot fill begins anew in the next shard."""
+        shard, document, ends, cut_to = None, 0, None, None
+        for max_doc_len in (max_doc_len for rows, max_doc_len in demands for _ in range(rows)):
+            while True:
+                if shard is not None:
+                    if cut_to != max_doc_len:
+                        ends, cut_to = shard.ends(max_doc_len), max_doc_len
+                    begin = ends[document - 1] if document else 0
+                    last = int(np.searchsorted(ends, begin + self.seq_len + 1))
+                    if last < len(ends):
+                        break
+                shard, document, cut_to = next(shards, None), 0, None
+                if shard is None:
+                    missing = (self.num_rows - len(self.rows)) * self.seq_len
+                    raise InputError(
+                        f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
+                        "(data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
+                self.shards.append(shard)
+            self.rows.append(Row(len(self.shards) - 1, document, last, max_doc_len))
+            document = last + 1
+
+    def tokens_of(self, index: int) -> np.ndarray:
+        """The seq_len + 1 tokens of a row, uint16."""
+        row = self.rows[index]
+        shard = self.shards[row.shard]
+        starts = shard.starts[row.first : row.last + 2].tolist()
+        ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
+        pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
+                  for start, end in zip(starts, ends)]
+        return np.concatenate(pieces)[: self.seq_len + 1]
+
+    def batch(self, rows: range) -> Batch:
+        """Whole rows, one after the other, as one sequence."""
+        tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
+        return make_batch(tokens[:, :-1].ravel(), tokens[:, 1:].ravel(), self.shards[0].document_start)
+
+    def batches(self, cfg: Config, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
+        """This rank's micro-batches of steps start..end-1."""
+        bounds = [*self.first_row, self.num_rows]
+        for step in range(start, end):
+            accum, per_micro = split_rows(cfg, rt.world_size,
+                                          (bounds[step + 1] - bounds[step]) * self.seq_len)
+            first = bounds[step] + rt.rank * accum * per_micro
+            for micro in range(accum):
+                yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
+
+
+def make_batch(inputs: np.ndarray, targets: np.ndarray, document_start: int) -> Batch:
+    """Tokens (T,) of any integer type -> Batch on the CPU."""
+    doc_ids = (inputs == document_start).cumsum(dtype=np.int32)
+    return Batch(*map(torch.from_numpy, (inputs.astype(np.int32), targets.astype(np.int64), doc_ids)))
+
+
+class ValData:
+    """The first val_tokens of the validation files, cut into val_seq_len, documents whole (record 32)."""
+
+    def __init__(self, cfg: Config):
+        self.seq_len, self.num_rows = cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len
+        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
+        pieces, missing = [], cfg.val_tokens + 1
+        for shard in self.shards:
+            pieces.append(shard.tokens[:missing])
+            missing -= len(pieces[-1])
+        if missing:
+            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
+                             f"--val_tokens={cfg.val_tokens} + 1: give at most "
+                             f"--val_tokens={(cfg.val_tokens - missing) // self.seq_len * self.seq_len}")
+        self.tokens = np.concatenate(pieces)
+
+    def batch(self, index: int) -> Batch:
+        """One validation sequence."""
+        span = self.tokens[index * self.seq_len : (index + 1) * self.seq_len + 1]
+        return make_batch(span[:-1], span[1:], self.shards[0].document_start)
+
+
+class Prefetcher:
+    """Build batches ahead in a thread, pinned for CUDA. An error in the thread is raised by next()."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.device, self.queue, self.is_closed = device, queue.Queue(self.DEPTH), threading.Event()
+        self.thread = threading.Thread(target=self._fill, args=(batches,), daemon=True, name="prefetch")
+        self.thread.start()
+
+    def _put(self, item) -> None:
+        while not self.is_closed.is_set():
+            try:
+                return self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def _fill(self, batches: Iterator[Batch]) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # threads start on device 0, where pinning would allocate
+        try:
+            for batch in batches:
+                self._put(Batch(*(t.pin_memory() for t in batch)) if self.device.type == "cuda" else batch)
+                if self.is_closed.is_set():
+                    return
+            self._put(StopIteration("the planned batches are used up"))
+        except Exception as error:  # handed to the thread that trains
+            self._put(error)
+
+    def __next__(self) -> Batch:
+        item = self.queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item.to(self.device)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.is_closed.set()
+        self.thread.join()
+
+
+def fingerprint(shards: Iterable[Shard]) -> str:
+    """What was trained on: a hash over the hashes of the shards, training shards first."""
+    return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, document_start: int) -> None:
+    """Write a shard under a temporary name and rename it. tokens uint16, beginning with document_start."""
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, document_start
+    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def is_validation(name: str) -> bool:
+    """Whether a document belongs to validation: one in sixteen, by the hash of its name."""
+    return hashlib.sha256(name.encode()).digest()[0] < 16
+
+
+def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, document_start: int,
+                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+
+    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
+    same bytes.
+    """
+    check_writable(out, "choose another folder, or mend its permissions")
+    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
+    for name, text in texts:
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            key = hashlib.sha256(f"{number} {name}".encode()).digest()
+            splits["val" if is_validation(name) else "train"].append((key, encode(piece)))
+    for split, entries in splits.items():
+        if not entries:
+            raise InputError(f"{source}: no document for the {split} split: give more documents")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={},
+                fingerprint="")
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
+        stale.unlink()
+    written = []
+    for split, entries in splits.items():
+        starts = np.array([document_start], dtype=np.uint16)
+        stream = np.concatenate([part for _, tokens in sorted(entries, key=lambda e: e[0])
+                                 for part in (starts, tokens)])
+        info["tokens"][split] = len(stream)
+        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
+            path = out / f"{split}_{number:06d}.bin"
+            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, document_start)
+            written.append(open_shard(str(path), vocab_size))
+    info["fingerprint"] = fingerprint(written)
+    write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    return info
+
+
+def torch_source_name() -> str:
+    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
+    root = Path(torch.__file__).parent
+    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(),
+                     leave=False):
+        if name not in left_out:
+            yield name, (root / name).read_bytes()
+
+
+def split_text(text: bytes, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes."""
+    while text:
+        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
+        end = end or limit  # one line longer than the limit
+        yield text[:end]
+        text = text[end:]
+
+
+def encode_bytes(text: bytes) -> np.ndarray:
+    """One token per byte, uint16."""
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
+def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
+    """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
+    out = Path(EMBEDDED_CORPUS)
+    if rt.local_rank == 0 and cfg.train_files.startswith(EMBEDDED_CORPUS):
+        try:
+            source = json.loads((out / "corpus.json").read_text())["source"]
+        except (OSError, ValueError, KeyError):  # never built, or broken off
+            source = None
+        if source != torch_source_name():
+            write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                         BYTE_DOCUMENT_START)
+    wait_for_ranks(rt)
+
+
+# ==== SCHEDULES ============================================================================================
+# Everything that changes with the step, as pure functions of the step. Source: record 32.
+
+
+class StepState(typing.NamedTuple):
+    """The schedule at one step."""
+
+    stage_index: int
+    stage: Stage
+    lr_factor: float
+    momentum: float
+    frequencies: np.ndarray  # (K/2,) radians per token, after YaRN
+    attention_scale: float
+
+
+class Schedule:
+    """The stages of a run and what follows from them."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.num_iterations = cfg, cfg.num_iterations
+        total = sum(stage.share for stage in cfg.stages)
+        ends = np.cumsum([stage.share for stage in cfg.stages]) * (self.num_iterations + 1) / total
+        self.ends = [math.ceil(end) for end in ends]  # first step after each stage
+        self.rotary = list(self._extend_rotary())
+
+    def _extend_rotary(self) -> Iterator[tuple[np.ndarray, float]]:
+        """Frequencies and softmax scale of each stage: YaRN on every change of the long window."""
+        quarter = self.cfg.head_dim // 4
+        frequencies = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
+        frequencies = (1 / self.cfg.rotary_base) ** frequencies  # half turn, half are zero
+        scale, old = self.cfg.attention_scale, self.cfg.stages[0].window_long
+        for stage in self.cfg.stages:
+            new = stage.window_long
+            rotations = old * frequencies / (2 * math.pi)
+            weight = np.clip((rotations - 1) / (32 - 1), 0, 1)
+            frequencies = frequencies * (old / new + weight * (1 - old / new))
+            scale *= 0.2 * math.log(new / old) + 1
+            old = new
+            yield frequencies, scale
+
+    def spans(self) -> list[tuple[Stage, int, int]]:
+        """(stage, first training step, one past its last) of every stage that trains."""
+        starts = [0, *self.ends[:-1]]
+        spans = [(stage, start, min(end, self.num_iterations))
+                 for stage, start, end in zip(self.cfg.stages, starts, self.ends)]
+        return [span for span in spans if span[1] < span[2]]
+
+    def total_tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start)
+                   for stage, start, end in self.spans())
+
+    def lr_factor(self, step: int, stage: Stage) -> float:
+        """Stage value, then linear to final_lr_frac of the peak over the last cooldown_frac of the run."""
+        left = 1 - step / self.num_iterations
+        if self.cfg.cooldown_frac == 0 or left > self.cfg.cooldown_frac:
+            return stage.lr_factor
+        weight = left / self.cfg.cooldown_frac
+        return stage.lr_factor * weight + self.cfg.final_lr_frac * (1 - weight)
+
+    def at(self, step: int) -> StepState:
+        """The state at a step; at num_iterations, the final validation, a last stage of share 0 holds."""
+        assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
+        index = len(self.ends) - 1
+        if step < self.num_iterations:
+            index = next(i for i, end in enumerate(self.ends) if step < end)
+        stage, cfg = self.cfg.stages[index], self.cfg
+        rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
+        momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
+        return StepState(index, stage, self.lr_factor(step, stage), momentum, *self.rotary[index])
+
+
+def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime) -> tuple[Tensor, Tensor]:
+    """cos and sin tables (T, 2, 1, K) for apply_rotary on stacked q and k; q's carry the softmax scale.
+
+    Positions start anew with every row of `period` tokens. Float32 on CUDA, where the compiler fuses the
+    product.
+    """
+    dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
+    positions = torch.arange(num_tokens, device=rt.device) % period
+    angles = positions[:, None].double() * torch.tensor(state.frequencies, device=rt.device)  # (T, K/2)
+    scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
+    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
+    sin = torch.cat((angles.sin(), -angles.sin()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
+    return cos.to(dtype), sin.to(dtype)
+
+
+# ==== RUN RECORD ===========================================================================================
+# What a run leaves: a log that begins with the script itself, and a json of its result. Rank 0 alone writes.
+
+
+def show_bar() -> bool:
+    """Whether a progress bar would be seen: rank 0 on a terminal."""
+    return sys.stderr.isatty() and env_int("RANK", 0) == 0
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, sync it, rename it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def check_writable(folder: Path, remedy: str) -> None:
+    """Raise InputError where a folder, or the nearest existing one above it, does not take files."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"{folder} cannot be written: {remedy}")
+
+
+def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
+    """Where this run's files go; InputError if the name is taken or nothing can be written there."""
+    folder = Path(cfg.logs_dir)
+    if cfg.record:
+        root = Path(cfg.records_dir, cfg.track)
+        taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+        folder = taken[0] if taken else Path(root, f"{today}_{cfg.record}")
+        script = folder / "train_gpt.py"
+        if script.exists() and script.read_bytes() != source:
+            raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
+                             "choose another name")
+    for path, field in ((folder, "records_dir" if cfg.record else "logs_dir"),
+                        (Path(cfg.logs_dir), "logs_dir")):
+        check_writable(path, f"choose another folder with --{field}")
+    return folder
+
+
+def describe_versions() -> dict:
+    """Versions of everything that decides a result."""
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    if torch.version.cuda:
+        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
+    return versions
+
+
+def describe_hardware(rt: Runtime) -> dict:
+    """The machine, as far as it decides speed."""
+    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu=read_cpu_name(),
+                    cpu_count=os.cpu_count(), threads=torch.get_num_threads())
+    if rt.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(rt.device)
+        hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
+    return hardware
+
+
+def read_cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def read_git_commit() -> str:
+    """The commit of the working tree, or an empty string outside one."""
+    try:
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+class RunLog:
+    """Log lines of a run. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, cfg: Config, rt: Runtime):
+        self.cfg, self.rt, self.val_points, self.bar, self.file = cfg, rt, [], None, None
+        if not rt.is_main:
+            return
+        now = datetime.datetime.now()
+        self.source = Path(__file__).read_bytes()
+        self.folder = choose_folder(cfg, self.source, now.strftime("%Y-%m-%d"))
+        self.run_id = f"{now.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
+
+    def __enter__(self) -> "RunLog":
+        if not self.rt.is_main:
+            return self
+        logs = Path(self.cfg.logs_dir)
+        logs.mkdir(parents=True, exist_ok=True)
+        self.file = open(logs / f"{self.run_id}.txt.partial", "wb", buffering=0)  # grows while the run lasts
+        facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(self.rt)), indent=1)
+        self.file.write(self.source + f"\n{'=' * 100}\n{facts}\n{'=' * 100}\n".encode())
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Take the bar off the screen. The log of a crash stays as .partial; bad input leaves nothing."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.file is not None:
+            self.file.close()
+            if kind is not None and issubclass(kind, InputError):
+                os.unlink(self.file.name)
+
+    def open_bar(self) -> None:
+        """Start the progress bar, where it would be seen."""
+        if show_bar():
+            self.bar = tqdm(total=self.cfg.num_iterations, unit="step", dynamic_ncols=True)
+
+    def print(self, text: str, to_log: bool = True, to_console: bool = True) -> None:
+        """Write a line, flushed."""
+        if not self.rt.is_main:
+            return
+        if to_log:
+            self.file.write((text + "\n").encode())
+        if to_console:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
+        """The line of a validation; the clock stands at train_time seconds."""
+        self.val_points.append([step, val_loss, round(train_time * 1000)])
+        self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
+                   f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
+
+    def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
+        """The line of a training step, counted from 1, and the bar. loss() is read only to be shown."""
+        every = self.cfg.print_every
+        self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
+                   f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
+        if self.bar is not None:
+            if time.monotonic() - self.bar.last_print_t > 0.5 or step == self.cfg.num_iterations:
+                self.bar.set_postfix_str(f"loss {loss():.3f}, {tokens / train_time:,.0f} tok/s",
+                                         refresh=False)
+            self.bar.update()
+
+    def finish(self, result: dict) -> None:
+        """Leave the result: log and json, in a record run also the script; and print the card."""
+        if not self.rt.is_main:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        result = dict(**result, track=self.cfg.track, preset=self.cfg.preset, seed=self.cfg.seed,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1],
+                      script_sha256=hashlib.sha256(self.source).hexdigest(), git_commit=read_git_commit(),
+                      versions=describe_versions(), hardware=describe_hardware(self.rt))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = Path(self.file.name)
+        if self.cfg.record:
+            write_atomic(self.folder / "train_gpt.py", self.source)
+        write_atomic(self.folder / f"{self.run_id}.txt", partial.read_bytes())
+        partial.unlink()
+        path = self.folder / f"{self.run_id}.json"
+        write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        print(format_card(result, self.rt, path), flush=True)
+
+
+def format_card(result: dict, rt: Runtime, path: Path) -> str:
+    """The result card at the end of a run."""
+    derived, seconds = result["config"]["derived"], result["train_time_ms"] / 1000
+    rows = [
+        ("preset", f"{result['preset']}, seed {result['seed']}, "
+                   f"{derived['num_params'] / 1e6:.2f} M parameters"),
+        ("validation loss", f"{result['final_val_loss']:.4f} after "
+                            f"{result['config']['num_iterations']} steps"),
+        ("training time", f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up "
+                          "before the clock"),
+        ("speed", f"{result['tokens_per_s']:,} tokens/s"),
+        ("MFU", f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, "
+                "the matmul rate measured here"),
+        ("peak memory", f"{result['peak_memory_mib']:,} MiB"),
+        ("left in", str(path)),
+    ]
+    width = max(len(value) for _, value in rows)
+    body = [f"| {name:<15} | {value:<{width}} |" for name, value in rows]
+    rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
+    return "\n".join((rule, *body, rule))
+
+
+# ==== TRAINING =============================================================================================
+# Set up, warm up and undo it, start the clock, loop.
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run, and the steps that use them."""
+
+    def __init__(self, cfg: Config, rt: Runtime):
+        self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
+        torch.manual_seed(cfg.seed)
+        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype).to(rt.device)
+        self.optimizer = Optimizer(model, cfg, rt)
+        self.model = rt.compile(model)
+        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
+
+    def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
+        """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
+        stage_index, made = self.step_inputs.get((num_tokens, period), (None, None))
+        if stage_index != state.stage_index:
+            windows = (state.stage.window_long, state.stage.window_short)
+            if self.rt.use_flex:
+                windows = torch.tensor(windows, dtype=torch.int32, device=self.rt.device)
+            made = StepInputs(windows, *make_rotary(state, num_tokens, period, self.rt))
+            self.step_inputs[num_tokens, period] = (state.stage_index, made)
+        return made
+
+    def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
+        """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
+        tokens_per_step = state.stage.tokens_per_step or self.cfg.tokens_per_step
+        accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step)
+        total = torch.zeros((), device=self.rt.device)
+        self.optimizer.finish()
+        for micro in range(accum):
+            batch = next(batches)
+            if micro == accum - 1:
+                self.optimizer.arm()
+            loss = self.model(*batch, self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len))
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step(state.lr_factor, state.momentum, tokens_per_step)
+        return total / (tokens_per_step // self.rt.world_size)
+
+    @torch.no_grad()
+    def validate(self, data: ValData, state: StepState, num_rows: int | None = None) -> float:
+        """Mean loss over the validation tokens, shared out over the ranks."""
+        self.optimizer.finish()
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
+        for index in range(self.rt.rank, num_rows or data.num_rows, self.rt.world_size):
+            batch = data.batch(index).to(self.rt.device)
+            total += self.model(*batch, self.inputs_at(state, data.seq_len, data.seq_len))
+        self.model.train()
+        return all_reduce_sum(total, self.rt).item() / ((num_rows or data.num_rows) * data.seq_len)
+
+    def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
+        """Run every shape and window once or more, then put parameters and rule state back exactly."""
+        saved = self.optimizer.snapshot()
+        for _, start, end in self.schedule.spans():
+            steps = min(self.cfg.warmup_iterations, end - start)
+            batches = Prefetcher(train_data.batches(self.cfg, self.rt, start, start + steps), self.rt.device)
+            for _ in range(steps):
+                self.train_step(batches, self.schedule.at(start))
+            batches.close()
+            self.validate(val_data, self.schedule.at(start),
+                          num_rows=min(self.rt.world_size, val_data.num_rows))
+        self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
+                      min(self.rt.world_size, val_data.num_rows))
+        self.optimizer.restore(saved)
+        del saved
+        if self.rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.rt.device)
+
+
+@contextmanager
+def explain_memory(cfg: Config):
+    """Turn an out-of-memory error into an InputError that names the knob."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        smaller = max(128, cfg.micro_batch_tokens // 2 // 128 * 128)
+        rows = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
+        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
+                         f"--micro_batch_tokens={smaller}{rows} "
+                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})", of_one_rank=True) from error
+
+
+def read_peak_memory_mib(rt: Runtime) -> int:
+    """Most memory in use: while training by the GPU's allocator; on CPU ever by the whole process."""
+    if rt.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(rt.device) >> 20
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
+    """The whole run: data, log, model, warm-up, loop, result."""
+    ensure_embedded_corpus(cfg, rt)
+    train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
+    resolved = resolved_dict(cfg, rt.world_size)
+    with RunLog(cfg, rt) as log, explain_memory(cfg):
+        log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
+                  f"{rt.world_size} x {rt.device.type}, "
+                  f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
+        for note in rt.notes:
+            log.print(note)
+        trainer = Trainer(cfg, rt)
+        start = clock(rt.device)
+        trainer.warm_up(train_data, val_data)
+        compile_time = clock(rt.device) - start
+        train_time = run_steps(trainer, train_data, val_data, log)
+
+        tokens_per_s = resolved["derived"]["train_tokens"] / train_time
+        flops = tokens_per_s * resolved["derived"]["flops_per_token"]
+        log.finish(dict(
+            config=resolved, argv=argv,
+            corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
+            train_time_ms=round(train_time * 1000), compile_time_s=round(compile_time, 2),
+            tokens_per_s=round(tokens_per_s), mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+            peak_memory_mib=read_peak_memory_mib(rt)))
+
+
+def run_steps(trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog) -> float:
+    """The timed loop. Returns the training time in seconds; the clock stands while validating."""
+    cfg, rt, tokens, train_time = trainer.cfg, trainer.rt, 0, 0.0
+    batches = Prefetcher(train_data.batches(cfg, rt, 0, cfg.num_iterations), rt.device)
+    log.open_bar()
+    wait_for_ranks(rt)
+    start = clock(rt.device)
+    for step in range(cfg.num_iterations + 1):
+        state = trainer.schedule.at(step)
+        is_last = step == cfg.num_iterations
+        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
+            trainer.optimizer.finish()
+            train_time += clock(rt.device) - start  # the clock stands
+            log.log_validation(step, trainer.validate(val_data, state), train_time)
+            start = clock(rt.device)
+        if not is_last:
+            loss = trainer.train_step(batches, state)
+            tokens += state.stage.tokens_per_step or cfg.tokens_per_step
+            log.log_step(step + 1, loss.item, tokens, train_time + time.perf_counter() - start)
+    batches.close()
+    return train_time
+
+
+# ==== MAIN =================================================================================================
+
+
+def run(argv: list[str]) -> int:
+    """Obey a command line; returns the exit status."""
+    values, flags = parse_argv(argv)
+    if "help" in flags:
+        print(format_help())
+    elif "list_presets" in flags:
+        for name, (parent, meaning, _) in PRESETS.items():
+            print(f"{name:<12} {meaning}{f' (from {parent})' if parent else ''}")
+    elif "print_config" in flags:
+        print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
+    else:
+        cfg = make_config(values)
+        train(cfg, start_runtime(cfg), argv)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and turn bad input into one line and exit status 2."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except InputError as error:
+        if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
+            print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
