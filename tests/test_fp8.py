@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import gpt, make_runtime, smoke_config, smoke_run
+from conftest import gpt, smoke_config, smoke_run
 
 
 def make_operands(num_tokens=64, dim=128, vocab=256):
@@ -89,4 +89,3 @@ def test_a_failing_probe_turns_it_off_with_one_line():
     cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, fp8_head="auto")
     use, note = gpt.choose_fp8(cfg, torch.device("cpu"))
     assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off")
-    assert make_runtime().use_fp8 is False
