@@ -30,19 +30,23 @@ import difflib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
 import queue
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +65,20 @@ from tqdm import tqdm
 # and checks follow.
 
 
-class InputError(Exception):
-    """Bad input: main() prints it as one line (value and remedy) and exits with status 2."""
+class RunError(Exception):
+    """A run that cannot go on: main() prints one line and exits with the status."""
+
+    status = 1
 
     def __init__(self, message: str, of_one_rank: bool = False):
         super().__init__(message)
         self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must speak
+
+
+class InputError(RunError):
+    """Bad input; the line names value and remedy."""
+
+    status = 2
 
 
 def option(default, meaning: str, low=None, high=None, choices=None):
@@ -132,6 +144,9 @@ class OptimConfig:
     head_lr: float = option(0.008, "peak Adam learning rate of the head", low=0.0)
     scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
     adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
+    grad_grid: float = option(0.0, "round gradients to multiples of this: sums are then exact, and the same "
+                                   "to the last bit on any number of ranks; 0: off", low=0.0)
+    adam_every: int = option(1, "steps from one Adam update to the next; gradients are summed", low=1)
     adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
     cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
     final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
@@ -160,6 +175,10 @@ class TrainConfig:
     micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", low=2)
     warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
+    comm_bin_mb: float = option(64.0, "most MB of like parameters in one message between ranks", low=0.0)
+    comm_timeout: float = option(60.0, "seconds until a dead or stalled rank has ended the run", low=1.0)
+    check_ranks_every: int = option(
+        0, "debug: steps between checks that all ranks hold the same bits; 0: never", low=0)
     print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
     records_dir: str = option("records", "where record runs go")
     logs_dir: str = option("logs", "where all other runs go")
@@ -187,9 +206,10 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
-        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=4096, max_doc_len=1024,
+        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=1024, max_doc_len=1024,
         val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
         momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
+        grad_grid=2.0**-12,
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
     "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
@@ -341,6 +361,8 @@ def check_config(cfg: Config) -> None:
                f"--{name}={getattr(cfg, name)} is not a plain name",
                "use lower-case letters, digits, '_', '-' and '.'")
     check_layers(cfg, demand)
+    demand(math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two",
+           f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}")
     demand(any(stage.share > 0 for stage in cfg.stages),
            "--stages has no stage with a share", "give one a share above 0")
     demand_multiple("seq_len", cfg.seq_len, "128 tokens (one attention block)", 128)
@@ -387,17 +409,33 @@ def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int,
         unit = cfg.seq_len * world_size
         near = [v for v in (tokens_per_step // unit * unit, -(-tokens_per_step // unit) * unit) if v]
         raise InputError(f"--tokens_per_step={tokens_per_step} is {rows} rows of seq_len={cfg.seq_len}, "
-                         f"which {world_size} ranks cannot share: "
-                         f"the nearest are {' and '.join(map(str, near))}")
+                         f"which {world_size} ranks cannot share: the nearest are "
+                         f"{' and '.join(map(str, near))}{suggest_rows(cfg, world_size, tokens_per_step)}")
     rows_per_rank = rows // world_size
     most = cfg.micro_batch_tokens // cfg.seq_len
     rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
     return rows_per_rank // rows_per_micro, rows_per_micro
 
 
+def suggest_rows(cfg: Config, world_size: int, tokens_per_step: int) -> str:
+    """The longest shorter rows that these ranks can share, for an error message; empty if none are."""
+    per_rank, left = divmod(tokens_per_step, world_size)
+    fitting = [n for n in range(128, min(cfg.seq_len, per_rank) + 1, 128) if per_rank % n == 0]
+    if left or not fitting:
+        return ""
+    return f"; or keep the batch and shorten the rows: --seq_len={fitting[-1]}"
+
+
+def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Raise InputError where the ranks cannot share some stage's step; returns the run's split_rows."""
+    for stage in cfg.stages:
+        split_rows(cfg, world_size, stage.tokens_per_step or cfg.tokens_per_step)
+    return split_rows(cfg, world_size, cfg.tokens_per_step)
+
+
 def derive(cfg: Config, world_size: int) -> dict:
     """Numbers that follow from the config: --print_config and the run record show them."""
-    grad_accum_steps, rows_per_micro = split_rows(cfg, world_size, cfg.tokens_per_step)
+    grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
     with torch.device("meta"):
         num_params = sum(p.numel() for p in GPT(cfg).parameters())
     return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=grad_accum_steps,
@@ -455,6 +493,19 @@ def format_help() -> str:
 # that talks to other processes: every collective below does nothing on one rank.
 
 
+@dataclass
+class Traffic:
+    """What this rank has sent to the others."""
+
+    num_messages: int = 0
+    num_bytes: float = 0.0
+
+    def add(self, num_bytes: float) -> None:
+        """Count one message, before it starts: a rank that falls behind the others is one they wait for."""
+        self.num_messages += 1
+        self.num_bytes += num_bytes
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Where and how this process computes."""
@@ -469,6 +520,8 @@ class Runtime:
     use_fp8: bool  # FP8 matmuls in the head while training
     peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
     notes: tuple[str, ...]  # choices made here, printed once
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    watch: "Watch | None" = None  # several ranks only
 
     @property
     def is_main(self) -> bool:
@@ -492,7 +545,7 @@ def start_runtime(cfg: Config) -> Runtime:
                          "or install a CUDA build of torch")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
-    split_rows(cfg, world_size, cfg.tokens_per_step)
+    check_ranks_fit(cfg, world_size)
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         if local_rank >= torch.cuda.device_count():
@@ -503,12 +556,17 @@ def start_runtime(cfg: Config) -> Runtime:
     else:
         keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
+    watch, traffic = None, Traffic()
     if world_size > 1:
-        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None)
-    choices = [probe_device(cfg, device) if rank == 0 else None]
-    if world_size > 1:  # measured choices could differ between ranks, so rank 0 decides for all
+        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
+                                timeout=datetime.timedelta(hours=1))  # Watch is what notices failures
+        watch = Watch(rank, world_size, cfg.comm_timeout, traffic)
+    choices = [probe_device(cfg, device)]
+    if world_size > 1:  # all measured at once, as they will work; rank 0 decides, lest choices differ
         dist.broadcast_object_list(choices, src=0, device=device if use_cuda else None)
-    return Runtime(device, rank, local_rank, world_size, **choices[0])
+    if choices[0]["use_compile"]:  # all blocks share one piece of code, which has a graph for each make-up
+        torch._dynamo.config.recompile_limit = 64
+    return Runtime(device, rank, local_rank, world_size, **choices[0], traffic=traffic, watch=watch)
 
 
 def keep_freed_memory() -> None:
@@ -564,6 +622,7 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
     """Sum a tensor over all ranks, in place."""
     if rt.world_size > 1:
+        rt.traffic.add(2 * tensor.nbytes * (rt.world_size - 1) / rt.world_size)
         dist.all_reduce(tensor)
     return tensor
 
@@ -571,34 +630,203 @@ def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
 def broadcast_from_main(tensor: Tensor, rt: Runtime) -> None:
     """Overwrite a tensor with rank 0's."""
     if rt.world_size > 1:
+        rt.traffic.add(tensor.nbytes * (rt.world_size - 1) / rt.world_size)
         dist.broadcast(tensor, src=0)
 
 
-def start_reduce_scatter(full: Tensor, rt: Runtime) -> tuple[Tensor, dist.Work | None]:
-    """Start summing (N * n, ...) over ranks; returns this rank's (n, ...) and the work to wait for."""
-    if rt.world_size == 1:
-        return full, None
-    shard = torch.empty_like(full[: full.size(0) // rt.world_size])  # (U/N, ...) of (U, ...)
-    return shard, dist.reduce_scatter_tensor(shard, full, async_op=True)
-
-
-def start_all_gather(full: Tensor, rt: Runtime) -> dist.Work | None:
-    """Start filling (N * n, ...) with every rank's own (n, ...) part, in place."""
-    if rt.world_size == 1:
-        return None
-    return dist.all_gather_into_tensor(full, local_shard(full, rt), async_op=True)
+def count_units(num_units: int, rt: Runtime) -> list[int]:
+    """How many units each rank owns: equally many, or one each as far as they go where ranks are more."""
+    if num_units < rt.world_size:
+        return [1] * num_units + [0] * (rt.world_size - num_units)
+    assert num_units % rt.world_size == 0, f"{num_units} units cannot be split over {rt.world_size} ranks"
+    return [num_units // rt.world_size] * rt.world_size
 
 
 def local_shard(full: Tensor, rt: Runtime) -> Tensor:
-    """This rank's (n, ...) view of (N * n, ...)."""
-    size = full.size(0) // rt.world_size
-    return full[rt.rank * size : (rt.rank + 1) * size]
+    """This rank's (U/N, ...) view of (U, ...); empty for ranks beyond the last unit."""
+    counts = count_units(full.size(0), rt)
+    start = sum(counts[: rt.rank])
+    return full[start : start + counts[rt.rank]]
+
+
+def find_collective(name: str, old_name: str) -> Callable:
+    """A collective under the name that PyTorch 2.13 gave it, or else under its older one."""
+    return getattr(dist, name, None) or getattr(dist, old_name)
+
+
+def start_reduce_scatter(full: Tensor, rt: Runtime) -> Callable[[], Tensor]:
+    """Start summing (U, ...) over ranks; the returned function waits and gives this rank's (U/N, ...).
+
+    Where units are fewer than ranks, their owners get them from every rank and add: a collective with equal
+    parts would send padding.
+    """
+    if rt.world_size == 1:
+        return lambda: full
+    counts = count_units(full.size(0), rt)
+    own = counts[rt.rank]
+    rt.traffic.add(full.nbytes - full[:own].nbytes)
+    if full.size(0) >= rt.world_size:
+        shard = torch.empty_like(full[:own])  # (U/N, ...) of (U, ...)
+        work = find_collective("reduce_scatter_single", "reduce_scatter_tensor")(shard, full, async_op=True)
+        return lambda: (work.wait(), shard)[1]
+    parts = full.new_empty(rt.world_size, own, *full.shape[1:])  # (N, 1 or 0, ...)
+    work = dist.all_to_all_single(parts.flatten(0, 1), full, [own] * rt.world_size, counts, async_op=True)
+    return lambda: (work.wait(), parts.sum(0))[1]
+
+
+def start_all_gather(full: Tensor, rt: Runtime) -> Callable[[], object]:
+    """Start filling (U, ...) with every rank's own units, in place; the returned function waits."""
+    if rt.world_size == 1:
+        return lambda: None
+    shard = local_shard(full, rt)
+    rt.traffic.add(shard.nbytes * (rt.world_size - 1))
+    if full.size(0) >= rt.world_size:
+        gather = find_collective("all_gather_single", "all_gather_into_tensor")
+        return gather(full, shard, async_op=True).wait
+    copies = shard.repeat(rt.world_size, *[1] * (shard.dim() - 1))  # (N or 0, ...)
+    return dist.all_to_all_single(full, copies, count_units(full.size(0), rt),
+                                  [shard.size(0)] * rt.world_size, async_op=True).wait
 
 
 def wait_for_ranks(rt: Runtime) -> None:
     """Return when every rank has come here."""
     if rt.world_size > 1:
+        rt.traffic.add(0)
         dist.barrier(device_ids=[rt.local_rank] if rt.device.type == "cuda" else None)
+
+
+class Watch(threading.Thread):
+    """Ends this process when another rank has failed, died or stalled, and says which, and why.
+
+    Twice a second every rank writes a sign of life to the job's store and reads the others'. A collective
+    that times out would only tell that somebody is missing, and not before the longest compilation could be
+    over. Here a stalled rank is one that has started fewer messages than another, and is not compiling.
+    """
+
+    GRACE = 3.0  # seconds of silence that tell the dead from the living once something is known to be wrong
+    COMPILERS = ("convert_frame.py", "compile_fx.py")  # on the stack while TorchDynamo or Inductor compile
+
+    def __init__(self, rank: int, world_size: int, timeout: float, traffic: Traffic):
+        super().__init__(daemon=True, name="watch")
+        self.rank, self.traffic, self.patience = rank, traffic, 0.8 * timeout  # seconds
+        local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", world_size)
+        self.neighbours = range(rank - local_rank, rank - local_rank + local_size)  # ranks of this node
+        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
+                                   wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout))
+        attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0)
+        self.keys = [f"train_gpt/{attempt}/{other}" for other in range(world_size)]
+        self.main_thread, self.beat = threading.get_ident(), 0
+        self.is_strict = False  # set once all ranks have equal work
+        self.is_alarmed = self.is_over = False
+        self.verdict: tuple[int, str] | None = None  # (rank, what happened to it)
+        self.signs: list[dict] = []
+        self.seen, self.moved = ([time.monotonic()] * world_size for _ in range(2))
+        self.inbox, self.outbox = socket.socketpair()
+        self.inbox.settimeout(min(0.5, timeout / 10))
+        self.outbox.setblocking(False)
+
+    def __enter__(self) -> "Watch":
+        """Start watching. Signals reach this thread even while the main one is stuck in a collective."""
+        signal.set_wakeup_fd(self.outbox.fileno())
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        self._write_sign()
+        self.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+        """Tell the others that this rank has ended, or why; learn from them who broke a collective."""
+        lost_contact = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if lost_contact:
+            self.is_alarmed = True
+            self.join(4 * self.GRACE)  # does not return if the culprit is found
+        elif isinstance(error, Exception) and not (isinstance(error, RunError) and not error.of_one_rank):
+            self.verdict = (self.rank, f"failed: {kind.__name__}: {' '.join(str(error).split())[:200]}")
+        self.is_over = True
+        self.outbox.send(b"\0")
+        self.join()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(RuntimeError):  # without the store there is nobody to tell
+            self._write_sign()
+
+    def run(self) -> None:
+        """The thread: tell, look, judge, until the run is over or lost."""
+        status, deadline = 1, math.inf
+        while not self.is_over:
+            signum = self._receive_signal()
+            if signum is not None:
+                status, self.is_alarmed = 128 + signum, True
+                deadline = time.monotonic() + (1 if signum == signal.SIGINT else 2 * self.GRACE)
+            try:
+                self._write_sign()
+                self._read_signs()
+            except RuntimeError as error:
+                self.verdict = (-1, f"the job's store is gone, and so is its launcher ({str(error)[:80]})")
+            verdict = self.verdict or self._judge()
+            if verdict and not self.is_over:
+                self._leave(verdict, f"rank {verdict[0]} {verdict[1]}".removeprefix("rank -1 "), 1)
+            everybody_was_told = status > 1 and all(sign["alarmed"] for sign in self.signs)
+            if time.monotonic() > deadline or everybody_was_told and signum != signal.SIGINT:
+                self._leave(None, f"by signal {signal.Signals(status - 128).name}", status)
+
+    def _receive_signal(self) -> int | None:
+        try:
+            byte = self.inbox.recv(1)
+        except TimeoutError:
+            return None
+        return byte[0] if byte and byte[0] in (signal.SIGINT, signal.SIGTERM) else None
+
+    def _write_sign(self) -> None:
+        stack, frame = [], sys._current_frames().get(self.main_thread)
+        while frame is not None:
+            stack.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name, frame.f_lineno))
+            frame = frame.f_back
+        own = next((entry for entry in stack if entry[0] == os.path.basename(__file__)), (*stack, None)[0])
+        is_compiling = any(entry[0] in self.COMPILERS for entry in stack)
+        self.beat += 1
+        self.store.set(self.keys[self.rank], json.dumps(dict(
+            beat=self.beat, messages=self.traffic.num_messages, alarmed=self.is_alarmed, over=self.is_over,
+            excused=is_compiling or not self.is_strict, verdict=self.verdict,
+            place=f"{own[1]}() at {own[0]}:{own[2]}" if own else "no code")))
+
+    def _read_signs(self) -> None:
+        if not self.store.check(self.keys):
+            return  # some rank has not begun to write
+        signs, now = list(map(json.loads, self.store.multi_get(self.keys))), time.monotonic()
+        front = max(sign["messages"] for sign in signs)
+        for rank, (sign, old) in enumerate(zip(signs, self.signs or signs)):
+            if sign != old:
+                self.seen[rank] = now
+            if sign["messages"] != old["messages"] or sign["messages"] == front or sign["excused"]:
+                self.moved[rank] = now
+        self.signs = signs
+
+    def _judge(self) -> tuple[int, str] | None:
+        for sign in self.signs:
+            if sign["verdict"]:
+                return tuple(sign["verdict"])
+        now, limit = time.monotonic(), self.GRACE if self.is_alarmed else self.patience
+        for rank, sign in enumerate(self.signs):
+            if sign["over"]:
+                continue
+            if now - self.seen[rank] > limit:
+                return rank, ("gives no sign of life: killed, out of memory, or its machine or network is "
+                              f"down (for {now - self.seen[rank]:.0f} s)")
+            if now - self.moved[rank] > self.patience:
+                return rank, (f"has stood still for {now - self.moved[rank]:.0f} s, the others waiting for "
+                              f"it, in {sign['place']}")
+        return None
+
+    def _leave(self, verdict: tuple[int, str] | None, text: str, status: int) -> typing.NoReturn:
+        self.verdict, self.is_over = verdict, True
+        with suppress(RuntimeError):
+            self._write_sign()
+        now = time.monotonic()
+        living = [rank for rank in self.neighbours
+                  if now - self.seen[rank] <= self.GRACE and (verdict is None or rank != verdict[0])]
+        if self.rank == min(living, default=self.rank):  # one line per node
+            os.write(2, f"\ntrain_gpt.py: stopped: {text}\n".encode())
+        os._exit(status)
 
 
 # ==== KERNELS ==============================================================================================
@@ -891,13 +1119,15 @@ class Rule(typing.NamedTuple):
 RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, update_adam, False)}
 
 # ==== OPTIMIZER ============================================================================================
-# Parameters live in banks: one flat tensor per group of like parameters, a second one for their gradients.
-# Autograd accumulates straight into the bank; a reduce-scatter gives each rank the summed gradient of its
-# share of the units, it updates that share in one batched call, and an all-gather brings the new parameters
-# back. On one rank the share is the bank and nothing is copied or sent. Source: records 24 and 32.
+# Parameters live in banks: one tensor per group of like parameters, a second one for their gradients. A bank
+# is cut into bins, the messages: as soon as all gradients of a bin are final it is reduce-scattered, each
+# rank updates its share of the units in one batched call, and an all-gather brings the new parameters back,
+# waited for where the model next uses them. On one rank the share is the bank and nothing is copied or sent.
+# Source: records 23, 24 and 32.
 
 GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
-BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank, and a message, of its own
+BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank of its own
+ALIGNMENT = 32  # elements: parameters of elementwise banks begin on 64 bytes at least
 
 
 @dataclass(frozen=True)
@@ -916,6 +1146,7 @@ class GroupHyper:
     rule: str
     lr: float
     weight_decay: float = 0.0
+    every: int = 1  # steps from one update to the next
 
 
 def declare(data: Tensor, group: str, lr_mul: float = 1.0, wd_mul: float = 1.0) -> nn.Parameter:
@@ -929,124 +1160,203 @@ def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
     """The group table: rule, peak learning rate and decay."""
     return {
         "matrix": GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_weight_decay),
-        "embed": GroupHyper("adamw", cfg.embed_lr),
-        "value_embed": GroupHyper("adamw", cfg.value_embed_lr),
-        "head": GroupHyper("adamw", cfg.head_lr),
-        "scalar": GroupHyper("adamw", cfg.scalar_lr),
+        "embed": GroupHyper("adamw", cfg.embed_lr, every=cfg.adam_every),
+        "value_embed": GroupHyper("adamw", cfg.value_embed_lr, every=cfg.adam_every),
+        "head": GroupHyper("adamw", cfg.head_lr, every=cfg.adam_every),
+        "scalar": GroupHyper("adamw", cfg.scalar_lr, every=cfg.adam_every),
     }
 
 
-class Bank:
-    """Parameters of one rule, dtype and unit shape in one tensor (U, *unit), their gradients in another.
+class Bin:
+    """Units of a bank that travel as one message: parameters (U, *unit), gradients, this rank's state.
 
-    A unit is what must not be split over ranks: a matrix for per-matrix rules, one element otherwise. U is
-    padded to a multiple of the ranks; padding has zero gradient and stays zero.
+    A unit is what must not be split over ranks: a matrix for per-matrix rules, else one element.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, rt: Runtime):
-        self.names, self.hyper, self.rule = [name for name, _ in named], hyper, RULES[hyper.rule]
-        first = named[0][1]
-        unit = tuple(first.shape[-2:]) if self.rule.per_matrix else ()
-        align = 1 if self.rule.per_matrix else 32  # elementwise views start on 64 bytes at least
-        sizes = [-(-p.numel() // math.prod(unit) // align) * align for _, p in named]
-        total = -(-sum(sizes) // (align * rt.world_size)) * align * rt.world_size
-        self.params = torch.zeros(total, *unit, dtype=first.dtype, device=rt.device)
-        self.grads = torch.zeros_like(self.params)
-        multipliers = torch.ones(2, total, *[1] * len(unit), device=rt.device)  # (2, U, 1, 1) or (2, U)
-        offset = 0
-        for (_, param), size in zip(named, sizes):
-            units = slice(offset, offset + param.numel() // math.prod(unit))
-            self.params[units].view(param.shape).copy_(param.data)
-            param.data = self.params[units].view(param.shape)
-            param.grad = self.grads[units].view(param.shape)
-            multipliers[0, units], multipliers[1, units] = param.spec.lr_mul, param.spec.wd_mul
-            offset += size
-        broadcast_from_main(self.params, rt)
-        self.rt, self.num_params, self.missing = rt, len(named), len(named)
-        self.shard = local_shard(self.params, rt)  # (U/N, *unit)
-        self.state = self.rule.init(self.shard)
-        self.lr_mul, self.wd_mul = (
-            m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt) for m in multipliers)
-        self.grad_shard, self.reduce_work, self.gather_work = None, None, None
+    def __init__(self, name: str, params: Tensor, grads: Tensor, multipliers: Tensor, hyper: GroupHyper,
+                 rt: Runtime):
+        self.name, self.params, self.grads, self.hyper, self.rt = name, params, grads, hyper, rt
+        self.shard = local_shard(params, rt)  # (U/N, *unit)
+        self.state = RULES[hyper.rule].init(self.shard)
+        self.lr_mul, self.wd_mul = (  # (U/N, 1, 1) or (U/N,), or of one element where all are equal
+            m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt).clone()
+            for m in multipliers)
+        self.num_params = self.missing = 0  # parameters with units here; those whose gradient is not final
+        self.tokens = 0  # whose gradients have been summed since the last update
+        self.wait_reduced: Callable | None = None
+        self.wait_gathered: Callable | None = None
 
     def start_reduce(self) -> None:
         """Send the gradients; called as soon as the last of them is final."""
-        self.grad_shard, self.reduce_work = start_reduce_scatter(self.grads, self.rt)
+        self.wait_reduced = start_reduce_scatter(self.grads, self.rt)
 
     def update(self, update: Callable, lr_factor: float, knobs: Knobs) -> None:
         """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
-        if self.reduce_work is not None:
-            self.reduce_work.wait()
+        grad = self.wait_reduced()  # (U/N, *unit)
         lr = self.lr_mul * (self.hyper.lr * lr_factor)
-        update(self.shard, self.grad_shard, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay,
-               knobs)
-        self.gather_work = start_all_gather(self.params, self.rt)
+        if len(self.shard):
+            update(self.shard, grad, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay, knobs)
+        self.wait_gathered = start_all_gather(self.params, self.rt)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients, sent or not."""
         self.grads.zero_()
-        self.grad_shard, self.reduce_work, self.missing = None, None, self.num_params
+        self.wait_reduced, self.missing, self.tokens = None, self.num_params, 0
 
     def finish(self) -> None:
         """Wait until all ranks' units have arrived."""
-        if self.gather_work is not None:
-            self.gather_work.wait()
-            self.gather_work = None
+        if self.wait_gathered is not None:
+            self.wait_gathered()
+            self.wait_gathered = None
+
+
+def round_to_grid(x: Tensor, grid: float) -> Tensor:
+    """Round to multiples of a power of two. Sums of such numbers are exact, so free of order and grouping.
+
+    They are as long as none exceeds 2^24 times the grid in float32, 2^8 times in bfloat16.
+    """
+    shift = 1.5 * grid / torch.finfo(x.dtype).eps  # around it, neighbouring numbers are one step apart
+    return (x + shift) - shift
+
+
+def split_units(num_units: int, multiple: int, most: float) -> list[tuple[int, int]]:
+    """Cut units into (start, end) bins of at most `most` where a multiple allows it, of like sizes.
+
+    What is left over below one multiple is a bin of its own.
+    """
+    whole = num_units // multiple
+    pieces = min(max(1, math.ceil(whole * multiple / max(most, 1))), max(1, whole))
+    bounds = [*(whole * i // pieces * multiple for i in range(pieces + 1)), num_units]
+    return [(start, end) for start, end in zip(bounds, bounds[1:]) if start < end]
+
+
+def build_bank(named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, bin_bytes: float,
+               rt: Runtime) -> dict[str, list[Bin]]:
+    """Move parameters of one rule, dtype and unit shape into a bank; returns the bins of each parameter.
+
+    Backward finishes the last layers first, so they come first. Elementwise banks are padded to a multiple
+    of the ranks; padding has zero gradient and stays zero.
+    """
+    named, first = named[::-1], named[0][1]
+    unit = tuple(first.shape[-2:]) if RULES[hyper.rule].per_matrix else ()
+    align = 1 if unit else ALIGNMENT
+    multiple = align * rt.world_size
+    sizes = [-(-p.numel() // math.prod(unit) // align) * align for _, p in named]
+    total = sum(sizes) if unit else -(-sum(sizes) // multiple) * multiple
+    params = torch.zeros(total, *unit, dtype=first.dtype, device=rt.device)
+    grads = torch.zeros_like(params)
+    multipliers = torch.ones(2, total, *[1] * len(unit), device=rt.device)  # (2, U, 1, 1) or (2, U)
+    extents, offset = {}, 0
+    for (name, param), size in zip(named, sizes):
+        units = extents[name] = slice(offset, offset + param.numel() // math.prod(unit))
+        params[units].view(param.shape).copy_(param.data)
+        param.data, param.grad = params[units].view(param.shape), grads[units].view(param.shape)
+        multipliers[0, units], multipliers[1, units] = param.spec.lr_mul, param.spec.wd_mul
+        offset += size
+    broadcast_from_main(params, rt)
+    most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
+    bins = {(start, end): Bin(f"{named[0][0]}:{start}", params[start:end], grads[start:end],
+                              multipliers[:, start:end], hyper, rt)
+            for start, end in split_units(total, multiple, most)}
+    owners = {name: [bin for (start, end), bin in bins.items() if start < units.stop and units.start < end]
+              for name, units in extents.items()}
+    for bin in itertools.chain(*owners.values()):
+        bin.num_params = bin.missing = bin.num_params + 1
+    return owners
 
 
 class Optimizer:
-    """All banks of a model, stepped together. Owns the storage of every parameter and gradient."""
+    """All bins of a model, stepped together. Owns the storage of every parameter and gradient."""
 
-    def __init__(self, model: nn.Module, cfg: OptimConfig, rt: Runtime):
+    def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.step_count, self.is_armed = cfg, rt, 0, False
-        self.banks = [Bank(named, hyper, rt) for hyper, named in group_parameters(model, cfg)]
+        self.owners: dict[str, list[Bin]] = {}
+        for hyper, named in group_parameters(model, cfg):
+            self.owners.update(build_bank(named, hyper, cfg.comm_bin_mb * 1e6, rt))
+        self.bins = list(dict.fromkeys(itertools.chain(*self.owners.values())))
+        # a rank must send all gradients and all parameters once, but for its own share of either
+        self.minimum_bytes = 2 * sum(p.nbytes for p in model.parameters()) * (1 - 1 / rt.world_size)
         self.updates = {rule: rt.compile(RULES[rule].update)
-                        for rule in {bank.hyper.rule for bank in self.banks}}
-        self.launched: list[Bank] = []
-        if rt.world_size > 1:
-            owners = {name: bank for bank in self.banks for name in bank.names}
-            for name, param in model.named_parameters():
-                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, owners[name]))
+                        for rule in {bin.hyper.rule for bin in self.bins}}
+        self.launched: list[Bin] = []
+        for name, param in model.named_parameters():
+            if cfg.grad_grid:
+                param.register_hook(functools.partial(round_to_grid, grid=cfg.grad_grid))
+            if rt.world_size > 1:
+                param.register_post_accumulate_grad_hook(
+                    functools.partial(self._on_gradient, self.owners[name]))
+
+    def wait_before(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Have every call of a module wait for these parameters, and no others, of the last step."""
+        bins = list(dict.fromkeys(bin for name in names for bin in self.owners[name]))
+
+        def wait(*_) -> None:
+            for bin in bins:
+                bin.finish()
+
+        if self.rt.world_size > 1:
+            module.register_forward_pre_hook(wait)
 
     def arm(self) -> None:
-        """Announce the last backward of the step: from now on a complete bank is sent at once."""
+        """Announce the last backward of the step: from now on a complete bin is sent at once."""
         self.is_armed = True
 
-    def _on_gradient(self, bank: Bank, _param: Tensor) -> None:
-        if not self.is_armed:
-            return
-        bank.missing -= 1
-        if bank.missing == 0:
-            self._launch(bank)
+    def _is_due(self, bin: Bin) -> bool:
+        return (self.step_count + 1) % bin.hyper.every == 0
 
-    def _launch(self, bank: Bank) -> None:
-        bank.start_reduce()
-        self.launched.append(bank)
+    def _on_gradient(self, bins: list[Bin], _param: Tensor) -> None:
+        for bin in bins:
+            if self.is_armed and self._is_due(bin):
+                bin.missing -= 1
+                if bin.missing == 0:
+                    self._launch(bin)
+
+    def _launch(self, bin: Bin) -> None:
+        bin.start_reduce()
+        self.launched.append(bin)
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float, tokens_per_step: int) -> None:
-        """Update every parameter from gradients summed over tokens_per_step tokens of all ranks.
+        """Update every parameter that is due from gradients summed over tokens_per_step tokens of all ranks.
 
-        Banks are updated in the order in which their gradients left; parameters are valid after finish().
+        Bins are updated in the order in which their gradients left; parameters are valid after finish().
         """
+        for bin in self.bins:
+            bin.tokens += tokens_per_step
+            if self._is_due(bin) and bin not in self.launched:
+                self._launch(bin)
         self.step_count += 1
-        for bank in self.banks:
-            if bank not in self.launched:
-                self._launch(bank)
-        beta1, beta2 = self.cfg.adam_betas
-        scalars = (momentum, GRAD_TOKENS / tokens_per_step,
-                   1 - beta1**self.step_count, 1 - beta2**self.step_count)
-        knobs = Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype)
-        for bank in self.launched:
-            bank.update(self.updates[bank.hyper.rule], lr_factor, knobs)
+        for bin in self.launched:
+            bin.update(self.updates[bin.hyper.rule], lr_factor, self._make_knobs(bin, momentum))
         self.launched, self.is_armed = [], False
 
+    def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:
+        (beta1, beta2), num_updates = self.cfg.adam_betas, self.step_count // bin.hyper.every
+        scalars = momentum, GRAD_TOKENS / bin.tokens, 1 - beta1**num_updates, 1 - beta2**num_updates
+        return Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype)
+
     def finish(self) -> None:
-        """Wait for the parameters of the last step; call before they are read."""
-        for bank in self.banks:
-            bank.finish()
+        """Wait for all parameters of the last step."""
+        for bin in self.bins:
+            bin.finish()
+
+    def check_ranks(self) -> None:
+        """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
+        self.finish()
+        hashes = torch.zeros(self.rt.world_size, len(self.bins), dtype=torch.int64, device=self.rt.device)
+        for i, bin in enumerate(self.bins):
+            digest = hashlib.sha256(bin.params.flatten().view(torch.uint8).cpu().numpy())
+            hashes[self.rt.rank, i] = int.from_bytes(digest.digest()[:7])
+        start_all_gather(hashes, self.rt)()
+        for rank, i in (hashes != hashes[0]).nonzero().tolist():
+            raise RunError(f"after step {self.step_count} rank {rank} holds other parameters than rank 0 "
+                           f"in {self.bins[i].name}: a collective went wrong, or a GPU is faulty")
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor a step changes, by name: parameters (all units) and this rank's rule state."""
-        return {f"{bank.names[0]}/{key}": tensor for bank in self.banks
-                for key, tensor in {"params": bank.params, **bank.state}.items()}
+        return {f"{bin.name}/{key}": tensor for bin in self.bins
+                for key, tensor in {"params": bin.params, **bin.state}.items()}
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """A copy of everything step() changes."""
@@ -1059,8 +1369,8 @@ class Optimizer:
         self.step_count, saved = snapshot
         for name, tensor in self.tensors().items():
             tensor.copy_(saved[name])
-        for bank in self.banks:
-            bank.grads.zero_()
+        for bin in self.bins:
+            bin.clear()
 
 
 def group_parameters(model: nn.Module,
@@ -1174,24 +1484,49 @@ class Block(nn.Module):
         return x
 
 
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    def __init__(self, cfg: Config, use_fp8: bool):
+        super().__init__()
+        self.use_fp8 = use_fp8
+        self.weight = declare(torch.zeros(cfg.padded_vocab_size, cfg.model_dim,
+                                          dtype=getattr(torch, cfg.embed_dtype)), "head")  # (V, D)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens; validation holds the logits of EVAL_CHUNK tokens at a time."""
+        chunk = x.size(0) if self.training else EVAL_CHUNK
+        return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
+                   for part, target in zip(x.split(chunk), targets.split(chunk)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (T, D) -> softcapped logits (T, V) in float32."""
+        if self.use_fp8 and self.training:
+            return softcap(fp8_linear(x, self.weight))
+        return softcap(x @ self.weight.type_as(x).T)
+
+
+EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
+
+
 class GPT(nn.Module):
     """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
     def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
                  dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.specs, self.use_flex, self.use_fp8, self.dtype = cfg.layers, use_flex, use_fp8, dtype
+        self.specs, self.use_flex, self.dtype = cfg.layers, use_flex, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
         self.embed = declare(torch.randn(table).to(storage), "embed")  # (V, D)
         used = {spec.value_embed for spec in cfg.layers} - {None}
         self.value_embeds = nn.ParameterDict(
             {str(i): declare(torch.randn(table).to(storage), "value_embed") for i in sorted(used)})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
-        self.head = declare(torch.zeros(table, dtype=storage), "head")  # (V, D)
+        self.head = Head(cfg, use_fp8)
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
-        return self.sum_loss(self.encode(inputs, doc_ids, step), targets)
+        return self.head(self.encode(inputs, doc_ids, step), targets)
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
@@ -1206,26 +1541,19 @@ class GPT(nn.Module):
             outputs.append(x)
         return rms_norm(x)
 
+    def compiled_parts(self) -> list[tuple[str, nn.Module]]:
+        """What is compiled by itself, with the prefix of its parameters.
+
+        Blocks of equal make-up share one graph, and the gradients of a block are final when its backward
+        ends; those of one graph for everything all come at the very end.
+        """
+        return [*((f"blocks.{i}.", block) for i, block in enumerate(self.blocks)), ("head.", self.head)]
+
     def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]) -> list[BlockMask | Tensor]:
         """The long and the short mask of this sequence."""
         if self.use_flex:
             return [build_block_mask(doc_ids, window) for window in windows.unbind()]
         return [build_dense_mask(doc_ids, window) for window in windows]
-
-    def logits(self, x: Tensor) -> Tensor:
-        """x (T, D) -> softcapped logits (T, V) in float32."""
-        if self.use_fp8 and self.training:
-            return softcap(fp8_linear(x, self.head))
-        return softcap(x @ self.head.type_as(x).T)
-
-    def sum_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens; validation holds the logits of EVAL_CHUNK tokens at a time."""
-        chunk = x.size(0) if self.training else EVAL_CHUNK
-        return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
-                   for part, target in zip(x.split(chunk), targets.split(chunk)))
-
-
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
 
 
 # ==== DATA =================================================================================================
@@ -1541,15 +1869,16 @@ def encode_bytes(text: bytes) -> np.ndarray:
 def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
     """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
     out = Path(EMBEDDED_CORPUS)
-    if rt.local_rank == 0 and cfg.train_files.startswith(EMBEDDED_CORPUS):
-        try:
-            source = json.loads((out / "corpus.json").read_text())["source"]
-        except (OSError, ValueError, KeyError):  # never built, or broken off
-            source = None
-        if source != torch_source_name():
-            write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
-                         BYTE_DOCUMENT_START)
-    wait_for_ranks(rt)
+    for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it built
+        if is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS):
+            try:
+                source = json.loads((out / "corpus.json").read_text())["source"]
+            except (OSError, ValueError, KeyError):  # never built, or broken off
+                source = None
+            if source != torch_source_name():
+                write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                             BYTE_DOCUMENT_START)
+        wait_for_ranks(rt)
 
 
 # ==== SCHEDULES ============================================================================================
@@ -1816,8 +2145,11 @@ def format_card(result: dict, rt: Runtime, path: Path) -> str:
         ("MFU", f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, "
                 "the matmul rate measured here"),
         ("peak memory", f"{result['peak_memory_mib']:,} MiB"),
+        ("sent per step", f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least possible is "
+                          f"{result['minimum_bytes_per_step'] / 1e6:,.2f} MB"),
         ("left in", str(path)),
     ]
+    rows = [row for row in rows if row[0] != "sent per step" or rt.world_size > 1]
     width = max(len(value) for _, value in rows)
     body = [f"| {name:<15} | {value:<{width}} |" for name, value in rows]
     rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
@@ -1836,7 +2168,13 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
-        self.model = rt.compile(model)
+        names = [name for name, _ in model.named_parameters()]
+        for prefix, part in model.compiled_parts():
+            self.optimizer.wait_before(part, [name for name in names if name.startswith(prefix)])
+            names = [name for name in names if not name.startswith(prefix)]
+            part.forward = rt.compile(part.forward)
+        self.optimizer.wait_before(model, names)
+        self.model = model
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
@@ -1855,7 +2193,6 @@ class Trainer:
         tokens_per_step = state.stage.tokens_per_step or self.cfg.tokens_per_step
         accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step)
         total = torch.zeros((), device=self.rt.device)
-        self.optimizer.finish()
         for micro in range(accum):
             batch = next(batches)
             if micro == accum - 1:
@@ -1882,7 +2219,7 @@ class Trainer:
         """Run every shape and window once or more, then put parameters and rule state back exactly."""
         saved = self.optimizer.snapshot()
         for _, start, end in self.schedule.spans():
-            steps = min(self.cfg.warmup_iterations, end - start)
+            steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)  # of every kind
             batches = Prefetcher(train_data.batches(self.cfg, self.rt, start, start + steps), self.rt.device)
             for _ in range(steps):
                 self.train_step(batches, self.schedule.at(start))
@@ -1935,10 +2272,15 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
         for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
+        if rt.watch is not None:
+            rt.watch.is_strict = True
         start = clock(rt.device)
         trainer.warm_up(train_data, val_data)
         compile_time = clock(rt.device) - start
+        before = dataclasses.replace(rt.traffic)
         train_time = run_steps(trainer, train_data, val_data, log)
+        sent = torch.tensor(rt.traffic.num_bytes - before.num_bytes, dtype=torch.float64, device=rt.device)
+        sent = all_reduce_sum(sent / cfg.num_iterations / rt.world_size, rt).item()
 
         tokens_per_s = resolved["derived"]["train_tokens"] / train_time
         flops = tokens_per_s * resolved["derived"]["flops_per_token"]
@@ -1946,6 +2288,7 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
             config=resolved, argv=argv,
             corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
             train_time_ms=round(train_time * 1000), compile_time_s=round(compile_time, 2),
+            bytes_per_step=round(sent), minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
             tokens_per_s=round(tokens_per_s), mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
             peak_memory_mib=read_peak_memory_mib(rt)))
 
@@ -1967,6 +2310,8 @@ def run_steps(trainer: Trainer, train_data: TrainData, val_data: ValData, log: R
             start = clock(rt.device)
         if not is_last:
             loss = trainer.train_step(batches, state)
+            if cfg.check_ranks_every and (step + 1) % cfg.check_ranks_every == 0:
+                trainer.optimizer.check_ranks()
             tokens += state.stage.tokens_per_step or cfg.tokens_per_step
             log.log_step(step + 1, loss.item, tokens, train_time + time.perf_counter() - start)
     batches.close()
@@ -1988,23 +2333,34 @@ def run(argv: list[str]) -> int:
         print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
     else:
         cfg = make_config(values)
-        train(cfg, start_runtime(cfg), argv)
+        rt = start_runtime(cfg)
+        with rt.watch or nullcontext():
+            train(cfg, rt, argv)
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, and turn bad input into one line and exit status 2."""
+    """Run, and turn errors that concern the user into one line and their exit status."""
     try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except InputError as error:
+        status = run(sys.argv[1:] if argv is None else argv)
+    except RunError as error:
         if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
             print(f"train_gpt.py: error: {error}", file=sys.stderr)
-        return 2
+        status = error.status
     except KeyboardInterrupt:
-        return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        status = 130
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        traceback.print_exc()
+        status = 1
+    if dist.is_initialized():
+        if status:  # other ranks may be gone, and an orderly shutdown would wait for them
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        dist.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":

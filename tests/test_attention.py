@@ -73,9 +73,11 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
 )
-def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
+def test_flex_and_dense_agree_and_the_graphs_serve_all_windows_and_like_blocks():
     """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form."""
-    cfg = smoke_config(num_layers=4, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
+    cfg = smoke_config(
+        num_layers=9, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
+    )
     torch.manual_seed(0)
     flex, dense = gpt.GPT(cfg, use_flex=True).eval(), gpt.GPT(cfg).eval()
     for a, b in zip(flex.parameters(), dense.parameters()):
@@ -83,7 +85,9 @@ def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
         b.data.copy_(a)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled, schedule, losses = torch.compile(flex, dynamic=False, fullgraph=True), gpt.Schedule(cfg), []
+    for _, part in flex.compiled_parts():
+        part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
+    schedule, losses = gpt.Schedule(cfg), []
     with torch.no_grad():
         for step in (0, 5, 9, 12):  # every stage, and the final validation
             state = schedule.at(step)
@@ -94,7 +98,7 @@ def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
                 make_doc_ids(512, 60, step),
             )
             rotary = gpt.make_rotary(state, 512, 512, make_runtime())
-            ours = compiled(
+            ours = flex(
                 tokens[0].int(),
                 targets,
                 ids,
@@ -104,7 +108,11 @@ def test_flex_and_dense_agree_and_one_graph_serves_all_windows():
             assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
             losses.append(windows)
     assert len(set(losses)) == 4
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    make_ups = {
+        (s.attention == "none", s.mlp, s.value_embed is None, s.skip_from is None) for s in cfg.layers
+    }
+    assert len(make_ups) < len(cfg.layers)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(make_ups) + 1  # and the head
 
 
 def test_rotary_keeps_norms_and_depends_on_distance_alone():

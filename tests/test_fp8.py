@@ -57,11 +57,11 @@ def test_custom_op_is_registered_whole():
 def test_validation_does_not_use_it():
     cfg = smoke_config()
     model = gpt.GPT(cfg, use_fp8=True)
-    model.head.data.normal_(std=0.1)
+    model.head.weight.data.normal_(std=0.1)
     x = gpt.rms_norm(torch.randn(32, 64))
-    exact = gpt.softcap(x @ model.head.T)
-    assert torch.equal(model.eval().logits(x), exact)
-    assert not torch.equal(model.train().logits(x), exact)
+    exact = gpt.softcap(x @ model.head.weight.T)
+    assert torch.equal(model.eval().head.logits(x), exact)
+    assert not torch.equal(model.train().head.logits(x), exact)
 
 
 def test_a_run_with_it_trains_as_well(shards, tmp_path):

@@ -71,7 +71,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             up, down = p[f"blocks.{i}.mlp.up_down"]
             x = x + (norm(x) @ up).clamp(min=0) ** 2 @ down.T
         outputs.append(x)
-    return 30 * torch.sigmoid(norm(x) @ p["head"].T / 7.5)
+    return 30 * torch.sigmoid(norm(x) @ p["head.weight"].T / 7.5)
 
 
 @pytest.mark.parametrize("step", [0, 9, 12])
@@ -92,7 +92,7 @@ def test_the_model_is_the_recipe(step, changes):
     )
     x = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))
     assert torch.allclose(
-        model.logits(x).double(), expected, atol=2e-4
+        model.head.logits(x).double(), expected, atol=2e-4
     )  # float32 against float64 on logits of 0..30
     loss = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg, step))
     exact = torch.nn.functional.cross_entropy(expected, tokens[1:], reduction="sum")
@@ -132,7 +132,7 @@ def test_initial_loss_and_statistics():
     torch.manual_seed(0)
     model = gpt.GPT(cfg)
     assert model.embed.std().item() == pytest.approx(1, abs=0.02)
-    assert not model.head.any()
+    assert not model.head.weight.any()
     qkvo, up_down = model.blocks[1].attention.qkvo, model.blocks[1].mlp.up_down
     for weight in (qkvo[:3], up_down[0]):  # METHODS B4, B5
         assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)

@@ -95,7 +95,7 @@ def test_multipliers_hold_inside_a_stack(rule):
     model = Pair()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    assert [len(bank.names) for bank in optimizer.banks] == [2, 2]
+    assert [bin.num_params for bin in optimizer.bins] == [2, 2]
     grads = dict(a=torch.randn(4, 8), c=torch.randn(5))
     for param, grad in (
         (model.a, grads["a"]),
@@ -124,15 +124,13 @@ def test_parameters_and_gradients_live_in_the_banks():
             b.grads.data_ptr(),
             b.grads.data_ptr() + b.grads.nbytes,
         )
-        for b in optimizer.banks
+        for b in optimizer.bins
     ]
     for param in model.parameters():
         assert any(
             p0 <= param.data_ptr() < p1 and g0 <= param.grad.data_ptr() < g1 for p0, p1, g0, g1 in spans
         )
-    assert sorted(n for b in optimizer.banks for n in b.names) == sorted(
-        n for n, _ in model.named_parameters()
-    )
+    assert sorted(optimizer.owners) == sorted(n for n, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -154,8 +152,8 @@ def test_padding_stays_zero_and_restore_is_exact():
     for param in model.parameters():
         param.grad.fill_(1.0)
     optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
-    bank = next(b for b in optimizer.banks if "c" in b.names)
-    assert bank.params.numel() == 64 and not bank.params[5:32].any() and not bank.params[37:].any()
+    (bin,) = optimizer.owners["c"]
+    assert bin.params.numel() == 64 and not bin.params[5:32].any() and not bin.params[37:].any()
     assert any(not torch.equal(t, saved[1][name]) for name, t in optimizer.tensors().items())
     optimizer.restore(saved)
     assert optimizer.step_count == 0 and all(
