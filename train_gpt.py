@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
+import faulthandler
 import functools
 import glob
 import hashlib
@@ -744,10 +745,10 @@ class Watch(threading.Thread):
         self.is_over = True
         self.outbox.send(b"\0")
         self.join()
+        faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with suppress(RuntimeError):  # without the store there is nobody to tell
-            self._write_sign()
+        self._write_last_sign()
 
     def run(self) -> None:
         """The thread: tell, look, judge, until the run is over or lost."""
@@ -760,8 +761,11 @@ class Watch(threading.Thread):
             try:
                 self._write_sign()
                 self._read_signs()
-            except RuntimeError as error:
-                self.verdict = (-1, f"the job's store is gone, and so is its launcher ({str(error)[:80]})")
+            except RuntimeError:  # it lives in the launcher, or in rank 0 where there is none
+                has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+                self.verdict = ((-1, "the launcher of this job is gone") if has_launcher
+                                else (0, "is gone, and with it the store of this job"))
+            faulthandler.dump_traceback_later(self.patience * 1.15, exit=True)  # should the store hang
             verdict = self.verdict or self._judge()
             if verdict and not self.is_over:
                 self._leave(verdict, f"rank {verdict[0]} {verdict[1]}".removeprefix("rank -1 "), 1)
@@ -819,14 +823,19 @@ class Watch(threading.Thread):
 
     def _leave(self, verdict: tuple[int, str] | None, text: str, status: int) -> typing.NoReturn:
         self.verdict, self.is_over = verdict, True
-        with suppress(RuntimeError):
-            self._write_sign()
         now = time.monotonic()
         living = [rank for rank in self.neighbours
                   if now - self.seen[rank] <= self.GRACE and (verdict is None or rank != verdict[0])]
         if self.rank == min(living, default=self.rank):  # one line per node
             os.write(2, f"\ntrain_gpt.py: stopped: {text}\n".encode())
+        self._write_last_sign()
         os._exit(status)
+
+    def _write_last_sign(self) -> None:
+        with suppress(RuntimeError):  # without the store there is nobody to tell
+            self._write_sign()
+        if self.verdict:  # without torchrun the store ends with rank 0: let the others read it
+            time.sleep(3 * self.inbox.gettimeout())
 
 
 # ==== KERNELS ==============================================================================================

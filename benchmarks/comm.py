@@ -1,0 +1,288 @@
+#!/usr/bin/env python3
+"""Whether the connection between ranks suits the recipe: what messages cost, and what of it a step feels.
+
+    torchrun --standalone --nproc_per_node=8 benchmarks/comm.py      # NCCL with GPUs, gloo without
+    torchrun --standalone --nproc_per_node=4 benchmarks/comm.py --json comm.json
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 benchmarks/comm.py
+
+Takes about a minute. Other options are those of train_gpt.py (--preset, --device, ...). Needs no data:
+tokens are random.
+
+The first table times all_reduce and reduce_scatter plus all_gather, which send the same bytes, over message
+sizes. Bus bandwidth is 2 (N - 1) / N times size over time: what each rank's link carries. The second table
+times training steps at several --comm_bin_mb beside the same step that sends nothing: the difference is what
+communication leaves exposed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as gpt  # noqa: E402
+
+REPEATS = 5  # of every message; the median counts
+PASSES = 2  # over the bin sizes, so that a noisy machine is noisy for all
+
+
+def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, int]]:
+    """{name: (this rank's group, ranks in it)}: all ranks; on several nodes also one node, and one of each."""
+    local_size = gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
+    num_nodes = rt.world_size // local_size
+    groups = {"all ranks": (None, rt.world_size)}
+    if num_nodes > 1:
+        nodes = [list(range(n * local_size, (n + 1) * local_size)) for n in range(num_nodes)]
+        for name, members in (
+            ("inside a node", nodes),
+            ("across nodes", [list(ranks) for ranks in zip(*nodes)]),
+        ):
+            group, _ = dist.new_subgroups_by_enumeration(members)
+            if len(members[0]) > 1:
+                groups[name] = (group, len(members[0]))
+    return groups
+
+
+def time_collective(kind: str, tensor: torch.Tensor, group, num_ranks: int, rt: gpt.Runtime) -> float:
+    """Median seconds of all_reduce, or reduce_scatter plus all_gather, of a message on the slowest rank."""
+    scatter = gpt.find_collective("reduce_scatter_single", "reduce_scatter_tensor")
+    gather = gpt.find_collective("all_gather_single", "all_gather_into_tensor")
+    rank = dist.get_rank(group)
+    shard = tensor.view(num_ranks, -1)[rank]
+    received = torch.empty_like(shard)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        dist.barrier(group)
+        start = gpt.clock(rt.device)
+        if kind == "all_reduce":
+            dist.all_reduce(tensor, group=group)
+        else:
+            scatter(received, tensor, group=group)
+            gather(tensor, shard, group=group)
+        seconds.append(gpt.clock(rt.device) - start)
+    slowest = torch.tensor(statistics.median(seconds[1:]), device=rt.device)  # the first is warm-up
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def measure_messages(max_mb: float, rt: gpt.Runtime) -> list[dict]:
+    """One row for each group and message size, from 4 KB up by factors of four."""
+    sizes = [4096 * 4**i for i in range(20) if 4096 * 4**i <= max_mb * 2**20]
+    groups, rows = make_groups(rt), []
+    with tqdm(total=len(groups) * len(sizes), desc="messages", disable=not rt.is_main) as bar:
+        for name, (group, num_ranks) in groups.items():
+            for size in sizes:
+                elements = max(1, size // (4 * num_ranks)) * num_ranks
+                tensor = torch.zeros(elements, device=rt.device)
+                row = dict(group=name, ranks=num_ranks, bytes=tensor.nbytes)
+                for kind in ("all_reduce", "reduce_scatter + all_gather"):
+                    seconds = time_collective(kind, tensor, group, num_ranks, rt)
+                    bus = 2 * (num_ranks - 1) / num_ranks * tensor.nbytes / seconds
+                    row[kind] = dict(ms=1e3 * seconds, bus_gb_per_s=bus / 1e9)
+                rows.append(row)
+                bar.update()
+    return rows
+
+
+@contextlib.contextmanager
+def send_nothing():
+    """Make a step keep its own sums and its old parameters: all of its work but the messages."""
+    real = gpt.start_reduce_scatter, gpt.start_all_gather
+    gpt.start_reduce_scatter = lambda full, rt: lambda: gpt.local_shard(full, rt).clone()
+    gpt.start_all_gather = lambda full, rt: lambda: None
+    try:
+        yield
+    finally:
+        gpt.start_reduce_scatter, gpt.start_all_gather = real
+
+
+def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
+    """Seconds of each training step on the slowest rank, the first left out, and what a step sends."""
+    trainer = gpt.Trainer(cfg, rt)
+    _, rows = gpt.split_rows(cfg, rt.world_size, cfg.tokens_per_step)
+    rng = np.random.default_rng(rt.rank)
+    tokens = rng.integers(0, cfg.vocab_size - 1, rows * cfg.seq_len + 1)
+    tokens[:: cfg.max_doc_len] = cfg.vocab_size - 1
+    batch = gpt.make_batch(tokens[:-1], tokens[1:], cfg.vocab_size - 1).to(rt.device)
+    batches, state, seconds = iter(lambda: batch, None), trainer.schedule.at(0), []
+    for _ in range(num_steps + 1):
+        gpt.wait_for_ranks(rt)
+        before, start = dataclasses.replace(rt.traffic), gpt.clock(rt.device)
+        trainer.train_step(batches, state)
+        trainer.optimizer.finish()
+        seconds.append(gpt.clock(rt.device) - start)
+    sent = dict(
+        messages=rt.traffic.num_messages - before.num_messages,
+        mb=(rt.traffic.num_bytes - before.num_bytes) / 1e6,
+        minimum_mb=trainer.optimizer.minimum_bytes / 1e6,
+    )
+    slowest = torch.tensor(seconds[1:], device=rt.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist(), sent
+
+
+def choose_bins(cfg: gpt.Config) -> list[float]:
+    """Powers of two from 1/64 of the parameters up to all of them, in MB."""
+    with torch.device("meta"):
+        total = sum(p.nbytes for p in gpt.GPT(cfg).parameters()) / 1e6
+    return [2.0 ** math.ceil(math.log2(total / 4**i)) for i in range(4)]
+
+
+def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict]:
+    """One row for each bin size; the first row sends nothing."""
+    variants: list[float | None] = [None, *choose_bins(cfg)]
+    seconds: dict[float | None, list[float]] = {variant: [] for variant in variants}
+    sent = {}
+    for variant in tqdm(variants * PASSES, desc="steps", disable=not rt.is_main):
+        with send_nothing() if variant is None else contextlib.nullcontext():
+            bin_mb = variants[1] if variant is None else variant
+            times, sent[variant] = time_steps(
+                dataclasses.replace(cfg, comm_bin_mb=bin_mb), rt, max(1, num_steps // PASSES)
+            )
+        seconds[variant] += times
+    silent, rows = statistics.median(seconds[None]), []
+    flops = gpt.count_flops(cfg) * cfg.tokens_per_step
+    for variant in variants:
+        median = statistics.median(seconds[variant])
+        rows.append(
+            dict(
+                bin_mb=variant,
+                **sent[variant],
+                ms=1e3 * median,
+                spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
+                exposed=max(0.0, 1 - silent / median),
+                utilisation=flops / median / (rt.peak_flops * rt.world_size),
+            )
+        )
+    return rows
+
+
+def recommend(rows: list[dict]) -> float:
+    """The largest bin within 2 % of the fastest: fewer messages, and larger batches for the update."""
+    fastest = min(row["ms"] for row in rows)
+    return max(row["bin_mb"] for row in rows if row["ms"] <= 1.02 * fastest)
+
+
+def format_report(result: dict) -> str:
+    """Both tables and what follows from them, as Markdown."""
+    lines = [
+        f"{result['ranks']} ranks on {result['nodes']} node(s), {result['backend']}, {result['hardware']}, "
+        f"PyTorch {result['torch']}, preset {result['preset']}",
+        "",
+        "| ranks | message | all_reduce ms | bus GB/s | reduce_scatter + all_gather ms | bus GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["messages"]:
+        cells = [f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" for kind in list(row)[-2:]]
+        lines.append(
+            f"| {row['group']}, {row['ranks']} | {row['bytes'] / 2**10:,.0f} KB | {' | '.join(cells)} |"
+        )
+    lines += [
+        "",
+        "| --comm_bin_mb | messages | MB sent (least) | ms per step | spread | exposed | utilisation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["steps"]:
+        sends = row["bin_mb"] is not None
+        label = f"{row['bin_mb']:g}" if sends else "nothing sent"
+        sent = f"{row['messages']} | {row['mb']:.2f} ({row['minimum_mb']:.2f})" if sends else "- | -"
+        lines.append(
+            f"| {label} | {sent} | {row['ms']:.1f} | {row['spread_ms']:.1f} | "
+            f"{100 * row['exposed']:.1f} % | {100 * row['utilisation']:.1f} % |"
+        )
+    return "\n".join((*lines, "", *result["advice"]))
+
+
+def advise(result: dict) -> list[str]:
+    """What a user wants to know: latency, bandwidth, whether it is enough, and the bin size."""
+    whole = [row for row in result["messages"] if row["group"] == "all ranks"]
+    kind = "reduce_scatter + all_gather"
+    latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
+    silent = result["steps"][0]
+    bare = silent["minimum_mb"] / 1e3 / best * 1e3  # ms
+    share = bare / (bare + silent["ms"])
+    word = (
+        "suits the recipe"
+        if share < 0.1
+        else "costs something"
+        if share < 0.3
+        else "is too slow for this step"
+    )
+    return [
+        f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step take "
+        f"{bare:.1f} ms beside {silent['ms']:.1f} ms of computing, {100 * share:.0f} % if nothing "
+        f"overlapped: this connection {word}",
+        f"recommended: --comm_bin_mb={result['recommended_bin_mb']:g}",
+    ]
+
+
+def measure(args: argparse.Namespace, values: dict) -> None:
+    """Measure, print the report on rank 0, write the JSON."""
+    cfg = gpt.make_config(values)
+    rt = gpt.start_runtime(cfg)
+    if rt.world_size < 2:
+        raise gpt.InputError(
+            "one rank has nobody to talk to: start it with torchrun --nproc_per_node=2 or more"
+        )
+    max_mb = args.max_mb or (256 if rt.device.type == "cuda" else 16)
+    with rt.watch:
+        hardware = gpt.describe_hardware(rt)
+        result = dict(
+            ranks=rt.world_size,
+            nodes=rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size),
+            backend=dist.get_backend(),
+            hardware=hardware.get("gpu", hardware["cpu"]),
+            torch=torch.__version__,
+            preset=cfg.preset,
+            date=time.strftime("%Y-%m-%d"),
+            messages=measure_messages(max_mb, rt),
+            steps=measure_steps(cfg, rt, args.num_steps),
+        )
+        result["recommended_bin_mb"] = recommend(result["steps"][1:])
+        result["advice"] = advise(result)
+        if rt.is_main:
+            print("\n" + format_report(result), flush=True)
+            if args.json:
+                gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+
+
+def main() -> int:
+    """Parse, measure; bad input ends with status 2 and Ctrl-C with 130, both without a traceback."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--max_mb", type=float, help="largest message (default 256, without GPUs 16)")
+    parser.add_argument("--num_steps", type=int, default=8, help="steps per bin size (default %(default)s)")
+    args, rest = parser.parse_known_args()
+    status = 0
+    try:
+        if args.json:
+            gpt.check_writable(args.json.parent, "choose another folder with --json")
+        measure(args, gpt.parse_argv(rest)[0])
+    except gpt.RunError as error:
+        if gpt.env_int("RANK", 0) == 0 or error.of_one_rank:
+            print(f"comm.py: error: {error}", file=sys.stderr, flush=True)
+        status = error.status
+    except KeyboardInterrupt:
+        status = 130
+    if dist.is_initialized():
+        if status:
+            os._exit(status)  # an orderly shutdown would wait for ranks that may be gone
+        dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
