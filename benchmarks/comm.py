@@ -17,6 +17,7 @@ communication leaves exposed.
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -38,7 +39,7 @@ PASSES = 2  # over the bin sizes, so that a noisy machine is noisy for all
 
 
 def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, int]]:
-    """{name: (this rank's group, ranks in it)}: all ranks; on several nodes also one node, and one of each."""
+    """{name: (this rank's group, ranks in it)}: all; on several nodes also those of one, and one of each."""
     local_size = gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
     num_nodes = rt.world_size // local_size
     groups = {"all ranks": (None, rt.world_size)}
@@ -129,6 +130,8 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     )
     slowest = torch.tensor(seconds[1:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    del trainer
+    gc.collect()  # hooks and parameters hold each other: without it the models of all bin sizes pile up
     return slowest.tolist(), sent
 
 

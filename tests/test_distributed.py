@@ -4,13 +4,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, run_script, smoke_config, smoke_run
+from conftest import ROOT, data_args, gpt, launch, make_runtime, run_script, smoke_config, smoke_run
 
 RANKS = ROOT / "tests" / "ranks.py"
 WORLD_SIZES = (1, 2, 3, 4, 8)
@@ -151,9 +152,32 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
     assert losses[1][-1] < losses[1][0] - 1
 
 
-def find_port() -> int:
-    import socket
+def test_comm_benchmark(tmp_path):
+    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time, a step sends the least possible."""
+    args = [
+        "--preset=smoke",
+        "--device=cpu",
+        "--max_mb=0.02",
+        "--num_steps=2",
+        f"--json={tmp_path}/comm.json",
+    ]
+    done = launch([str(ROOT / "benchmarks" / "comm.py"), *args], tmp_path, nproc=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "comm.json").read_text())
+    assert [row["bytes"] for row in result["messages"]] == [4096, 16384]
+    for row in result["messages"]:
+        for kind in ("all_reduce", "reduce_scatter + all_gather"):
+            assert row[kind]["bus_gb_per_s"] == pytest.approx(row["bytes"] / row[kind]["ms"] / 1e6)
+            assert f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" in done.stdout
+    silent, *steps = result["steps"]
+    assert (silent["bin_mb"], silent["mb"], silent["exposed"]) == (None, 0, 0)
+    assert [row["messages"] for row in steps] == sorted(row["messages"] for row in steps)
+    assert all(1 <= row["mb"] / row["minimum_mb"] < 1.03 and 0 <= row["exposed"] < 1 for row in steps)
+    assert result["recommended_bin_mb"] in [row["bin_mb"] for row in steps]
+    assert f"recommended: --comm_bin_mb={result['recommended_bin_mb']:g}" in done.stdout
 
+
+def find_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
