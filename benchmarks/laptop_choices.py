@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the CPU choices of train_gpt.py are worth here: the laptop preset's step with one of them undone.
 
-    python benchmarks/laptop_choices.py            # about four minutes; prints a table for RESULTS.md
+    python benchmarks/laptop_choices.py            # about six minutes; prints a table for RESULTS.md
 
 Every variant runs in a process of its own, all of them in turn and that twice, so that a noisy machine is
 noisy for all. The figure is the median time of a training step of the first stage; the ratio is to "as is".
@@ -21,18 +21,25 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
 
-VARIANTS = ("as is", "float32 activations", "freed memory returned", "fused CPU attention", "torch.compile")
+VARIANTS = {  # name: changes of the config; two of them undo a choice in the code
+    "as is": {},
+    "float32 activations": {"dtype": "float32"},
+    "freed memory returned": {},
+    "fused CPU attention": {},
+    "torch.compile": {"compile": "on"},
+    "one micro-batch of 4096": {"micro_batch_tokens": 4096},
+    "four micro-batches of 1024": {"micro_batch_tokens": 1024},
+    "gradients as they are": {"grad_grid": 0.0},
+}
 
 
 def measure(variant: str, num_steps: int) -> dict:
     """Seconds until the first step is done, and of every later step, with one choice undone."""
-    changes = {"dtype": "float32"} if variant == "float32 activations" else {}
-    changes |= {"compile": "on"} if variant == "torch.compile" else {}
     if variant == "freed memory returned":
         gpt.keep_freed_memory = lambda: None
     if variant == "fused CPU attention":
         gpt.sdpa_kernel = lambda backends: contextlib.nullcontext()
-    cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **changes})
+    cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
     rt = gpt.start_runtime(cfg)
     gpt.ensure_embedded_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
@@ -62,7 +69,7 @@ def main() -> None:
         print(json.dumps(measure(args.variant, args.num_steps)))
         return
     results: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
-    for variant in tqdm(VARIANTS * 2, desc="measure"):
+    for variant in tqdm([*VARIANTS] * 2, desc="measure"):
         command = [sys.executable, __file__, "--variant", variant, "--num_steps", str(args.num_steps)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         results[variant].append(json.loads(done.stdout.splitlines()[-1]))

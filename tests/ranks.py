@@ -146,6 +146,8 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         if self.rt.rank == int(at_rank) and next(steps) == 5:
             if mode == "raise":
                 raise ValueError("one step too many")
+            if mode == "input":
+                raise gpt.InputError("this node has no such file: copy it there")
             if mode == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if mode == "freeze":

@@ -135,6 +135,25 @@ def test_round_to_grid_makes_sums_exact():
         assert torch.equal(sequential, x.double().sum(0).to(dtype)) and torch.equal(sequential, backwards)
 
 
+def test_threads_do_not_change_a_bit(shards):
+    """A sum over (T, D) elements is split over threads from 32,768 elements on, where none may cross rows."""
+    cfg = smoke_config(
+        shards, model_dim=192, head_dim=96, seq_len=1024, micro_batch_tokens=1024, max_doc_len=1024
+    )
+    weights, before = {}, torch.get_num_threads()
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        trainer = gpt.Trainer(cfg, make_runtime(dtype=torch.bfloat16))
+        data = gpt.TrainData(cfg, trainer.schedule)
+        batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 3), trainer.rt.device)
+        for step in range(3):
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.close()
+        weights[num_threads] = trainer.model.state_dict()
+    torch.set_num_threads(before)
+    assert [name for name in weights[1] if not torch.equal(weights[1][name], weights[2][name])] == []
+
+
 def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
     losses = {}
     for nproc in (1, 2, 4):
@@ -205,6 +224,7 @@ def test_two_agents_make_one_job(shards, tmp_path):
 
 FAILURES = {  # (how, which rank): (its exit status, what the others say)
     ("raise", 1): (1, r"stopped: rank 1 failed: ValueError: one step too many"),
+    ("input", 1): (2, r"stopped: rank 1 failed: InputError: this node has no such file: copy it there"),
     ("kill", 1): (-9, r"stopped: rank 1 gives no sign of life: killed"),
     ("kill", 0): (-9, r"stopped: rank 0 is gone, and with it the store"),
     ("stall", 1): (
@@ -270,8 +290,9 @@ def test_nothing_runs_on_without_torchrun(shards, tmp_path, signum):
             break
     assert len(running(tmp_path)) == 3
     agent.send_signal(signum)
-    agent.communicate(timeout=30)
+    _, errors = agent.communicate(timeout=30)
     assert agent.returncode != 0
+    assert ("the launcher of this job is gone" in errors) == (signum == signal.SIGKILL)
     deadline = time.monotonic() + 10
     while running(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
