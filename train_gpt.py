@@ -1311,12 +1311,12 @@ class Optimizer:
         """Have every call of a module wait for these parameters, and no others, of the last step."""
         bins = list(dict.fromkeys(bin for name in names for bin in self.owners[name]))
 
-        def wait(*_) -> None:
+        def finish_bins(*_) -> None:
             for bin in bins:
                 bin.finish()
 
         if self.rt.world_size > 1:
-            module.register_forward_pre_hook(wait)
+            module.register_forward_pre_hook(finish_bins)
 
     def arm(self) -> None:
         """Announce the last backward of the step: from now on a complete bin is sent at once."""
