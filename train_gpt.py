@@ -60,6 +60,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tqdm import tqdm
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it
+    triton = None
+
 # ==== CONFIG ===============================================================================================
 # Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record
 # recipe; a preset is a difference from another preset. To add a knob, add a line here and use it; CLI, help
@@ -164,6 +170,8 @@ class TrainConfig:
     device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it multiplies fast, else float32",
                         choices=("auto", "bfloat16", "float32"))
+    kernels: str = option("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
+                          choices=("auto", "on", "off"))
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", choices=("auto", "on", "off"))
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
@@ -519,6 +527,7 @@ class Runtime:
     use_compile: bool
     use_flex: bool  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
     use_fp8: bool  # FP8 matmuls in the head while training
+    use_kernels: bool  # our Triton kernels, else their plain forms
     peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
     notes: tuple[str, ...]  # choices made here, printed once
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
@@ -615,9 +624,10 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
     use_flex = use_compile and device.type == "cuda"
     notes.append(f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
                  f"torch.compile {'on' if use_compile else 'off'}")
-    use_fp8, note = choose_fp8(cfg, device)
+    use_fp8, fp8_note = choose_fp8(cfg, device)
+    use_kernels, kernels_note = choose_kernels(cfg, device)
     return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-                peak_flops=rates[dtype], notes=(*notes, note))
+                use_kernels=use_kernels, peak_flops=rates[dtype], notes=(*notes, fp8_note, kernels_note))
 
 
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
@@ -958,6 +968,134 @@ def softcap(logits: Tensor) -> Tensor:
     return 30 * torch.sigmoid(logits.float() / 7.5)
 
 
+if triton is not None:
+
+    @triton.jit
+    def symmetric_kernel(x_ptr, add_ptr, out_ptr, M, K, alpha, beta, HAS_ADD: tl.constexpr,
+                         BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+        """One tile on or above the diagonal of alpha X X^T + beta A, stored there and mirrored."""
+        i, j, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        if j < i:
+            return
+        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+        x_ptr += unit * M * K
+        total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for start in range(0, K, DEPTH):
+            depth = start + tl.arange(0, DEPTH)
+            left = tl.load(x_ptr + rows[:, None] * K + depth[None, :],
+                           mask=(rows[:, None] < M) & (depth[None, :] < K), other=0.0)
+            right = tl.load(x_ptr + cols[None, :] * K + depth[:, None],
+                            mask=(cols[None, :] < M) & (depth[:, None] < K), other=0.0)
+            total += tl.dot(left, right)
+        total *= alpha
+        inside = (rows[:, None] < M) & (cols[None, :] < M)
+        here = unit * M * M + rows[:, None] * M + cols[None, :]
+        if HAS_ADD:
+            total += beta * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total, mask=inside)
+        if j > i:  # a tile on the diagonal is whole as it is
+            tl.store(out_ptr + unit * M * M + cols[None, :] * M + rows[:, None], total, mask=inside)
+
+    @triton.jit
+    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, grad_scale, grad_limit,
+                             BLOCK: tl.constexpr):
+        """One token: its loss and d loss / d logits. Capped logits lie in 0..30: 30 serves as their max."""
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * V
+        grads_ptr += row * V
+        target = tl.load(targets_ptr + row)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf")).to(tl.float32)
+            total += tl.where(at < V, tl.exp(30 / (1 + tl.exp(-logits / 7.5)) - 30), 0.0)
+        log_total = tl.log(tl.sum(total, axis=0)) + 30
+        aim = tl.load(logits_ptr + target).to(tl.float32)
+        tl.store(losses_ptr + row, log_total - 30 / (1 + tl.exp(-aim / 7.5)))
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0).to(tl.float32)
+            gate = 1 / (1 + tl.exp(-logits / 7.5))
+            grad = tl.exp(30 * gate - log_total) - tl.where(at == target, 1.0, 0.0)
+            grad = grad * 4 * gate * (1 - gate) / grad_scale  # the slope of the cap is 30 / 7.5 of these
+            grad = tl.minimum(tl.maximum(grad, -grad_limit), grad_limit)
+            tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
+
+
+def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
+                      use_kernels: bool = False) -> Tensor:
+    """alpha X X^T + beta A for each X of x (U, M, K) and symmetric A of add (U, M, M) -> (U, M, M).
+
+    The kernel computes one triangle: half the FLOPs. Source: record 27.
+    """
+    if not use_kernels:
+        if add is None:
+            return torch.bmm(x, x.mT).mul_(alpha) if alpha != 1 else torch.bmm(x, x.mT)
+        return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+    x = x.contiguous()
+    num_units, size, depth = x.shape
+    out = x.new_empty(num_units, size, size)
+    tiles = triton.cdiv(size, 128)
+    symmetric_kernel[tiles, tiles, num_units](x, x if add is None else add.contiguous(), out, size, depth,
+                                              alpha, beta, add is not None, BLOCK=128, DEPTH=64,
+                                              num_warps=8, num_stages=4)
+    return out
+
+
+def choose_kernels(cfg: Config, device: torch.device) -> tuple[bool, str]:
+    """(whether to use the Triton kernels, one line saying why), by comparing each with its plain form."""
+    if cfg.kernels == "off" or cfg.kernels == "auto" and device.type == "cpu":
+        return False, "kernels: plain PyTorch"
+    try:
+        if triton is None:
+            raise RuntimeError("Triton is not installed")
+        # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
+        x = torch.randn(2, 200, 300, device=device).to(
+            torch.bfloat16 if device.type == "cuda" else torch.float32)
+        logits, targets = x[0].contiguous() * 5, torch.arange(200, device=device)
+        gram = symmetric_product(x)
+        pairs = [(symmetric_product(x, use_kernels=True), gram),
+                 (symmetric_product(gram, gram, 0.5, 2.0, True), symmetric_product(gram, gram, 0.5, 2.0)),
+                 *zip(softcapped_cross_entropy(logits, targets, x.dtype, use_kernels=True),
+                      softcapped_cross_entropy(logits, targets, x.dtype))]
+        for ours, plain in pairs:
+            error = (ours.float() - plain.float()).norm() / plain.float().norm()
+            if not error < 0.01:  # bfloat16 rounds to 0.002 rms
+                raise RuntimeError(f"a kernel differs from its plain form by {error:.3g}")
+    except Exception as error:  # whatever a compiler raises: training must not depend on it
+        reason = " ".join(str(error).split())[:120]
+        if cfg.kernels == "on":
+            raise InputError(f"--kernels=on but they fail on this device ({reason}): "
+                             "use --kernels=auto or off") from None
+        return False, f"kernels: plain PyTorch ({reason})"
+    return True, "kernels: Triton"
+
+
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, grad_dtype: torch.dtype,
+                             grad_scale: float = 1.0, use_kernels: bool = False) -> tuple[Tensor, Tensor]:
+    """Losses (T,) float32 of logits (T, V) once softcapped, and d loss / d logits (T, V) over grad_scale.
+
+    The gradient comes with the loss, in the precision in which it will be multiplied. Source: the fused
+    kernel of 2026-01-16.
+    """
+    limit = torch.finfo(grad_dtype).max
+    if use_kernels:
+        losses = torch.empty_like(targets, dtype=torch.float32)
+        grads = torch.empty_like(logits, dtype=grad_dtype)
+        cross_entropy_kernel[(logits.size(0),)](logits, targets, losses, grads, logits.size(1), grad_scale,
+                                                limit, BLOCK=4096, num_warps=8)
+        return losses, grads
+    gate = torch.sigmoid(logits.float() / 7.5)  # (T, V)
+    log_total = torch.logsumexp(30 * gate, dim=-1, keepdim=True)  # (T, 1)
+    grads = torch.exp(30 * gate - log_total)
+    at_target = targets[:, None]
+    losses = (log_total - 30 * gate.gather(1, at_target))[:, 0]
+    grads.scatter_add_(1, at_target, torch.full_like(log_total, -1.0))
+    grads = grads * gate * (1 - gate) * (4 / grad_scale)
+    return losses, grads.clamp_(-limit, limit).to(grad_dtype)
+
+
 # ==== FP8 ==================================================================================================
 # The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static
 # scales before the cast. Training only; validation always multiplies in the activation dtype. Source:
@@ -980,54 +1118,63 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtyp
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-@torch.library.custom_op("train_gpt::fp8_linear", mutates_args=())
-def fp8_linear_op(x: Tensor, w: Tensor, x_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D) @ w (V, D).T -> (T, V) in x.dtype, and both operands in e4m3 for backward."""
-    x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
-    w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)
-    return scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True), x8, w8
+class HeadLoss(torch.autograd.Function):
+    """Head, softcap and cross-entropy in one, whose gradients are made together with the loss.
+
+    Logits exist for LOGITS_CHUNK tokens at a time and never in float32; their gradient has the precision in
+    which it is multiplied. FP8 is for x of unit root mean square, whose entries are at most sqrt(D).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, use_fp8: bool, use_kernels: bool) -> Tensor:
+        """x (T, D), weight (V, D), targets (T,) -> loss summed over tokens, float32."""
+        w = weight.type_as(x)
+        multiply = multiply_fp8(w, x.size(1)) if use_fp8 else multiply_plain(w)
+        loss, grad_xs, grad_w = torch.zeros((), device=x.device), [], None
+        for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+            part_loss, grad_x, part_grad_w = multiply(part, target, use_kernels)
+            loss = loss + part_loss
+            grad_xs.append(grad_x)
+            grad_w = part_grad_w if grad_w is None else grad_w + part_grad_w  # (V, D)
+        ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """The saved gradients times that of the loss."""
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None
 
 
-@fp8_linear_op.register_fake
-def _(x: Tensor, w: Tensor, x_scale: float):
-    return x.new_empty(x.size(0), w.size(0)), x.new_empty(x.shape, dtype=torch.float8_e4m3fn), \
-        w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+LOGITS_CHUNK = 16_384  # tokens whose logits exist at once
 
 
-@torch.library.custom_op("train_gpt::fp8_linear_backward", mutates_args=())
-def fp8_linear_backward_op(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float) -> tuple[Tensor, Tensor]:
-    """grad (T, V), quantised to e5m2 -> grad_x (T, D) in grad.dtype, grad_w (V, D) in float32."""
-    grad8 = to_fp8(grad, FP8_GRAD_SCALE, torch.float8_e5m2)
-    grad_x = scaled_matmul(grad8, w8.T.contiguous(), FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, grad.dtype,
-                           fast=False)
-    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
-                           fast=False)
-    return grad_x, grad_w
+def multiply_plain(w: Tensor) -> Callable:
+    """The head's matmuls and loss in the activation dtype, for one chunk: -> loss, grad_x, grad_w."""
+    def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+        losses, grads = softcapped_cross_entropy(x @ w.T, targets, x.dtype, use_kernels=use_kernels)
+        return losses.sum(), grads @ w, (grads.T @ x).float()  # (), (T, D), (V, D)
+
+    return multiply
 
 
-@fp8_linear_backward_op.register_fake
-def _(grad: Tensor, x8: Tensor, w8: Tensor, x_scale: float):
-    return grad.new_empty(x8.shape), grad.new_empty(w8.shape, dtype=torch.float32)
+def multiply_fp8(w: Tensor, dim: int) -> Callable:
+    """The same in FP8; the weight is cast once for all chunks."""
+    x_scale = math.sqrt(dim) / 448
+    w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)  # (V, D)
+    w8_turned = w8.T.contiguous()  # (D, V)
 
+    def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+        x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
+        logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
+        losses, grad8 = softcapped_cross_entropy(logits, targets, torch.float8_e5m2, FP8_GRAD_SCALE,
+                                                 use_kernels)
+        grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, x.dtype, fast=False)
+        grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale,
+                               torch.float32, fast=False)
+        return losses.sum(), grad_x, grad_w
 
-def _save_fp8(ctx, inputs, output) -> None:
-    _, w, ctx.x_scale = inputs
-    ctx.w_dtype = w.dtype
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward_fp8(ctx, grad: Tensor, _grad_x8, _grad_w8):
-    grad_x, grad_w = fp8_linear_backward_op(grad, *ctx.saved_tensors, ctx.x_scale)
-    return grad_x, grad_w.to(ctx.w_dtype), None
-
-
-fp8_linear_op.register_autograd(_backward_fp8, setup_context=_save_fp8)
-
-
-def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (T, D) @ w (V, D).T in FP8, for x of unit root mean square, whose entries are at most sqrt(D)."""
-    return fp8_linear_op(x, w, math.sqrt(x.size(-1)) / 448)[0]
+    return multiply
 
 
 def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
@@ -1041,7 +1188,7 @@ def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
             raise RuntimeError(f"model_dim={cfg.model_dim} is not a multiple of 16")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        fp8_linear(x, w).sum().backward()
+        HeadLoss.apply(x, w, torch.zeros(32, device=device, dtype=torch.int64), True, False).backward()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0][:120]
         if cfg.fp8_head == "on":
@@ -1066,9 +1213,10 @@ class Knobs(typing.NamedTuple):
     betas: tuple[float, float]
     eps: float
     dtype: torch.dtype  # of the orthogonalisation
+    use_kernels: bool = False
 
 
-def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
+def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5, use_kernels: bool = False) -> Tensor:
     """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) to about 0.7 - 1.2.
 
     The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
@@ -1080,8 +1228,8 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5) -> Tensor:
     x = x.mT if tall else x  # (U, short, long)
     x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(dtype)
     for _ in range(num_steps):
-        gram = torch.bmm(x, x.mT)  # (U, short, short)
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = symmetric_product(x, use_kernels=use_kernels)  # (U, short, short)
+        gram = symmetric_product(gram, gram, c, b, use_kernels)
         x = torch.baddbmm(x, gram, x, beta=a)  # (U, short, long)
     return x.mT if tall else x
 
@@ -1103,7 +1251,8 @@ def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
     momentum.mul_(knobs.momentum).add_(grad * (1 - knobs.momentum))
     direction = momentum * knobs.momentum + grad * (1 - knobs.momentum)
     shape_factor = max(1, param.size(-2) / param.size(-1)) ** 0.5
-    param.mul_(1 - decay).sub_(orthogonalize(direction, knobs.dtype) * (lr * shape_factor))
+    step = orthogonalize(direction, knobs.dtype, use_kernels=knobs.use_kernels)
+    param.mul_(1 - decay).sub_(step * (lr * shape_factor))
 
 
 def init_adam(param: Tensor) -> dict[str, Tensor]:
@@ -1354,7 +1503,8 @@ class Optimizer:
     def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:
         (beta1, beta2), num_updates = self.cfg.adam_betas, self.step_count // bin.hyper.every
         scalars = momentum, GRAD_TOKENS / bin.tokens, 1 - beta1**num_updates, 1 - beta2**num_updates
-        return Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype)
+        return Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype,
+                     self.rt.use_kernels)
 
     def finish(self) -> None:
         """Wait for all parameters of the last step."""
@@ -1506,33 +1656,29 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg: Config, use_fp8: bool):
+    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool):
         super().__init__()
-        self.use_fp8 = use_fp8
+        self.use_fp8, self.use_kernels = use_fp8, use_kernels
         self.weight = declare(torch.zeros(cfg.padded_vocab_size, cfg.model_dim,
                                           dtype=getattr(torch, cfg.embed_dtype)), "head")  # (V, D)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens; validation holds the logits of EVAL_CHUNK tokens at a time."""
-        chunk = x.size(0) if self.training else EVAL_CHUNK
+        """Cross-entropy summed over tokens; in float32 and without FP8 where no gradient is wanted."""
+        if self.training:
+            return HeadLoss.apply(x, self.weight, targets, self.use_fp8, self.use_kernels)
         return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
-                   for part, target in zip(x.split(chunk), targets.split(chunk)))
+                   for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)))
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, D) -> softcapped logits (T, V) in float32."""
-        if self.use_fp8 and self.training:
-            return softcap(fp8_linear(x, self.weight))
         return softcap(x @ self.weight.type_as(x).T)
-
-
-EVAL_CHUNK = 16_384  # tokens whose logits exist at once in validation
 
 
 class GPT(nn.Module):
     """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
     def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
-                 dtype: torch.dtype = torch.float32):
+                 dtype: torch.dtype = torch.float32, use_kernels: bool = False):
         super().__init__()
         self.specs, self.use_flex, self.dtype = cfg.layers, use_flex, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
@@ -1541,7 +1687,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ParameterDict(
             {str(i): declare(torch.randn(table).to(storage), "value_embed") for i in sorted(used)})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
-        self.head = Head(cfg, use_fp8)
+        self.head = Head(cfg, use_fp8, use_kernels)
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
@@ -2185,7 +2331,7 @@ class Trainer:
     def __init__(self, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
         torch.manual_seed(cfg.seed)
-        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype).to(rt.device)
+        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         names = [name for name, _ in model.named_parameters()]
         for prefix, part in model.compiled_parts():

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before train_gpt imports Triton: its kernels then run on CPU tensors
+    os.environ["TRITON_INTERPRET"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
@@ -69,7 +72,13 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     """A float32 CPU runtime without probing; several ranks only where no collective is called."""
     facts = dict(
-        dtype=torch.float32, use_compile=False, use_flex=False, use_fp8=False, peak_flops=1e9, notes=()
+        dtype=torch.float32,
+        use_compile=False,
+        use_flex=False,
+        use_fp8=False,
+        use_kernels=False,
+        peak_flops=1e9,
+        notes=(),
     )
     return gpt.Runtime(torch.device("cpu"), rank, rank, world_size, **{**facts, **changes})
 

@@ -155,6 +155,6 @@ def test_every_parameter_gets_a_gradient():
 def test_validation_in_chunks_changes_nothing(monkeypatch):
     cfg, model, tokens, doc_ids = make_model()
     whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
-    monkeypatch.setattr(gpt, "EVAL_CHUNK", 100)
+    monkeypatch.setattr(gpt, "LOGITS_CHUNK", 100)
     parts = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)

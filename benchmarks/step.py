@@ -1,0 +1,339 @@
+#!/usr/bin/env python3
+"""What a training step costs, and where the time goes.
+
+    python benchmarks/step.py --preset=laptop                       # table; add --json FILE, --trace FILE
+    python benchmarks/step.py --preset=laptop --compare='--compile=on'   # two configs, interleaved: a ratio
+    torchrun --standalone --nproc_per_node=8 benchmarks/step.py --num_steps=60
+    python benchmarks/step.py --predict_ranks=8                     # this step on 8 such devices, on paper
+
+Other options are those of train_gpt.py. A short run through all stages of the schedule is timed step by
+step, after the warm-up of a real run; a few more steps under the profiler give the breakdown. Random tokens,
+which cost the same, stand in for shards that are not there.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as gpt  # noqa: E402
+
+PROFILED_STEPS = 3
+REST = "embedding, norms, residuals"
+PARTS = ("attention", "MLP", "head and loss", REST, "optimizer", "data wait", "idle")
+
+
+class TimedBatches:
+    """A Prefetcher whose waiting is measured and shows in a profile."""
+
+    def __init__(self, batches: gpt.Prefetcher):
+        self.batches, self.waited = batches, 0.0
+
+    def __next__(self) -> gpt.Batch:
+        start = time.perf_counter()
+        with record_function("data wait"):
+            batch = next(self.batches)
+        self.waited += time.perf_counter() - start
+        return batch
+
+
+class Subject:
+    """One config, ready to step: data, trainer, and what its warm-up cost."""
+
+    def __init__(self, cfg: gpt.Config, rt: gpt.Runtime):
+        self.cfg, self.rt = cfg, rt
+        before = count_graphs()
+        self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
+        start = gpt.clock(rt.device)
+        self.trainer = gpt.Trainer(cfg, rt)
+        self.trainer.warm_up(self.data, self.val_data)
+        self.warm_up_s = gpt.clock(rt.device) - start
+        self.num_graphs = count_graphs() - before
+        self.batches = TimedBatches(
+            gpt.Prefetcher(self.data.batches(cfg, rt, 0, cfg.num_iterations), rt.device)
+        )
+        self.seconds: list[float] = []
+
+    def step(self, index: int) -> None:
+        """One timed training step, all of its work done."""
+        start = gpt.clock(self.rt.device)
+        self.trainer.train_step(self.batches, self.trainer.schedule.at(index))
+        self.trainer.optimizer.finish()
+        self.seconds.append(gpt.clock(self.rt.device) - start)
+
+    def measure(self) -> dict:
+        """The figures of all steps so far."""
+        cfg, rt, median = self.cfg, self.rt, statistics.median(self.seconds)
+        flops = gpt.count_flops(cfg) * cfg.tokens_per_step
+        stages = {
+            f"windows {stage.window_long}/{stage.window_short}": 1e3 * statistics.median(self.seconds[a:b])
+            for stage, a, b in self.trainer.schedule.spans()
+        }
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return dict(
+            ms_per_step=1e3 * median,
+            quartiles_ms=[1e3 * low, 1e3 * high],
+            ms_by_stage=stages,
+            tokens_per_s=round(cfg.tokens_per_step / median),
+            mfu=flops / median / (rt.peak_flops * rt.world_size),
+            matmul_tflops=rt.peak_flops / 1e12,
+            tflop_per_step=flops / 1e12,
+            peak_memory_mib=gpt.read_peak_memory_mib(rt),
+            warm_up_s=self.warm_up_s,
+            num_graphs=self.num_graphs,
+            data_wait_ms=1e3 * self.batches.waited / len(self.seconds),
+        )
+
+
+def count_graphs() -> int:
+    """Graphs that torch.compile has made so far in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Config:
+    """The config with shards of random tokens, enough for its steps; every rank writes its own."""
+    rng, start = np.random.default_rng(0), cfg.vocab_size - 1
+    files = {}
+    needed = 2 * gpt.Schedule(cfg).total_tokens() + 2 * cfg.seq_len
+    for name, size in (("train", needed), ("val", cfg.val_tokens + 1)):
+        tokens = rng.integers(0, start, size, dtype=np.uint16)
+        tokens[:: cfg.max_doc_len] = start
+        path = Path(folder, f"{name}_{rt.rank}.bin")
+        gpt.write_shard(path, tokens, cfg.vocab_size, start)
+        files[f"{name}_files"] = str(path)
+    return dataclasses.replace(cfg, **files)
+
+
+def classify(name: str, shapes: list, cfg: gpt.Config) -> str:
+    """The part of the model an operator works for, told from its name and the sizes of its operands."""
+    sizes = {size for shape in shapes if isinstance(shape, (list, tuple)) for size in shape}
+    if cfg.padded_vocab_size in sizes and "embedding" not in name:
+        return "head and loss"
+    if "fp8_linear" in name:
+        return "head and loss"
+    if cfg.mlp_ratio * cfg.model_dim in sizes:
+        return "MLP"
+    if "attention" in name or "softmax" in name or "mm" in name or sizes & {cfg.head_dim, 3 * cfg.model_dim}:
+        return "attention"  # the one product without an own size is that with the output projection
+    return REST
+
+
+def break_down(subject: Subject, trace: Path | None) -> dict[str, float]:
+    """Milliseconds of each part: the profiler's shares (every operator's own time) of the median step."""
+    rt, cfg = subject.rt, subject.cfg
+    use_cuda = rt.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * use_cuda
+    optimizer_step = subject.trainer.optimizer.step
+
+    def marked_step(*args):
+        with record_function("optimizer"):
+            optimizer_step(*args)
+            subject.trainer.optimizer.finish()
+
+    subject.trainer.optimizer.step = marked_step
+    subject.batches = TimedBatches(
+        gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
+    )
+    start = gpt.clock(rt.device)
+    with profile(activities=activities, record_shapes=True) as prof:
+        for index in range(PROFILED_STEPS):
+            subject.trainer.train_step(subject.batches, subject.trainer.schedule.at(index))
+        wall = gpt.clock(rt.device) - start
+    subject.trainer.optimizer.step = optimizer_step
+    subject.batches.batches.close()
+    if trace and rt.is_main:
+        prof.export_chrome_trace(str(trace))
+    parts = dict.fromkeys(PARTS, 0.0)
+    for event in prof.events():
+        own = (event.self_device_time_total if use_cuda else event.self_cpu_time_total) / 1e3
+        parents, ancestor = [event.name], event.cpu_parent
+        while ancestor is not None:
+            parents.append(ancestor.name)
+            ancestor = ancestor.cpu_parent
+        if "optimizer" in parents:
+            parts["optimizer"] += own
+        elif "data wait" in parents:
+            parts["data wait"] += own
+        elif event.name != "data wait" and event.thread != -1 and own > 0:
+            parts[classify(event.name, event.input_shapes or [], cfg)] += own
+    parts["idle"] = max(0.0, 1e3 * wall - sum(parts.values()))
+    scale = 1e3 * statistics.median(subject.seconds) / sum(parts.values())  # profiling slows the host down
+    return {name: ms * scale for name, ms in parts.items()}
+
+
+def predict(subject: Subject, parts: dict[str, float], num_ranks: int, bus_gb_per_s: float) -> dict:
+    """The step of num_ranks such devices from the parts of one: messages all hidden, and none."""
+    if subject.rt.world_size > 1:
+        raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
+    gpt.check_ranks_fit(subject.cfg, num_ranks)
+    step = 1e3 * statistics.median(subject.seconds)
+    optimizer = step * parts["optimizer"] / sum(parts.values())
+    num_bytes = sum(p.nbytes for p in subject.trainer.model.parameters())
+    messages = 2 * num_bytes * (num_ranks - 1) / num_ranks / bus_gb_per_s / 1e6  # ms
+    computing = (step - optimizer) / num_ranks
+    fastest = computing + optimizer / num_ranks
+    return dict(
+        ranks=num_ranks,
+        bus_gb_per_s=bus_gb_per_s,
+        forward_backward_ms=computing,
+        optimizer_ms=optimizer / num_ranks,
+        messages_ms=messages,
+        overlapped_ms=max(fastest, messages),
+        exposed_ms=fastest + messages,
+    )
+
+
+def format_report(result: dict) -> str:
+    """Everything measured, as Markdown."""
+    lines = [
+        f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}",
+        "",
+        "| | " + " | ".join(run["flags"] for run in result["runs"]) + " |",
+        "|---|" + "---|" * len(result["runs"]),
+    ]
+    rows = {
+        "ms per step (quartiles)": lambda r: (
+            f"{r['ms_per_step']:.1f} ({r['quartiles_ms'][0]:.1f} to {r['quartiles_ms'][1]:.1f})"
+        ),
+        "tokens/s": lambda r: f"{r['tokens_per_s']:,}",
+        "MFU": lambda r: f"{100 * r['mfu']:.1f} % of {r['matmul_tflops']:.2f} TFLOP/s",
+        "peak memory MiB": lambda r: f"{r['peak_memory_mib']:,}",
+        "compile and warm-up s": lambda r: f"{r['warm_up_s']:.1f}",
+        "graphs, recompiles after warm-up": lambda r: f"{r['num_graphs']}, {r['num_recompiles']}",
+        "data wait ms": lambda r: f"{r['data_wait_ms']:.2f}",
+    }
+    for name, show in rows.items():
+        lines.append(f"| {name} | " + " | ".join(show(run) for run in result["runs"]) + " |")
+    for name in result["runs"][0]["ms_by_stage"]:
+        cells = [f"{run['ms_by_stage'].get(name, float('nan')):.1f}" for run in result["runs"]]
+        lines.append(f"| ms, {name} | " + " | ".join(cells) + " |")
+    if len(result["runs"]) == 2:
+        lines += ["", f"second / first: {result['ratio']:.3f}"]
+    lines += ["", "| part of a step | " + " | ".join(run["flags"] for run in result["runs"]) + " |"]
+    lines += ["|---|" + "---|" * len(result["runs"])]
+    for part in PARTS:
+        cells = []
+        for run in result["runs"]:
+            total = sum(run["parts"].values())
+            cells.append(f"{run['parts'][part]:.1f} ms, {100 * run['parts'][part] / total:.1f} %")
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    if "prediction" in result:
+        p = result["prediction"]
+        lines += [
+            "",
+            f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s bus bandwidth: "
+            f"{p['overlapped_ms']:.1f} ms if messages are hidden, {p['exposed_ms']:.1f} ms if none is "
+            f"(forward and backward {p['forward_backward_ms']:.1f}, optimizer {p['optimizer_ms']:.1f}, "
+            f"messages {p['messages_ms']:.1f})",
+        ]
+    return "\n".join(lines)
+
+
+def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None):
+    """(config of a short run, runtime): real shards where they exist, else random ones."""
+    cfg = gpt.make_config(gpt.parse_argv(argv)[0])
+    cfg = dataclasses.replace(
+        cfg,
+        num_iterations=num_steps,
+        val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
+        warmup_iterations=max(1, cfg.warmup_iterations),
+    )
+    rt = rt or gpt.start_runtime(cfg)
+    if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
+        gpt.ensure_embedded_corpus(cfg, rt)
+    try:
+        gpt.find_shards(cfg.train_files, "train_files")
+        gpt.find_shards(cfg.val_files, "val_files")
+        return cfg, rt, "real shards"
+    except gpt.InputError:
+        return use_random_shards(cfg, folder, rt), rt, "random tokens"
+
+
+def measure(args: argparse.Namespace, argv: list[str]) -> None:
+    """Step all configs in turn, profile each, print and write the report."""
+    flags = [argv] + ([[*argv, *args.compare.split()]] if args.compare else [])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
+        stack.enter_context(rt.watch or contextlib.nullcontext())
+        subjects = [Subject(cfg, rt)]
+        for other in flags[1:]:
+            other_cfg = prepare(other, args.num_steps, folder, rt)[0]
+            choices = gpt.probe_device(other_cfg, rt.device)
+            subjects.append(Subject(other_cfg, dataclasses.replace(rt, **choices)))
+        before = count_graphs()
+        for index in tqdm(range(args.num_steps), desc="steps", disable=not rt.is_main):
+            for subject in subjects:
+                subject.step(index)
+        runs = []
+        for subject, words in zip(subjects, flags):
+            subject.batches.batches.close()
+            figures = subject.measure()
+            subject.trainer.validate(subject.val_data, subject.trainer.schedule.at(args.num_steps))
+            figures["flags"] = " ".join(words) or f"--preset={cfg.preset}"
+            figures["num_recompiles"] = count_graphs() - before
+            before = count_graphs()
+            figures["parts"] = break_down(subject, args.trace if subject is subjects[0] else None)
+            runs.append(figures)
+        hardware = gpt.describe_hardware(rt)
+        result = dict(
+            date=time.strftime("%Y-%m-%d"),
+            torch=torch.__version__,
+            hardware=hardware.get("gpu", hardware["cpu"]),
+            ranks=rt.world_size,
+            data=data,
+            runs=runs,
+        )
+        if len(runs) == 2:
+            result["ratio"] = runs[1]["ms_per_step"] / runs[0]["ms_per_step"]
+        if args.predict_ranks:
+            parts = runs[0]["parts"]
+            result["prediction"] = predict(subjects[0], parts, args.predict_ranks, args.bus_gb_per_s)
+        if rt.is_main:
+            print("\n" + format_report(result), flush=True)
+            if args.json:
+                gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+
+
+def main() -> int:
+    """Parse, measure; bad input ends with status 2 and one line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--num_steps", type=int, default=24, help="timed steps (default %(default)s)")
+    parser.add_argument("--compare", metavar="FLAGS", help="options added for the second of two configs")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--predict_ranks", type=int, metavar="N", help="predict the step of N such devices")
+    parser.add_argument(
+        "--bus_gb_per_s", type=float, default=300.0, help="for the prediction: from benchmarks/comm.py"
+    )
+    args, rest = parser.parse_known_args()
+    try:
+        for path in (args.json, args.trace):
+            if path:
+                gpt.check_writable(path.parent, "choose another folder")
+        measure(args, rest)
+    except gpt.RunError as error:
+        print(f"step.py: error: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

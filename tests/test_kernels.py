@@ -1,0 +1,137 @@
+"""Kernels: the plain forms against float64, the Triton forms (interpreted where there is no GPU) against the plain."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import gpt, make_runtime, smoke_config, smoke_run
+
+triton = pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# units, rows, columns: one tile, odd, tall, wide, several tiles, one row
+SHAPES = [(1, 128, 64), (3, 33, 65), (2, 150, 40), (2, 40, 300), (2, 260, 130), (1, 1, 7)]
+
+
+def relative_error(ours, exact):
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_symmetric_product(shape, use_kernels):
+    """float32 sums of up to 300 products: 300 * 2^-24 = 2e-5 at worst; bfloat16 results are rounded by 2^-8 at most."""
+    torch.manual_seed(0)
+    x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
+    half = torch.float16 if use_kernels and DEVICE == "cpu" else torch.bfloat16  # not in the interpreter
+    for dtype, bound in ((torch.float32, 2e-5 if DEVICE == "cpu" else 1e-3), (half, 2**-8)):
+        given = x.to(dtype)
+        gram = gpt.symmetric_product(given, use_kernels=use_kernels)
+        exact = given.double() @ given.double().mT
+        assert gram.dtype == dtype and relative_error(gram, exact) < bound
+        if use_kernels:
+            assert torch.equal(gram[:, :128, 128:], gram[:, 128:, :128].mT)  # a tile and its image
+        power = gpt.symmetric_product(gram, gram, 2.0315, -4.7750, use_kernels)
+        exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
+        assert relative_error(power, exact) < 4 * bound  # some of it cancels
+
+
+def test_symmetric_product_reads_transposed_views():
+    x = torch.randn(2, 40, 70, device=DEVICE).mT
+    assert relative_error(gpt.symmetric_product(x, use_kernels=True), x.double() @ x.double().mT) < 1e-3
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_orthogonalize_is_the_same_with_the_kernels(use_kernels):
+    torch.manual_seed(0)
+    for shape in ((2, 64, 256), (2, 256, 64), (1, 130, 130)):
+        x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
+        ours = gpt.orthogonalize(x, torch.float32, use_kernels=use_kernels)
+        plain = gpt.orthogonalize(x, torch.float64)
+        assert relative_error(ours, plain) < 1e-3  # 3.4445^5 = 485 times float32's 6e-8, and more on a GPU
+
+
+def exact_loss(x, weight, targets):
+    """float64 reference: summed loss and the gradients of both operands, by autograd."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = F.cross_entropy(30 * torch.sigmoid(x @ weight.T / 7.5), targets, reduction="sum")
+    loss.backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("shape", [(5, 128), (3, 4096), (2, 5000), (1, 7)], ids=str)
+def test_softcapped_cross_entropy(shape, use_kernels):
+    torch.manual_seed(0)
+    logits = torch.randn(shape, device=DEVICE) * 20
+    targets = torch.randint(shape[1], (shape[0],), device=DEVICE)
+    wide = logits.double().requires_grad_()
+    exact = F.cross_entropy(30 * torch.sigmoid(wide / 7.5), targets, reduction="none")
+    (expected,) = torch.autograd.grad(exact.sum(), wide)
+    losses, grads = gpt.softcapped_cross_entropy(logits, targets, torch.float32, 1.0, use_kernels)
+    assert torch.allclose(losses.double(), exact, rtol=1e-5, atol=1e-5)
+    assert (
+        relative_error(grads, expected) < 1e-4
+    )  # float32 exponentials of numbers up to 30: 30 * 2^-24 and more
+    scale = 1 / 448
+    _, small = gpt.softcapped_cross_entropy(logits, targets, torch.float8_e5m2, scale, use_kernels)
+    assert small.dtype == torch.float8_e5m2 and small.float().abs().max() <= 448
+    assert 1e-3 < relative_error(small.float() * scale, expected) < 2**-3  # two bits of mantissa
+    _, bf16 = gpt.softcapped_cross_entropy(logits.bfloat16(), targets, torch.bfloat16, 1.0, use_kernels)
+    assert bf16.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_head_loss_against_float64(monkeypatch, use_kernels):
+    """In one chunk and in three: the loss, and gradients scaled by that of the loss."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 32, device=DEVICE), torch.randn(128, 32, device=DEVICE)
+    targets = torch.randint(128, (48,), device=DEVICE)
+    loss, grad_x, grad_w = exact_loss(x, weight, targets)
+    for chunk in (16_384, 20):
+        monkeypatch.setattr(gpt, "LOGITS_CHUNK", chunk)
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        ours = gpt.HeadLoss.apply(a, b, targets, False, use_kernels)
+        (3 * ours).backward()
+        bound = 1e-5 if DEVICE == "cpu" else 1e-3
+        assert ours.item() == pytest.approx(loss.item(), rel=bound)
+        assert relative_error(a.grad, 3 * grad_x) < bound * 10
+        assert relative_error(b.grad, 3 * grad_w) < bound * 10
+
+
+def test_choose_kernels_compares_before_it_trusts(monkeypatch):
+    cfg = smoke_config(kernels="on")
+    assert gpt.choose_kernels(cfg, torch.device(DEVICE)) == (True, "kernels: Triton")
+    assert gpt.choose_kernels(smoke_config(), torch.device("cpu")) == (False, "kernels: plain PyTorch")
+    plain = gpt.softcapped_cross_entropy
+
+    def wrong(logits, targets, dtype, grad_scale=1.0, use_kernels=False):
+        losses, grads = plain(logits, targets, dtype, grad_scale, use_kernels)
+        return losses, grads * (1.02 if use_kernels else 1)
+
+    monkeypatch.setattr(gpt, "softcapped_cross_entropy", wrong)
+    with pytest.raises(gpt.InputError, match="--kernels=on but .* differs from its plain form by 0.0[12]"):
+        gpt.choose_kernels(cfg, torch.device(DEVICE))
+
+
+def test_training_with_the_kernels_is_training_without(shards):
+    """Two steps in float32; the kernels add in another order, which Adam's epsilon of 1 keeps small."""
+    weights = {}
+    for use_kernels in (False, True):
+        cfg = smoke_config(
+            shards, num_layers=2, seq_len=128, tokens_per_step=128, micro_batch_tokens=128, adam_eps=1.0
+        )
+        trainer = gpt.Trainer(cfg, make_runtime(use_kernels=use_kernels))
+        data = gpt.TrainData(cfg, trainer.schedule)
+        batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 2), trainer.rt.device)
+        for step in range(2):
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.close()
+        weights[use_kernels] = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    for name, plain in weights[False].items():
+        assert torch.allclose(plain, weights[True][name], rtol=0, atol=1e-3), name
+    assert any(not torch.equal(plain, weights[True][name]) for name, plain in weights[False].items())
+
+
+def test_kernels_on_the_command_line(shards, tmp_path):
+    args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
+    result = smoke_run(shards, tmp_path, "--kernels=on", *args, "--warmup_iterations=0")
+    assert "kernels: Triton" in result["stdout"]
