@@ -40,7 +40,7 @@ def equality(shards, tmp_path_factory):
     common = dict(
         preset="smoke", device="cpu", num_layers=3, model_dim=32, num_heads=2, head_dim=16, seq_len=128,
         tokens_per_step=3072, micro_batch_tokens=128, num_iterations=20, matrix_weight_decay=0.1, adam_eps=1.0,
-        comm_bin_mb=0.01, train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin",
+        comm_bin_mb=0.03, train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin",
     )  # fmt: skip
     cases = {}
     for rule in gpt.RULES:

@@ -1,0 +1,74 @@
+"""benchmarks/step.py end to end (comm.py is in test_distributed.py), and what its figures are made of."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, data_args, gpt, launch, smoke_config
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step  # noqa: E402
+
+
+def test_step_compares_profiles_and_predicts(shards, tmp_path):
+    """The median is that of the steps, shares add up to it, and the prediction follows from the parts."""
+    args = [
+        "--preset=smoke",
+        "--device=cpu",
+        *data_args(shards),
+        "--num_steps=6",
+        f"--json={tmp_path}/step.json",
+    ]
+    args += [f"--trace={tmp_path}/trace.json", "--compare=--num_value_embeds=0", "--predict_ranks=2"]
+    done = launch([str(ROOT / "benchmarks" / "step.py"), *args, "--bus_gb_per_s=0.1"], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads((tmp_path / "step.json").read_text())
+    first, second = result["runs"]
+    assert second["flags"] == first["flags"] + " --num_value_embeds=0" and result["data"] == "real shards"
+    assert result["ratio"] == pytest.approx(second["ms_per_step"] / first["ms_per_step"])
+    for run in result["runs"]:
+        assert sum(run["parts"].values()) == pytest.approx(run["ms_per_step"])
+        assert all(run["parts"][part] > 0 for part in step.PARTS[:5])
+        assert run["quartiles_ms"][0] <= run["ms_per_step"] <= run["quartiles_ms"][1]
+        assert len(run["ms_by_stage"]) == 3 and run["num_recompiles"] == 0
+        assert run["tokens_per_s"] == pytest.approx(2048e3 / run["ms_per_step"], rel=1e-3)
+    cfg = smoke_config()
+    assert first["tflop_per_step"] == pytest.approx(gpt.count_flops(cfg) * 2048 / 1e12, rel=0.05)
+    prediction, num_params = result["prediction"], gpt.derive(cfg, 1)["num_params"]
+    assert prediction["messages_ms"] == pytest.approx(
+        4 * num_params / 0.1e6, rel=1e-6
+    )  # 2 P (N - 1) / N, P 4 bytes
+    halves = prediction["forward_backward_ms"] + prediction["optimizer_ms"]
+    assert halves == pytest.approx(first["ms_per_step"] / 2)
+    assert prediction["exposed_ms"] == pytest.approx(halves + prediction["messages_ms"])
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert "second / first" in done.stdout and "recompiles" in done.stdout
+
+
+def test_step_makes_do_without_shards(tmp_path):
+    args = ["--preset=smoke", "--device=cpu", "--train_files=none/*.bin", "--num_steps=3"]
+    done = launch([str(ROOT / "benchmarks" / "step.py"), *args], tmp_path)
+    assert done.returncode == 0 and "random tokens" in done.stdout, done.stderr[-2000:]
+    done = launch([str(ROOT / "benchmarks" / "step.py"), "--preset=smoke", "--seq_len=100"], tmp_path)
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "step.py: error: --seq_len=100" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "name, shapes, part",
+    [
+        ("aten::mm", [[2048, 192], [192, 768]], "MLP"),
+        ("aten::mul", [[2048, 768], [2048, 768]], "MLP"),
+        ("aten::mm", [[2048, 192], [192, 576]], "attention"),
+        ("aten::mm", [[2048, 192], [192, 192]], "attention"),
+        ("aten::_softmax", [[32, 2, 64, 192]], "attention"),
+        ("aten::mm", [[2048, 384], [384, 192]], "head and loss"),
+        ("aten::embedding", [[384, 192], [2048]], "embedding, norms, residuals"),
+        ("aten::mul", [[2048, 192], [2048, 1]], "embedding, norms, residuals"),
+    ],
+)
+def test_operators_are_told_by_their_sizes(name, shapes, part):
+    assert step.classify(name, shapes, gpt.make_config({"preset": "laptop"})) == part
