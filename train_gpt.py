@@ -15,7 +15,7 @@ Sections (search for the name after "# ====")
     CONFIG       dataclasses, presets, command line  DATA       shards, packing, validation, prefetch, corpus
     RUNTIME      device, ranks, collectives, probes  SCHEDULES  learning rate, momentum, windows, YaRN
     KERNELS      attention, rotary, norm, loss       RUN RECORD log, result json, record folder
-    FP8          the low-precision head              TRAINING   warm-up, train step, validation, loop
+    FP8          head and loss, low precision        TRAINING   warm-up, train step, validation, loop
     UPDATE RULES Muon and Adam on local tensors      MAIN
     OPTIMIZER    banks, reduce-scatter, all-gather
     MODEL        blocks, GPT, initialisation
@@ -1094,9 +1094,9 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, grad_dtype: torch.
 
 
 # ==== FP8 ==================================================================================================
-# The head's three matmuls in 8 bits: e4m3 for activations and weights, e5m2 for gradients, divided by static
-# scales before the cast. Training only; validation always multiplies in the activation dtype. Source:
-# record 32.
+# The head and its loss, in 8 bits where the device multiplies them: e4m3 for activations and weights, e5m2 for
+# gradients, divided by static scales before the cast. Training only; validation always multiplies in the
+# activation dtype. Source: record 32.
 
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
