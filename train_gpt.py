@@ -1094,8 +1094,8 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, grad_dtype: torch.
 
 
 # ==== FP8 ==================================================================================================
-# The head and its loss, in 8 bits where the device multiplies them: e4m3 for activations and weights, e5m2 for
-# gradients, divided by static scales before the cast. Training only; validation always multiplies in the
+# The head and its loss, in 8 bits where the device multiplies them: e4m3 for activations and weights, e5m2
+# for gradients, divided by static scales before the cast. Training only; validation always multiplies in the
 # activation dtype. Source: record 32.
 
 FP8_WEIGHT_SCALE = 2.0**-9
