@@ -2501,14 +2501,21 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def report(error: RunError, program: str = "train_gpt.py") -> int:
+    """Print the line of an error, once on each node; returns the exit status."""
+    if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
+        time.sleep(5)
+    return error.status
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, and turn errors that concern the user into one line and their exit status."""
     try:
         status = run(sys.argv[1:] if argv is None else argv)
     except RunError as error:
-        if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
-            print(f"train_gpt.py: error: {error}", file=sys.stderr)
-        status = error.status
+        status = report(error)
     except KeyboardInterrupt:
         status = 130
     except Exception:

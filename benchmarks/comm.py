@@ -275,9 +275,7 @@ def main() -> int:
             gpt.check_writable(args.json.parent, "choose another folder with --json")
         measure(args, gpt.parse_argv(rest)[0])
     except gpt.RunError as error:
-        if gpt.env_int("RANK", 0) == 0 or error.of_one_rank:
-            print(f"comm.py: error: {error}", file=sys.stderr, flush=True)
-        status = error.status
+        status = gpt.report(error, "comm.py")
     except KeyboardInterrupt:
         status = 130
     if dist.is_initialized():

@@ -323,8 +323,7 @@ def main() -> int:
                 gpt.check_writable(path.parent, "choose another folder")
         measure(args, rest)
     except gpt.RunError as error:
-        print(f"step.py: error: {error}", file=sys.stderr)
-        return error.status
+        return gpt.report(error, "step.py")
     except KeyboardInterrupt:
         return 130
     finally:
