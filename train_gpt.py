@@ -1024,13 +1024,13 @@ if triton is not None:
 
 def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
                       use_kernels: bool = False) -> Tensor:
-    """alpha X X^T + beta A for each X of x (U, M, K) and symmetric A of add (U, M, M) -> (U, M, M).
+    """X X^T for each X of x (U, M, K) -> (U, M, M); with add (U, M, M), symmetric, alpha X X^T + beta A.
 
     The kernel computes one triangle: half the FLOPs. Source: record 27.
     """
     if not use_kernels:
         if add is None:
-            return torch.bmm(x, x.mT).mul_(alpha) if alpha != 1 else torch.bmm(x, x.mT)
+            return torch.bmm(x, x.mT)
         return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
     x = x.contiguous()
     num_units, size, depth = x.shape
@@ -1147,10 +1147,11 @@ LOGITS_CHUNK = 16_384  # tokens whose logits exist at once
 
 
 def multiply_plain(w: Tensor) -> Callable:
-    """The head's matmuls and loss in the activation dtype, for one chunk: -> loss, grad_x, grad_w."""
+    """The head's matmuls and loss in the activation dtype."""
     def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """One chunk x (T, D), targets (T,) -> loss (), grad_x (T, D), grad_w (V, D) float32."""
         losses, grads = softcapped_cross_entropy(x @ w.T, targets, x.dtype, use_kernels=use_kernels)
-        return losses.sum(), grads @ w, (grads.T @ x).float()  # (), (T, D), (V, D)
+        return losses.sum(), grads @ w, (grads.T @ x).float()
 
     return multiply
 
@@ -1162,6 +1163,7 @@ def multiply_fp8(w: Tensor, dim: int) -> Callable:
     w8_turned = w8.T.contiguous()  # (D, V)
 
     def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """As in multiply_plain."""
         x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
         logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
         losses, grad8 = softcapped_cross_entropy(logits, targets, torch.float8_e5m2, FP8_GRAD_SCALE,
@@ -1458,6 +1460,7 @@ class Optimizer:
         bins = list(dict.fromkeys(bin for name in names for bin in self.owners[name]))
 
         def finish_bins(*_) -> None:
+            """A forward pre-hook."""
             for bin in bins:
                 bin.finish()
 
@@ -2501,7 +2504,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def report(error: RunError, program: str = "train_gpt.py") -> int:
+def report(error: RunError, program: str) -> int:
     """Print the line of an error, once on each node; returns the exit status."""
     if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
@@ -2510,12 +2513,15 @@ def report(error: RunError, program: str = "train_gpt.py") -> int:
     return error.status
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, and turn errors that concern the user into one line and their exit status."""
+def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
+    """Do it, and turn errors that concern the user into one line; returns the exit status.
+
+    Where other ranks may be gone it does not return: an orderly shutdown would wait for them.
+    """
     try:
-        status = run(sys.argv[1:] if argv is None else argv)
+        status = body()
     except RunError as error:
-        status = report(error)
+        status = report(error, program)
     except KeyboardInterrupt:
         status = 130
     except Exception:
@@ -2524,12 +2530,17 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
         status = 1
     if dist.is_initialized():
-        if status:  # other ranks may be gone, and an orderly shutdown would wait for them
+        if status:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
         dist.destroy_process_group()
     return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says."""
+    return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

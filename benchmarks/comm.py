@@ -20,7 +20,6 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -269,20 +268,14 @@ def main() -> int:
     parser.add_argument("--max_mb", type=float, help="largest message (default 256, without GPUs 16)")
     parser.add_argument("--num_steps", type=int, default=8, help="steps per bin size (default %(default)s)")
     args, rest = parser.parse_known_args()
-    status = 0
-    try:
+
+    def body() -> int:
         if args.json:
             gpt.check_writable(args.json.parent, "choose another folder with --json")
         measure(args, gpt.parse_argv(rest)[0])
-    except gpt.RunError as error:
-        status = gpt.report(error, "comm.py")
-    except KeyboardInterrupt:
-        status = 130
-    if dist.is_initialized():
-        if status:
-            os._exit(status)  # an orderly shutdown would wait for ranks that may be gone
-        dist.destroy_process_group()
-    return status
+        return 0
+
+    return gpt.run_guarded(body, "comm.py")
 
 
 if __name__ == "__main__":

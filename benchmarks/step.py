@@ -317,19 +317,15 @@ def main() -> int:
         "--bus_gb_per_s", type=float, default=300.0, help="for the prediction: from benchmarks/comm.py"
     )
     args, rest = parser.parse_known_args()
-    try:
+
+    def body() -> int:
         for path in (args.json, args.trace):
             if path:
                 gpt.check_writable(path.parent, "choose another folder")
         measure(args, rest)
-    except gpt.RunError as error:
-        return gpt.report(error, "step.py")
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    return 0
+        return 0
+
+    return gpt.run_guarded(body, "step.py")
 
 
 if __name__ == "__main__":
