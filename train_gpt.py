@@ -23,6 +23,7 @@ Sections (search for the name after "# ====")
 Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
     U units of a bank.
 """
+import codecs
 import ctypes
 import dataclasses
 import datetime
@@ -38,6 +39,7 @@ import os
 import platform
 import queue
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -86,6 +88,14 @@ class InputError(RunError):
     """Bad input; the line names value and remedy."""
 
     status = 2
+
+
+class RunStopped(RunError):
+    """An end before the last step, on purpose: the status says why, the line how to go on."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
 
 
 def option(default, meaning: str, low=None, high=None, choices=None):
@@ -188,6 +198,13 @@ class TrainConfig:
     comm_timeout: float = option(60.0, "seconds until a dead or stalled rank has ended the run", low=1.0)
     check_ranks_every: int = option(
         0, "debug: steps between checks that all ranks hold the same bits; 0: never", low=0)
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: only when a run is stopped", low=0)
+    checkpoint_dir: str = option("checkpoints", "where checkpoints go, each run in a folder of its own")
+    resume: str = option("", "checkpoint to go on from; auto: the newest of this run, if there is one")
+    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", low=0.0)
+    telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", low=0)
+    guard: str = option("off", "roll back and go on more carefully when training goes wrong",
+                        choices=("on", "off"))
     print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
     records_dir: str = option("records", "where record runs go")
     logs_dir: str = option("logs", "where all other runs go")
@@ -197,7 +214,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Config(TrainConfig, OptimConfig, ModelConfig):
+class SampleConfig:
+    """Text instead of training."""
+
+    sample: str = option("", "checkpoint to write text with")
+    prompt: str = option("", "what the text begins with; token ids where no tokenizer is at hand")
+    max_new_tokens: int = option(256, "tokens to write at most; a document end stops earlier", low=1)
+    temperature: float = option(0.8, "0: always the likeliest token", low=0.0)
+    top_k: int = option(50, "choose among so many of the likeliest tokens; 0: among all", low=0)
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
     """All fields of a run, flat: names are unique, so --field=value needs no path."""
 
     @property
@@ -206,6 +234,7 @@ class Config(TrainConfig, OptimConfig, ModelConfig):
         return -(-self.vocab_size // 128) * 128
 
 
+CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, SampleConfig)  # in the order of --help
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
 # name: (parent, what it is, differences from the parent)
@@ -252,7 +281,7 @@ def build_layers(num_layers: int, num_value_embeds: int) -> tuple[LayerSpec, ...
 
 def config_fields() -> dict[str, dataclasses.Field]:
     """All fields by name, in the order of --help."""
-    return {f.name: f for part in (TrainConfig, ModelConfig, OptimConfig) for f in dataclasses.fields(part)}
+    return {f.name: f for part in CONFIG_PARTS for f in dataclasses.fields(part)}
 
 
 def parse_value(field: dataclasses.Field, text: str):
@@ -476,13 +505,21 @@ def resolved_dict(cfg: Config, world_size: int) -> dict:
     return {**json.loads(json.dumps(dataclasses.asdict(cfg))), "derived": derive(cfg, world_size)}
 
 
+def config_from_dict(values: dict) -> Config:
+    """A Config from its plain JSON types, as a checkpoint gives them; unknown ones are left out."""
+    fields = config_fields()
+    return Config(**{name: parse_value(fields[name], json.dumps(value)) if name in ("layers", "stages")
+                     else tuple(value) if isinstance(value, list) else value
+                     for name, value in values.items() if name in fields})
+
+
 def format_help() -> str:
     """The text of --help: every field with type, default, range and meaning."""
     lines = ["usage: train_gpt.py [--field=value ...]    (or torchrun ... train_gpt.py, or ./run.sh)", "",
              "  --help           this text", "  --list_presets   the presets and what they are",
              "  --print_config   the resolved config as JSON; touches no data", "",
              "Defaults are those of --preset=track_1. '-' and '_' are the same in names."]
-    for part in (TrainConfig, ModelConfig, OptimConfig):
+    for part in CONFIG_PARTS:
         lines += ["", part.__doc__.strip().rstrip(".") + ":"]
         for field in dataclasses.fields(part):
             meta = field.metadata
@@ -515,6 +552,35 @@ class Traffic:
         self.num_bytes += num_bytes
 
 
+class Stop:
+    """A wish to end early, at the next step boundary: the exit status it asks for, else 0."""
+
+    def __init__(self):
+        self.status = 0
+        self.is_heeded = False  # while steps are made; before and after, a signal ends the process at once
+
+    @contextmanager
+    def catch_signals(self):
+        """Turn the first SIGINT and SIGTERM into a wish; the second SIGINT interrupts."""
+        seen = set()
+
+        def ask(signum: int, _frame) -> None:
+            """A signal handler."""
+            if signum == signal.SIGINT and signum in seen:
+                raise KeyboardInterrupt
+            seen.add(signum)
+            self.status = self.status or 128 + signum
+
+        old = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
+        self.is_heeded = True
+        try:
+            yield
+        finally:
+            self.is_heeded = False
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Where and how this process computes."""
@@ -532,11 +598,22 @@ class Runtime:
     notes: tuple[str, ...]  # choices made here, printed once
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
     watch: "Watch | None" = None  # several ranks only
+    stop: Stop = dataclasses.field(default_factory=Stop)
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
+
+    def begin_step(self, step: int) -> None:
+        """Let other ranks know that this one is in this step, counted from 1."""
+        if self.watch is not None:
+            self.watch.begun = (step, False)
+
+    def agree_to_stop(self, step: int) -> int:
+        """The exit status with which all ranks stop after so many steps, or 0: go on."""
+        return self.stop.status and (self.watch is None or self.watch.agree(step)) and self.stop.status
 
     def compile(self, fn):
         """torch.compile fn where this run compiles; shapes are static by design."""
@@ -566,17 +643,18 @@ def start_runtime(cfg: Config) -> Runtime:
     else:
         keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
-    watch, traffic = None, Traffic()
+    watch, traffic, stop = None, Traffic(), Stop()
     if world_size > 1:
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                                 timeout=datetime.timedelta(hours=1))  # Watch is what notices failures
-        watch = Watch(rank, world_size, cfg.comm_timeout, traffic)
+        watch = Watch(rank, world_size, cfg.comm_timeout, traffic, stop)
     choices = [probe_device(cfg, device)]
     if world_size > 1:  # all measured at once, as they will work; rank 0 decides, lest choices differ
         dist.broadcast_object_list(choices, src=0, device=device if use_cuda else None)
     if choices[0]["use_compile"]:  # all blocks share one piece of code, which has a graph for each make-up
         torch._dynamo.config.recompile_limit = 64
-    return Runtime(device, rank, local_rank, world_size, **choices[0], traffic=traffic, watch=watch)
+    return Runtime(device, rank, local_rank, world_size, **choices[0], traffic=traffic, watch=watch,
+                   stop=stop)
 
 
 def keep_freed_memory() -> None:
@@ -699,6 +777,35 @@ def start_all_gather(full: Tensor, rt: Runtime) -> Callable[[], object]:
                                   [shard.size(0)] * rt.world_size, async_op=True).wait
 
 
+def gather_units(shard: Tensor, num_units: int, rt: Runtime) -> Tensor:
+    """All ranks' (U/N, ...) as (U, ...), on every rank."""
+    full = shard.new_empty(num_units, *shard.shape[1:])
+    local_shard(full, rt).copy_(shard)
+    start_all_gather(full, rt)()
+    return full
+
+
+def share_from_main(value, rt: Runtime):
+    """Rank 0's value, a plain Python object, on every rank."""
+    box = [value]
+    if rt.world_size > 1:
+        rt.traffic.add(0)
+        dist.broadcast_object_list(box, src=0, device=rt.device if rt.device.type == "cuda" else None)
+    return box[0]
+
+
+def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start copying a tensor to the CPU, so that it may change at once; the returned function waits."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        copy = tensor.clone()
+        return lambda: copy
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: (event.synchronize(), copy)[1]
+
+
 def wait_for_ranks(rt: Runtime) -> None:
     """Return when every rank has come here."""
     if rt.world_size > 1:
@@ -715,11 +822,12 @@ class Watch(threading.Thread):
     """
 
     GRACE = 3.0  # seconds of silence that tell the dead from the living once something is known to be wrong
+    STOP_SECONDS = 25.0  # from a signal to the end, checkpoint included: launchers kill after 30
     COMPILERS = ("convert_frame.py", "compile_fx.py")  # on the stack while TorchDynamo or Inductor compile
 
-    def __init__(self, rank: int, world_size: int, timeout: float, traffic: Traffic):
+    def __init__(self, rank: int, world_size: int, timeout: float, traffic: Traffic, stop: Stop):
         super().__init__(daemon=True, name="watch")
-        self.rank, self.traffic, self.patience = rank, traffic, 0.8 * timeout  # seconds
+        self.rank, self.traffic, self.stop, self.patience = rank, traffic, stop, 0.8 * timeout  # seconds
         local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", world_size)
         self.neighbours = range(rank - local_rank, rank - local_rank + local_size)  # ranks of this node
         self.store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
@@ -730,6 +838,7 @@ class Watch(threading.Thread):
         self.main_thread, self.beat = threading.get_ident(), 0
         self.is_strict = False  # set once all ranks have equal work
         self.is_alarmed = self.is_over = False
+        self.begun = (0, False)  # steps begun, and whether this rank waits there to stop with the others
         self.verdict: tuple[int, str, float] | None = None  # (rank, its fate, seconds to wait before acting)
         self.signs: list[dict] = []
         self.seen, self.moved = ([time.monotonic()] * world_size for _ in range(2))
@@ -748,7 +857,9 @@ class Watch(threading.Thread):
     def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
         """Tell the others that this rank has ended, or why; learn from them who broke a collective."""
         lost_contact = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if lost_contact:
+        if isinstance(error, RunStopped):
+            pass  # they all have
+        elif lost_contact:
             self.is_alarmed = True
             self.join(4 * self.GRACE)  # does not return if the culprit is found
         elif isinstance(error, Exception):
@@ -769,8 +880,11 @@ class Watch(threading.Thread):
         while not self.is_over:
             signum = self._receive_signal()
             if signum is not None:
+                is_orderly = self.stop.is_heeded and not self.is_alarmed
                 status, self.is_alarmed = 128 + signum, True
-                deadline = time.monotonic() + (1 if signum == signal.SIGINT else 2 * self.GRACE)
+                self.stop.status = self.stop.status or status
+                deadline = time.monotonic() + (self.STOP_SECONDS if is_orderly else
+                                               1 if signum == signal.SIGINT else 2 * self.GRACE)
             try:
                 self._write_sign()
                 self._read_signs()
@@ -781,7 +895,8 @@ class Watch(threading.Thread):
             verdict = self.verdict or self._judge()
             if verdict and not self.is_over:
                 self._leave(verdict, f"rank {verdict[0]} {verdict[1]}".removeprefix("rank -1 "), 1)
-            is_told = status == 128 + signal.SIGTERM and all(sign["alarmed"] for sign in self.signs)
+            is_told = (status == 128 + signal.SIGTERM and not self.stop.is_heeded
+                       and all(sign["alarmed"] for sign in self.signs))
             if is_told or time.monotonic() > deadline:
                 self._leave(None, f"by signal {signal.Signals(status - 128).name}", status)
 
@@ -802,8 +917,8 @@ class Watch(threading.Thread):
         self.beat += 1
         self.store.set(self.keys[self.rank], json.dumps(dict(
             beat=self.beat, messages=self.traffic.num_messages, alarmed=self.is_alarmed, over=self.is_over,
-            excused=is_compiling or not self.is_strict, verdict=self.verdict,
-            place=f"{own[1]}() at {own[0]}:{own[2]}" if own else "no code")))
+            excused=is_compiling or not self.is_strict, verdict=self.verdict, stop=self.stop.status,
+            begun=self.begun, place=f"{own[1]}() at {own[0]}:{own[2]}" if own else "no code")))
 
     def _read_signs(self) -> None:
         if not self.store.check(self.keys):
@@ -816,6 +931,23 @@ class Watch(threading.Thread):
             if sign["messages"] != old["messages"] or sign["messages"] == front or sign["excused"]:
                 self.moved[rank] = now
         self.signs = signs
+        self.stop.status = self.stop.status or max(sign["stop"] for sign in signs)
+
+    def agree(self, step: int) -> bool:
+        """Whether all ranks stop after so many steps; else one has begun the next one and needs this.
+
+        Called by the main thread of each rank that knows of the wish. Nobody passes a step at which all are
+        seen to wait: the first to do so would never have waited there.
+        """
+        self.begun = (step, True)
+        while True:
+            begun = [tuple(sign["begun"]) for sign in self.signs]
+            if begun and max(begun)[0] > step:
+                self.begun = (step, False)
+                return False
+            if begun and min(begun) == (step, True):
+                return True
+            time.sleep(0.02)
 
     def _judge(self) -> tuple[int, str, float] | None:
         now, limit = time.monotonic(), self.GRACE if self.is_alarmed else self.patience
@@ -958,8 +1090,29 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)  # (T, H, K)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+class KeyValues:
+    """Keys and values (S, H, K) of the last tokens that one layer slot still sees while text is written."""
+
+    def __init__(self, window: int):
+        self.window, self.keys, self.values = window, None, None
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KeyValues) -> Tensor:
+    """Attention of T new tokens over the cache and themselves, who then join it. (T, H, K) -> (T, H, K)."""
+    if cache.keys is not None:
+        k, v = torch.cat((cache.keys, k)), torch.cat((cache.values, v))  # (S + T, H, K)
+    kv_idx = torch.arange(k.size(0), device=k.device)
+    mask = make_mask_mod(torch.zeros_like(kv_idx), cache.window)(
+        None, None, kv_idx[-q.size(0) :, None], kv_idx)  # (T, S + T)
+    cache.keys, cache.values = k[-cache.window :], v[-cache.window :]
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T or S + T, K)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(0, 1)  # (T, H, K)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | KeyValues) -> Tensor:
     """Windowed document attention with the softmax scale already in q. q, k, v (T, H, K) -> (T, H, K)."""
+    if isinstance(mask, KeyValues):
+        return attend_cached(q, k, v, mask)
     return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
 
 
@@ -1102,6 +1255,18 @@ FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
 
 
+def fp8_x_scale(dim: int) -> float:
+    """Scale of activations with unit root mean square: their entries are at most sqrt(D)."""
+    return math.sqrt(dim) / 448
+
+
+def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
+    """Shares of the values that to_fp8() would saturate, and flush to zero."""
+    is_zero = to_fp8(x.float(), scale, dtype).float() == 0
+    return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
+                flushed=((x != 0) & is_zero).float().mean().item())
+
+
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Divide by a static scale and cast, saturating at the largest finite value."""
     limit = torch.finfo(dtype).max
@@ -1158,7 +1323,7 @@ def multiply_plain(w: Tensor) -> Callable:
 
 def multiply_fp8(w: Tensor, dim: int) -> Callable:
     """The same in FP8; the weight is cast once for all chunks."""
-    x_scale = math.sqrt(dim) / 448
+    x_scale = fp8_x_scale(dim)
     w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)  # (V, D)
     w8_turned = w8.T.contiguous()  # (D, V)
 
@@ -1341,9 +1506,10 @@ class Bin:
     A unit is what must not be split over ranks: a matrix for per-matrix rules, else one element.
     """
 
-    def __init__(self, name: str, params: Tensor, grads: Tensor, multipliers: Tensor, hyper: GroupHyper,
-                 rt: Runtime):
-        self.name, self.params, self.grads, self.hyper, self.rt = name, params, grads, hyper, rt
+    def __init__(self, name: str, params: Tensor, grads: Tensor, multipliers: Tensor, group: str,
+                 hyper: GroupHyper, rt: Runtime):
+        self.name, self.group, self.hyper, self.rt = name, group, hyper, rt
+        self.params, self.grads = params, grads
         self.shard = local_shard(params, rt)  # (U/N, *unit)
         self.state = RULES[hyper.rule].init(self.shard)
         self.lr_mul, self.wd_mul = (  # (U/N, 1, 1) or (U/N,), or of one element where all are equal
@@ -1358,12 +1524,16 @@ class Bin:
         """Send the gradients; called as soon as the last of them is final."""
         self.wait_reduced = start_reduce_scatter(self.grads, self.rt)
 
-    def update(self, update: Callable, lr_factor: float, knobs: Knobs) -> None:
+    def update(self, update: Callable, lr_factor: float, knobs: Knobs, probe: "Probe") -> None:
         """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
+        probe.mark("communication")
         grad = self.wait_reduced()  # (U/N, *unit)
+        probe.mark("optimizer")
         lr = self.lr_mul * (self.hyper.lr * lr_factor)
+        before = probe.note_gradient(self, grad)
         if len(self.shard):
             update(self.shard, grad, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay, knobs)
+        probe.note_update(self, before)
         self.wait_gathered = start_all_gather(self.params, self.rt)
         self.clear()
 
@@ -1377,6 +1547,85 @@ class Bin:
         if self.wait_gathered is not None:
             self.wait_gathered()
             self.wait_gathered = None
+
+    def read(self, key: str) -> Tensor:
+        """The parameters, or all ranks' part of a state: (U, ...)."""
+        return self.params if key == "" else gather_units(self.state[key], len(self.params), self.rt)
+
+    def write(self, key: str, full: Tensor) -> None:
+        """Put rank 0's (U, ...) back where read() found it."""
+        broadcast_from_main(full, self.rt)
+        if key == "":
+            self.params.copy_(full)
+        else:
+            self.state[key].copy_(local_shard(full, self.rt))
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Parameters of one rule, dtype and unit shape, one behind the other, cut into bins."""
+
+    params: dict[str, nn.Parameter]
+    extents: dict[str, slice]  # units of each parameter
+    bins: dict[tuple[int, int], Bin]  # by first unit and one past the last
+
+    def owners(self, name: str) -> list[Bin]:
+        """The bins that hold units of a parameter."""
+        units = self.extents[name]
+        return [bin for (start, end), bin in self.bins.items() if start < units.stop and units.start < end]
+
+    def keys(self) -> list[str]:
+        """What there is of every unit: the parameter (""), and the rule's state."""
+        return ["", *next(iter(self.bins.values())).state]
+
+
+class Probe:
+    """Measures one step, where it is asked to: seconds of its parts, sums of squares by parameter group."""
+
+    PARTS = ("data wait", "forward and backward", "communication", "optimizer")
+    SUMS = ("grad", "weight", "update", "momentum")
+
+    def __init__(self, groups: Iterable[str] = (), device: torch.device | None = None,
+                 is_full: bool = False):
+        self.rows, self.is_full, self.marks = {group: i for i, group in enumerate(groups)}, is_full, []
+        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=device) if self.rows else None
+
+    def mark(self, part: str) -> None:
+        """From here on time belongs to this part."""
+        if self.is_full and self.sums.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((part, event))
+        elif self.is_full:
+            self.marks.append((part, time.perf_counter()))
+
+    def note_gradient(self, bin: Bin, grad: Tensor) -> Tensor | None:
+        """Add a bin's gradient, for the mean loss of a token; returns what note_update() will want."""
+        if self.rows and len(bin.shard):
+            self.sums[self.rows[bin.group], 0] += sum_squares(grad) / bin.tokens**2
+            return bin.shard.clone() if self.is_full else None
+        return None
+
+    def note_update(self, bin: Bin, before: Tensor | None) -> None:
+        """Add a bin's weights, their last change, and its momentum."""
+        if before is not None:
+            momentum = next(iter(bin.state.values()))
+            parts = (bin.shard, bin.shard.float() - before.float(), momentum)
+            self.sums[self.rows[bin.group], 1:] += torch.stack([sum_squares(x) for x in parts])
+
+    def read_seconds(self) -> dict[str, float]:
+        """Seconds of each part since the first mark; the last mark, of whatever name, is the end."""
+        seconds = dict.fromkeys(self.PARTS, 0.0)
+        if self.marks and self.sums.device.type == "cuda":
+            torch.cuda.synchronize(self.sums.device)
+        for (part, start), (_, end) in itertools.pairwise(self.marks):
+            seconds[part] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+        return seconds
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    """Sum of squares in float32 ()."""
+    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 
 def round_to_grid(x: Tensor, grid: float) -> Tensor:
@@ -1399,9 +1648,9 @@ def split_units(num_units: int, multiple: int, most: float) -> list[tuple[int, i
     return [(start, end) for start, end in zip(bounds, bounds[1:]) if start < end]
 
 
-def build_bank(named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, bin_bytes: float,
-               rt: Runtime) -> dict[str, list[Bin]]:
-    """Move parameters of one rule, dtype and unit shape into a bank; returns the bins of each parameter.
+def build_bank(named: list[tuple[str, nn.Parameter]], group: str, hyper: GroupHyper, bin_bytes: float,
+               rt: Runtime) -> Bank:
+    """Move parameters of one rule, dtype and unit shape into a bank.
 
     Backward finishes the last layers first, so they come first. Elementwise banks are padded to a multiple
     of the ranks; padding has zero gradient and stays zero.
@@ -1425,13 +1674,12 @@ def build_bank(named: list[tuple[str, nn.Parameter]], hyper: GroupHyper, bin_byt
     broadcast_from_main(params, rt)
     most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
     bins = {(start, end): Bin(f"{named[0][0]}:{start}", params[start:end], grads[start:end],
-                              multipliers[:, start:end], hyper, rt)
+                              multipliers[:, start:end], group, hyper, rt)
             for start, end in split_units(total, multiple, most)}
-    owners = {name: [bin for (start, end), bin in bins.items() if start < units.stop and units.start < end]
-              for name, units in extents.items()}
-    for bin in itertools.chain(*owners.values()):
+    bank = Bank(dict(named), extents, bins)
+    for bin in itertools.chain(*map(bank.owners, extents)):
         bin.num_params = bin.missing = bin.num_params + 1
-    return owners
+    return bank
 
 
 class Optimizer:
@@ -1439,10 +1687,11 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.step_count, self.is_armed = cfg, rt, 0, False
-        self.owners: dict[str, list[Bin]] = {}
-        for hyper, named in group_parameters(model, cfg):
-            self.owners.update(build_bank(named, hyper, cfg.comm_bin_mb * 1e6, rt))
-        self.bins = list(dict.fromkeys(itertools.chain(*self.owners.values())))
+        hypers, self.probe = group_hypers(cfg), Probe()
+        self.banks = [build_bank(named, group, hypers[group], cfg.comm_bin_mb * 1e6, rt)
+                      for group, named in group_parameters(model, hypers)]
+        self.owners = {name: bank.owners(name) for bank in self.banks for name in bank.extents}
+        self.bins = [bin for bank in self.banks for bin in bank.bins.values()]
         # a rank must send all gradients and all parameters once, but for its own share of either
         self.minimum_bytes = 2 * sum(p.nbytes for p in model.parameters()) * (1 - 1 / rt.world_size)
         self.updates = {rule: rt.compile(RULES[rule].update)
@@ -1461,8 +1710,10 @@ class Optimizer:
 
         def finish_bins(*_) -> None:
             """A forward pre-hook."""
+            self.probe.mark("communication")
             for bin in bins:
                 bin.finish()
+            self.probe.mark("forward and backward")
 
         if self.rt.world_size > 1:
             module.register_forward_pre_hook(finish_bins)
@@ -1497,7 +1748,8 @@ class Optimizer:
                 self._launch(bin)
         self.step_count += 1
         for bin in self.launched:
-            bin.update(self.updates[bin.hyper.rule], lr_factor, self._make_knobs(bin, momentum))
+            bin.update(self.updates[bin.hyper.rule], lr_factor, self._make_knobs(bin, momentum),
+                       self.probe)
         self.launched, self.is_armed = [], False
 
     def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:
@@ -1528,6 +1780,39 @@ class Optimizer:
         return {f"{bin.name}/{key}": tensor for bin in self.bins
                 for key, tensor in {"params": bin.params, **bin.state}.items()}
 
+    def is_settled(self) -> bool:
+        """Whether no gradients wait for a later step: only then a snapshot holds everything."""
+        return not any(bin.tokens for bin in self.bins)
+
+    def state_dict(self) -> dict[str, Callable[[], Tensor]]:
+        """Parameters by name, and rule states of their units as name/key; on rank 0 alone, being copied.
+
+        It does not depend on the ranks. All must call it; the tensors are those of now.
+        """
+        self.finish()
+        copies = {}
+        for bank in self.banks:
+            for key in bank.keys():
+                full = torch.cat([bin.read(key) for bin in bank.bins.values()])  # (U, ...)
+                for name, units in bank.extents.items() if self.rt.is_main else ():
+                    tensor = full[units] if key else full[units].view_as(bank.params[name])
+                    copies[f"{name}/{key}".removesuffix("/")] = copy_to_host(tensor)
+        return copies
+
+    def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
+        """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
+        self.step_count = step_count
+        for bank in self.banks:
+            for key in bank.keys():
+                full = torch.cat([bin.read(key) for bin in bank.bins.values()])
+                for name, units in bank.extents.items() if self.rt.is_main else ():
+                    saved = tensors[f"{name}/{key}".removesuffix("/")]
+                    full[units] = saved.to(full.device).view_as(full[units])
+                for (start, end), bin in bank.bins.items():
+                    bin.write(key, full[start:end])
+        for bin in self.bins:
+            bin.clear()
+
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """A copy of everything step() changes."""
         self.finish()
@@ -1543,10 +1828,9 @@ class Optimizer:
             bin.clear()
 
 
-def group_parameters(model: nn.Module,
-                     cfg: OptimConfig) -> list[tuple[GroupHyper, list[tuple[str, nn.Parameter]]]]:
+def group_parameters(model: nn.Module, hypers: dict[str, GroupHyper]
+                     ) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
     """Sort parameters into banks; ValueError names a parameter that no rule, or no group, claims."""
-    hypers = group_hypers(cfg)
     groups: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         spec = getattr(param, "spec", None)
@@ -1561,7 +1845,7 @@ def group_parameters(model: nn.Module,
         else:
             key = (spec.group, param.dtype, name if param.numel() >= BIG_PARAMETER else "small")
         groups.setdefault(key, []).append((name, param))
-    return [(hypers[key[0]], named) for key, named in groups.items()]
+    return [(key[0], named) for key, named in groups.items()]
 
 
 # ==== MODEL ================================================================================================
@@ -1573,7 +1857,8 @@ def group_parameters(model: nn.Module,
 class StepInputs(typing.NamedTuple):
     """What the schedule tells the model, beside the tokens."""
 
-    windows: Tensor | tuple[int, int]  # (long, short) tokens; FlexAttention: a tensor (2,), so it can change
+    # (long, short) tokens, for FlexAttention a tensor (2,), so that it can change; or every slot's cache
+    windows: Tensor | tuple[int, int] | list[KeyValues]
     cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
     sin: Tensor  # (T, 2, 1, K)
 
@@ -1695,14 +1980,14 @@ class GPT(nn.Module):
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
-        masks = dict(zip(("long", "short"), self.build_masks(doc_ids, step.windows)))
+        masks = self.build_masks(doc_ids, step.windows)
         x = x0 = rms_norm(F.embedding(inputs, self.embed).to(self.dtype))  # (T, D)
         values = {int(i): F.embedding(inputs, table).to(self.dtype)
                   for i, table in self.value_embeds.items()}
         outputs = []
-        for block, spec in zip(self.blocks, self.specs):
+        for block, spec, mask in zip(self.blocks, self.specs, masks):
             skip = None if spec.skip_from is None else outputs[spec.skip_from]
-            x = block(x, x0, skip, values.get(spec.value_embed), masks.get(spec.attention), step)
+            x = block(x, x0, skip, values.get(spec.value_embed), mask, step)
             outputs.append(x)
         return rms_norm(x)
 
@@ -1714,11 +1999,13 @@ class GPT(nn.Module):
         """
         return [*((f"blocks.{i}.", block) for i, block in enumerate(self.blocks)), ("head.", self.head)]
 
-    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]) -> list[BlockMask | Tensor]:
-        """The long and the short mask of this sequence."""
-        if self.use_flex:
-            return [build_block_mask(doc_ids, window) for window in windows.unbind()]
-        return [build_dense_mask(doc_ids, window) for window in windows]
+    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int] | list[KeyValues]) -> list:
+        """What attend() wants to know in each slot; slots of one kind share a mask."""
+        if isinstance(windows, list):
+            return windows
+        build = build_block_mask if self.use_flex else build_dense_mask
+        masks = {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)}
+        return [masks.get(spec.attention) for spec in self.specs]
 
 
 # ==== DATA =================================================================================================
@@ -2118,14 +2405,15 @@ class Schedule:
         return StepState(index, stage, self.lr_factor(step, stage), momentum, *self.rotary[index])
 
 
-def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime) -> tuple[Tensor, Tensor]:
+def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime,
+                first: int = 0) -> tuple[Tensor, Tensor]:
     """cos and sin tables (T, 2, 1, K) for apply_rotary on stacked q and k; q's carry the softmax scale.
 
-    Positions start anew with every row of `period` tokens. Float32 on CUDA, where the compiler fuses the
-    product.
+    Positions are first, first + 1, ... and start anew with every row of `period` tokens. Float32 on CUDA,
+    where the compiler fuses the product.
     """
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
-    positions = torch.arange(num_tokens, device=rt.device) % period
+    positions = torch.arange(first, first + num_tokens, device=rt.device) % period
     angles = positions[:, None].double() * torch.tensor(state.frequencies, device=rt.device)  # (T, K/2)
     scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
@@ -2134,7 +2422,8 @@ def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime) -> 
 
 
 # ==== RUN RECORD ===========================================================================================
-# What a run leaves: a log that begins with the script itself, and a json of its result. Rank 0 alone writes.
+# What a run leaves: a log that begins with the script itself, a json of its result, measurements on request,
+# and checkpoints. Rank 0 alone writes.
 
 
 def show_bar() -> bool:
@@ -2142,14 +2431,21 @@ def show_bar() -> bool:
     return sys.stderr.isatty() and env_int("RANK", 0) == 0
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, sync it, rename it."""
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) -> None:
+    """Write a file, by bytes or a function, under a temporary name, sync it, rename it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            data(file) if callable(data) else file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name survives a power cut only once the folder is synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def check_writable(folder: Path, remedy: str) -> None:
@@ -2212,11 +2508,36 @@ def read_git_commit() -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
+class GrowingFile:
+    """A text that is kept in memory, and on disk while it grows, as far as the disk takes it."""
+
+    def __init__(self, path: Path):
+        self.path, self.data, self.error = path, bytearray(), ""
+        self.file = open(path, "wb", buffering=0)
+
+    def add(self, text: bytes) -> str:
+        """Append; returns what is wrong with the disk, the first time that something is."""
+        self.data += text
+        try:
+            if not self.error:
+                self.file.write(text)
+        except OSError as error:
+            self.error = error.strerror
+            return self.error
+        return ""
+
+    def move(self, path: Path) -> None:
+        """Write the whole text where it belongs, and remove the growing copy."""
+        write_atomic(path, bytes(self.data))
+        self.path.unlink(missing_ok=True)
+
+
 class RunLog:
-    """Log lines of a run. On ranks other than 0 every method does nothing."""
+    """Log lines and events of a run. On ranks other than 0 every method does nothing."""
 
     def __init__(self, cfg: Config, rt: Runtime):
-        self.cfg, self.rt, self.val_points, self.bar, self.file = cfg, rt, [], None, None
+        self.cfg, self.rt, self.val_points, self.bar = cfg, rt, [], None
+        self.files: dict[str, GrowingFile] = {}  # by suffix
         if not rt.is_main:
             return
         now = datetime.datetime.now()
@@ -2229,38 +2550,52 @@ class RunLog:
             return self
         logs = Path(self.cfg.logs_dir)
         logs.mkdir(parents=True, exist_ok=True)
-        self.file = open(logs / f"{self.run_id}.txt.partial", "wb", buffering=0)  # grows while the run lasts
+        has_events = self.cfg.telemetry_every or self.cfg.guard == "on"
+        for suffix in (".txt", ".jsonl") if has_events else (".txt",):
+            self.files[suffix] = GrowingFile(logs / f"{self.run_id}{suffix}.partial")
         facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(self.rt)), indent=1)
-        self.file.write(self.source + f"\n{'=' * 100}\n{facts}\n{'=' * 100}\n".encode())
+        self.files[".txt"].add(self.source + f"\n{'=' * 100}\n{facts}\n{'=' * 100}\n".encode())
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
         """Take the bar off the screen. The log of a crash stays as .partial; bad input leaves nothing."""
         if self.bar is not None:
             self.bar.close()
-        if self.file is not None:
-            self.file.close()
+        for file in self.files.values():
+            file.file.close()
             if kind is not None and issubclass(kind, InputError):
-                os.unlink(self.file.name)
+                file.path.unlink(missing_ok=True)
 
-    def open_bar(self) -> None:
-        """Start the progress bar, where it would be seen."""
+    def open_bar(self, step: int) -> None:
+        """Start the progress bar after so many steps, where it would be seen."""
         if show_bar():
-            self.bar = tqdm(total=self.cfg.num_iterations, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=self.cfg.num_iterations, initial=step, unit="step", dynamic_ncols=True)
 
     def print(self, text: str, to_log: bool = True, to_console: bool = True) -> None:
         """Write a line, flushed."""
         if not self.rt.is_main:
             return
         if to_log:
-            self.file.write((text + "\n").encode())
+            self._add(".txt", text)
         if to_console:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
+    def _add(self, suffix: str, line: str) -> None:
+        problem = self.files[suffix].add((line + "\n").encode())
+        if problem:
+            tqdm.write(f"{self.files[suffix].path} cannot be written ({problem}): training goes on, the "
+                       "text stays in memory until the end", file=sys.stderr)
+
+    def write_event(self, event: str, step: int, **facts) -> None:
+        """One line of <run_id>.jsonl, where there is one."""
+        if ".jsonl" in self.files:
+            self._add(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
+
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
         """The line of a validation; the clock stands at train_time seconds."""
         self.val_points.append([step, val_loss, round(train_time * 1000)])
+        self.write_event("validation", step, val_loss=val_loss, train_time_ms=round(train_time * 1000))
         self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
                    f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
 
@@ -2285,15 +2620,135 @@ class RunLog:
                       val_points=self.val_points, final_val_loss=self.val_points[-1][1],
                       script_sha256=hashlib.sha256(self.source).hexdigest(), git_commit=read_git_commit(),
                       versions=describe_versions(), hardware=describe_hardware(self.rt))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = Path(self.file.name)
-        if self.cfg.record:
-            write_atomic(self.folder / "train_gpt.py", self.source)
-        write_atomic(self.folder / f"{self.run_id}.txt", partial.read_bytes())
-        partial.unlink()
         path = self.folder / f"{self.run_id}.json"
-        write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         print(format_card(result, self.rt, path), flush=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.cfg.record:
+                write_atomic(self.folder / "train_gpt.py", self.source)
+            for suffix, file in self.files.items():
+                file.move(self.folder / f"{self.run_id}{suffix}")
+            write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        except OSError as error:
+            raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
+                           f"is not recorded; what the disk took of its log is in {self.cfg.logs_dir}",
+                           of_one_rank=True) from error
+
+
+CHECKPOINT_FORMAT = "train_gpt 1"
+
+
+def name_checkpoints(cfg: Config) -> Path:
+    """The folder of this run's checkpoints."""
+    return Path(cfg.checkpoint_dir, f"{cfg.record or cfg.preset}_seed{cfg.seed}")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last written first."""
+    return sorted(folder.glob("step_*.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def hash_checkpoint(meta: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over everything a checkpoint says."""
+    digest = hashlib.sha256(meta.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed.
+
+    It is a torch.save() archive: PyTorch's distributed checkpoints keep their index as an unrestricted
+    pickle in a folder of files, which no single rename makes complete, and safetensors is one more package.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        facts, is_ours = json.loads(content["meta"]), content["format"] == CHECKPOINT_FORMAT
+        is_whole = content["sha256"] == hash_checkpoint(content["meta"], content["tensors"])
+    except Exception as error:  # whatever a damaged file makes its readers raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise InputError(f"{path} cannot be read as a checkpoint ({reason}): name another one, or give "
+                         "--resume=auto for the newest that can") from None
+    if not is_ours or not is_whole:
+        raise InputError(f"{path} is {'damaged: its SHA-256 differs' if is_ours else 'of another format'}: "
+                         "name another checkpoint")
+    return facts, content["tensors"]
+
+
+def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
+    """What --resume names: (path, facts, tensors); for auto the newest that is whole, or None."""
+    if cfg.resume != "auto":
+        found = [(Path(cfg.resume), *read_checkpoint(Path(cfg.resume)))]
+    else:
+        found, problem = [], None
+        for path in list_checkpoints(name_checkpoints(cfg)):
+            try:
+                found.append((path, *read_checkpoint(path)))
+                break
+            except InputError as error:
+                problem = error
+        if problem and not found:
+            raise problem
+    for path, facts, _ in found:
+        check_same_model(path, facts["config"], cfg)
+    return found[0] if found else None
+
+
+def check_same_model(path: Path, theirs: dict, cfg: Config) -> None:
+    """Raise InputError where a checkpoint's tensors would not fit this run."""
+    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
+        if name != "fp8_head" and ours[name] != theirs.get(name):
+            shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
+            raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
+                             f"{shown[1]} here: give that run's options, or start anew without --resume")
+
+
+class Checkpoints:
+    """Writes checkpoints in the background, and keeps the newest two of this run."""
+
+    KEPT = 2
+
+    def __init__(self, cfg: Config, log: RunLog):
+        self.folder, self.log, self.thread, self.path = name_checkpoints(cfg), log, None, None
+        self.is_broken = False
+        if cfg.checkpoint_every:
+            check_writable(self.folder, "choose another folder with --checkpoint_dir")
+
+    def save(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
+        """Write, on the rank that has the copies, as soon as the last checkpoint is out."""
+        self.wait()
+        if copies:
+            self.thread = threading.Thread(target=self._write, args=(step, facts, copies), name="checkpoint")
+            self.thread.start()
+
+    def wait(self) -> Path | None:
+        """Wait for the last one; its path, or None where it could not be written."""
+        if self.thread is not None:
+            self.thread.join()
+        return self.path
+
+    def _write(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
+        path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            meta, tensors = json.dumps(facts), {name: wait() for name, wait in copies.items()}
+            content = dict(format=CHECKPOINT_FORMAT, meta=meta, tensors=tensors,
+                           sha256=hash_checkpoint(meta, tensors))
+            write_atomic(path, lambda file: torch.save(content, file))
+            for old in (*list_checkpoints(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
+                old.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
+            if not self.is_broken:
+                reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+                self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
+                               "training goes on")
+            self.is_broken, self.path = True, None
+            return
+        self.is_broken, self.path = False, path
+        self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
 
 
 def format_card(result: dict, rt: Runtime, path: Path) -> str:
@@ -2322,7 +2777,22 @@ def format_card(result: dict, rt: Runtime, path: Path) -> str:
 
 
 # ==== TRAINING =============================================================================================
-# Set up, warm up and undo it, start the clock, loop.
+# Set up, warm up and undo it, start the clock, loop. Guard and Telemetry look on.
+
+
+@dataclass
+class Progress:
+    """Where a run stands, beside its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
+    num_actions: int = 0  # of the guard
+    num_lowered: int = 0  # precisions given up
+    lr_scale: float = 1.0
+    lr_scale_until: int = 0  # step
 
 
 class Trainer:
@@ -2339,7 +2809,7 @@ class Trainer:
             names = [name for name in names if not name.startswith(prefix)]
             part.forward = rt.compile(part.forward)
         self.optimizer.wait_before(model, names)
-        self.model = model
+        self.model, self.progress = model, Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
@@ -2358,14 +2828,19 @@ class Trainer:
         tokens_per_step = state.stage.tokens_per_step or self.cfg.tokens_per_step
         accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step)
         total = torch.zeros((), device=self.rt.device)
+        mark, progress = self.optimizer.probe.mark, self.progress
         for micro in range(accum):
+            mark("data wait")
             batch = next(batches)
+            mark("forward and backward")
             if micro == accum - 1:
                 self.optimizer.arm()
             loss = self.model(*batch, self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len))
             loss.backward()
             total += loss.detach()
-        self.optimizer.step(state.lr_factor, state.momentum, tokens_per_step)
+        lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
+        self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step)
+        mark("")
         return total / (tokens_per_step // self.rt.world_size)
 
     @torch.no_grad()
@@ -2379,6 +2854,43 @@ class Trainer:
             total += self.model(*batch, self.inputs_at(state, data.seq_len, data.seq_len))
         self.model.train()
         return all_reduce_sum(total, self.rt).item() / ((num_rows or data.num_rows) * data.seq_len)
+
+    def lower_precision(self) -> str:
+        """Give up the next low precision; says which, or nothing where none is left."""
+        if self.model.head.use_fp8:
+            self.model.head.use_fp8, lowered = False, "the head leaves FP8"
+        elif self.rt.dtype == torch.bfloat16:
+            self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
+            self.model.dtype, lowered = torch.float32, "activations become float32"
+            self.step_inputs.clear()
+        else:
+            return ""
+        self.progress.num_lowered += 1
+        return lowered
+
+    def state_dict(self) -> tuple[dict, dict[str, Callable[[], Tensor]]]:
+        """What a checkpoint holds of this run: plain facts, and tensors being copied (rank 0)."""
+        copies = self.optimizer.state_dict()
+        copies["random/cpu"] = copy_to_host(torch.get_rng_state())
+        if self.rt.device.type == "cuda":
+            copies["random/cuda"] = copy_to_host(torch.cuda.get_rng_state(self.rt.device))
+        facts = dict(config=dataclasses.asdict(self.cfg), progress=dataclasses.asdict(self.progress),
+                     optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
+                     script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+                     versions=describe_versions())
+        return facts, copies if self.rt.is_main else {}
+
+    def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+        """Go on where state_dict() was called; only rank 0 needs the tensors."""
+        self.optimizer.load_state_dict(tensors, facts["optimizer_steps"])
+        self.progress = Progress(**facts["progress"])
+        lowered, self.progress.num_lowered = self.progress.num_lowered, 0
+        for _ in range(lowered):
+            self.lower_precision()
+        if "random/cpu" in tensors:
+            torch.set_rng_state(tensors["random/cpu"])
+        if "random/cuda" in tensors and self.rt.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["random/cuda"], self.rt.device)
 
     def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
         """Run every shape and window once or more, then put parameters and rule state back exactly."""
@@ -2397,6 +2909,157 @@ class Trainer:
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
+
+
+class Telemetry:
+    """Measures every telemetry_every-th step, by hooks outside the compiled graphs, into <run_id>.jsonl."""
+
+    SAMPLE = 256  # tokens, and head rows, of which logits and FP8 casts are measured
+    EMA_DECAY = 0.98  # of the training loss, per step
+
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
+        self.losses: list[Tensor] = []  # since the last measurement
+        self.loss_ema, self.is_measuring = math.nan, False
+        if self.every:
+            for block in trainer.model.blocks:
+                block.register_forward_hook(self._note_layer)
+            trainer.model.head.register_forward_pre_hook(self._note_head)
+
+    def start_step(self) -> bool:
+        """Arm the hooks, and return True, if the coming step is one to measure."""
+        self.is_measuring = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        self.layers, self.head = [], {}
+        return self.is_measuring
+
+    @torch.no_grad()
+    def _note_layer(self, _block: nn.Module, _inputs: tuple, output: Tensor) -> None:
+        if self.is_measuring and len(self.layers) < len(self.trainer.model.blocks):  # of one micro-batch
+            x = output.float()
+            self.layers.append(torch.stack((x.mean(), x.std(), x.abs().max())))
+
+    @torch.no_grad()
+    def _note_head(self, head: Head, inputs: tuple[Tensor, Tensor]) -> None:
+        if not self.is_measuring or self.head:
+            return
+        x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in inputs)
+        w = head.weight.type_as(x)
+        logits = softcap(x @ w.T)  # (T, V)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets, torch.float32, FP8_GRAD_SCALE)
+        rows = w[:: max(1, len(w) // self.SAMPLE)]
+        self.head = dict(
+            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
+            fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), torch.float8_e4m3fn),
+                     w=measure_fp8(rows, FP8_WEIGHT_SCALE, torch.float8_e4m3fn),
+                     grad=measure_fp8(grads, 1.0, torch.float8_e5m2)))
+
+    def end_step(self, loss: Tensor, probe: Probe, train_time: float) -> None:
+        """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
+        if not self.every:
+            return
+        self.losses.append(loss)
+        if not self.is_measuring:
+            return
+        rt = self.trainer.rt
+        losses = (all_reduce_sum(torch.stack(self.losses), rt) / rt.world_size).tolist()
+        norms = all_reduce_sum(probe.sums, rt).sqrt().tolist()
+        self.is_measuring, self.losses = False, []
+        for value in losses:
+            self.loss_ema = value if math.isnan(self.loss_ema) else (
+                self.EMA_DECAY * self.loss_ema + (1 - self.EMA_DECAY) * value)
+        slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
+        self.log.write_event(
+            "telemetry", self.trainer.progress.step, train_time_ms=round(train_time * 1000),
+            loss=losses[-1], loss_ema=self.loss_ema, loss_slope_per_1000_steps=slope,
+            groups={group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
+                                momentum_norm=momentum)
+                    for group, (grad, weight, update, momentum) in zip(probe.rows, norms)},
+            layers=[dict(zip(("mean", "std", "max"), layer.tolist())) for layer in self.layers],
+            **self.head, seconds=probe.read_seconds())
+
+
+class Guard:
+    """Notices that training goes wrong, and goes back to weights from before it did.
+
+    Weights and rule states go back, time does not: data and schedule go on, so that what did harm is not
+    seen again and the run ends when it should. All ranks judge the same sums, one step late: no GPU waits.
+    """
+
+    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # times the median of the last good steps: too much
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # in that median, at most and at least
+    VAL_RISE = 0.05  # share by which validation loss may exceed its best
+    SNAPSHOT_EVERY, TRIAL_STEPS = 20, 5  # steps; a snapshot is trusted after so many good ones
+    LR_FACTOR, LR_STEPS = 0.5, 50  # after an action, for so many steps
+    MOST_ACTIONS, STATUS = 6, 3  # then the run stops with this exit status
+
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self.trainer, self.log, self.best_val_loss = trainer, log, math.inf
+        self.is_on = trainer.cfg.guard == "on"
+        self.pending: list[tuple[int, Callable[[], Tensor]]] = []  # (step, its sums): not yet judged
+        self.snapshots = [(trainer.progress.step, trainer.optimizer.snapshot())] if self.is_on else []
+
+    def end_step(self, loss: Tensor, probe: Probe) -> None:
+        """Judge the step before this one; take a snapshot where one is due."""
+        if not self.is_on:
+            return
+        trainer, step = self.trainer, self.trainer.progress.step
+        sums = torch.stack((loss / trainer.rt.world_size, probe.sums[:, 0].sum()))
+        self.pending.append((step, copy_to_host(all_reduce_sum(sums, trainer.rt))))
+        if step % self.SNAPSHOT_EVERY or not trainer.optimizer.is_settled():
+            self.judge(but=1)
+        elif self.judge():
+            self.snapshots = [*self.snapshots[-1:], (step, trainer.optimizer.snapshot())]
+
+    def judge(self, but: int = 0) -> bool:
+        """Judge all steps but the last few; whether all were good, as far as they can be bad."""
+        while len(self.pending) > but:
+            step, sums = self.pending.pop(0)
+            loss, grad_norm = sums()[0].item(), sums()[1].sqrt().item()
+            fault = self._find_fault(loss, grad_norm)
+            if fault:
+                self._act(step, fault)
+                return False
+            good = self.trainer.progress.good_steps
+            good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
+        return True
+
+    def judge_validation(self, step: int, val_loss: float) -> None:
+        """The same for a validation loss, the same number on all ranks."""
+        if self.is_on and not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
+            self._act(step, f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}", to_oldest=True)
+        self.best_val_loss = min(self.best_val_loss, val_loss)
+
+    def _find_fault(self, loss: float, grad_norm: float) -> str:
+        good = np.array(self.trainer.progress.good_steps)
+        medians = np.median(good, axis=0) if len(good) >= self.LEAST_STEPS else (math.inf, math.inf)
+        for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
+                                   ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+            if value > limit:
+                return f"{name} {value:.4g} exceeds {limit:.4g}"
+        return ""
+
+    def _act(self, step: int, fault: str, to_oldest: bool = False) -> None:
+        trainer, progress = self.trainer, self.trainer.progress
+        trusted = [i for i, (made, _) in enumerate(self.snapshots)
+                   if progress.step - made >= self.TRIAL_STEPS]
+        index = 0 if to_oldest or not trusted else trusted[-1]
+        made, snapshot = self.snapshots[index]
+        trainer.optimizer.restore(snapshot)
+        self.pending, self.snapshots = [], self.snapshots[: index + 1]
+        progress.num_actions += 1
+        if progress.num_actions > self.MOST_ACTIONS:
+            trainer.rt.stop.status, measures = self.STATUS, [f"{self.MOST_ACTIONS} actions were not enough"]
+        else:
+            in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
+            progress.lr_scale = in_force * self.LR_FACTOR
+            progress.lr_scale_until = progress.step + self.LR_STEPS
+            measures = [trainer.lower_precision(), f"learning rates times {progress.lr_scale:g} until step "
+                                                   f"{progress.lr_scale_until}"]
+        text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
+        self.log.print(f"guard: step {step}: {fault}: {text} (action {progress.num_actions})")
+        self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 
 @contextmanager
@@ -2425,62 +3088,274 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
+def resume(trainer: Trainer, cfg: Config, rt: Runtime) -> tuple[list, str]:
+    """Load what --resume names, on all ranks; returns (validation points so far, a line that says so)."""
+    found = path = facts = problem = None
+    if rt.is_main:
+        try:
+            found = find_checkpoint(cfg)
+        except InputError as error:
+            problem = str(error)
+        path, facts, _ = found or (None, None, None)
+    path, facts, problem = share_from_main((path, facts, problem), rt)
+    if problem:
+        raise InputError(problem)
+    if path is None:
+        return [], f"no checkpoint in {name_checkpoints(cfg)}: starting anew"
+    trainer.load_state_dict(facts, found[2] if found else {})
+    trainer.progress.resumed_at.append(trainer.progress.step)
+    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    others = [f"{name} was {value}" for name, value in facts["config"].items()
+              if value != ours.get(name) and name not in ("resume", "checkpoint_every", "stages", "layers")]
+    return facts["val_points"], (f"resumed {path} after step {trainer.progress.step}"
+                                 f"{': ' if others else ''}{', '.join(others)}")
+
+
 def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
     """The whole run: data, log, model, warm-up, loop, result."""
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     resolved = resolved_dict(cfg, rt.world_size)
     with RunLog(cfg, rt) as log, explain_memory(cfg):
+        checkpoints = Checkpoints(cfg, log)
         log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
                   f"{rt.world_size} x {rt.device.type}, "
                   f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
         for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
+        if cfg.resume:
+            log.val_points, note = resume(trainer, cfg, rt)
+            log.print(note)
         if rt.watch is not None:
             rt.watch.is_strict = True
         start = clock(rt.device)
         trainer.warm_up(train_data, val_data)
         compile_time = clock(rt.device) - start
-        before = dataclasses.replace(rt.traffic)
-        train_time = run_steps(trainer, train_data, val_data, log)
+        first_step, before = trainer.progress.step, dataclasses.replace(rt.traffic)
+        Run(trainer, train_data, val_data, log, checkpoints, argv).run()
         sent = torch.tensor(rt.traffic.num_bytes - before.num_bytes, dtype=torch.float64, device=rt.device)
-        sent = all_reduce_sum(sent / cfg.num_iterations / rt.world_size, rt).item()
+        sent = all_reduce_sum(sent / max(1, cfg.num_iterations - first_step) / rt.world_size, rt).item()
 
-        tokens_per_s = resolved["derived"]["train_tokens"] / train_time
+        progress = trainer.progress
+        tokens_per_s = resolved["derived"]["train_tokens"] / progress.train_time
         flops = tokens_per_s * resolved["derived"]["flops_per_token"]
         log.finish(dict(
             config=resolved, argv=argv,
             corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
-            train_time_ms=round(train_time * 1000), compile_time_s=round(compile_time, 2),
+            train_time_ms=round(progress.train_time * 1000), compile_time_s=round(compile_time, 2),
             bytes_per_step=round(sent), minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
             tokens_per_s=round(tokens_per_s), mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
-            peak_memory_mib=read_peak_memory_mib(rt)))
+            peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at,
+            guard_actions=progress.num_actions))
+        if rt.is_main:
+            print_sample(trainer.model, cfg, trainer.rt)
 
 
-def run_steps(trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog) -> float:
-    """The timed loop. Returns the training time in seconds; the clock stands while validating."""
-    cfg, rt, tokens, train_time = trainer.cfg, trainer.rt, 0, 0.0
-    batches = Prefetcher(train_data.batches(cfg, rt, 0, cfg.num_iterations), rt.device)
-    log.open_bar()
-    wait_for_ranks(rt)
-    start = clock(rt.device)
-    for step in range(cfg.num_iterations + 1):
-        state = trainer.schedule.at(step)
-        is_last = step == cfg.num_iterations
-        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
-            trainer.optimizer.finish()
-            train_time += clock(rt.device) - start  # the clock stands
-            log.log_validation(step, trainer.validate(val_data, state), train_time)
-            start = clock(rt.device)
-        if not is_last:
-            loss = trainer.train_step(batches, state)
-            if cfg.check_ranks_every and (step + 1) % cfg.check_ranks_every == 0:
-                trainer.optimizer.check_ranks()
-            tokens += state.stage.tokens_per_step or cfg.tokens_per_step
-            log.log_step(step + 1, loss.item, tokens, train_time + time.perf_counter() - start)
-    batches.close()
-    return train_time
+class Run:
+    """The timed loop, from where trainer.progress stands; the clock stands while validating."""
+
+    TIME_LIMIT_STATUS = 124
+    CAUSES = {128 + signal.SIGINT: "by SIGINT", 128 + signal.SIGTERM: "by SIGTERM",
+              TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
+
+    def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
+                 checkpoints: Checkpoints, argv: list[str]):
+        self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
+        self.val_data, self.log, self.checkpoints, self.argv = val_data, log, checkpoints, argv
+        batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
+        self.batches = Prefetcher(batches, self.rt.device)
+        self.guard, self.telemetry = Guard(trainer, log), Telemetry(trainer, log)
+        self.is_checkpoint_due = False
+
+    def run(self) -> None:
+        """All steps; RunStopped where a signal, the time limit or the guard ends them early."""
+        cfg, progress = self.cfg, self.progress
+        self.log.open_bar(progress.step)
+        wait_for_ranks(self.rt)
+        self.start_clock()
+        with self.rt.stop.catch_signals():
+            while progress.step < cfg.num_iterations:
+                if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
+                    self.guard.judge_validation(progress.step, self.validate())
+                self.train_step()
+                if self.trainer.optimizer.is_settled():
+                    self.save_or_stop()
+            self.guard.judge()
+            self.validate()
+        self.batches.close()
+        self.checkpoints.wait()
+
+    def start_clock(self) -> None:
+        """Training time counts from here."""
+        self.started = clock(self.rt.device)
+
+    def stop_clock(self) -> None:
+        """Training time counts to here."""
+        self.trainer.optimizer.finish()
+        self.progress.train_time += clock(self.rt.device) - self.started
+
+    def validate(self) -> float:
+        """Validate, write the line."""
+        self.stop_clock()
+        val_loss = self.trainer.validate(self.val_data, self.trainer.schedule.at(self.progress.step))
+        self.log.log_validation(self.progress.step, val_loss, self.progress.train_time)
+        self.start_clock()
+        return val_loss
+
+    def train_step(self) -> None:
+        """One step, and all that looks at it."""
+        cfg, rt, progress = self.cfg, self.rt, self.progress
+        state = self.trainer.schedule.at(progress.step)
+        rt.begin_step(progress.step + 1)
+        is_measured, optimizer = self.telemetry.start_step(), self.trainer.optimizer
+        probe = optimizer.probe = Probe(group_hypers(cfg) if is_measured or self.guard.is_on else (),
+                                        rt.device, is_measured)
+        loss = self.trainer.train_step(self.batches, state)
+        optimizer.probe = Probe()
+        progress.step += 1
+        progress.tokens += state.stage.tokens_per_step or cfg.tokens_per_step
+        if cfg.check_ranks_every and progress.step % cfg.check_ranks_every == 0:
+            optimizer.check_ranks()
+        elapsed = progress.train_time + time.perf_counter() - self.started
+        self.log.log_step(progress.step, loss.item, progress.tokens, elapsed)
+        self.guard.end_step(loss, probe)
+        self.telemetry.end_step(loss, probe, elapsed)
+        if cfg.time_limit and time.monotonic() - rt.started > cfg.time_limit:
+            rt.stop.status = rt.stop.status or self.TIME_LIMIT_STATUS
+        self.is_checkpoint_due |= bool(cfg.checkpoint_every) and (
+            progress.step % cfg.checkpoint_every == 0 or progress.step == cfg.num_iterations)
+
+    def save_or_stop(self) -> None:
+        """Save a checkpoint where one is due; where all ranks are to stop, save it and raise RunStopped."""
+        step = self.progress.step
+        status = self.rt.agree_to_stop(step) if step < self.cfg.num_iterations else 0
+        if not (status or self.is_checkpoint_due):
+            return
+        self.guard.judge()
+        self.stop_clock()
+        facts, copies = self.trainer.state_dict()
+        self.checkpoints.save(step, dict(facts, val_points=self.log.val_points), copies)
+        self.is_checkpoint_due = False
+        if status:
+            path = self.checkpoints.wait()
+            wait_for_ranks(self.rt)  # a launcher ends all ranks when the first one leaves
+            remedy = f"go on with: {format_resume(self.argv, path, self.rt)}"
+            raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
+                             f"{self.cfg.num_iterations}: {remedy if path else 'no checkpoint'}", status)
+        self.start_clock()
+
+
+def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
+    """The command line that goes on from a checkpoint."""
+    rest = [word for before, word in zip(("", *argv), argv)
+            if not word.startswith("--resume") and before != "--resume"]
+    launcher = ["python"] if rt.world_size == 1 else [
+        "torchrun", "--standalone", f"--nproc_per_node={rt.world_size}"]
+    return shlex.join([*launcher, os.path.relpath(__file__), *rest, f"--resume={path}"])
+
+
+# ==== SAMPLING =============================================================================================
+# Text from a trained model, token by token. Every slot keeps the keys and values its window can reach, so a
+# token costs the same however long the text has become.
+
+
+class Tokenizer(typing.NamedTuple):
+    """Text to tokens and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+    document_start: int
+
+
+def find_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that belongs to a vocabulary, if it is at hand."""
+    if vocab_size == BYTE_VOCAB_SIZE:
+        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_DOCUMENT_START)
+    try:
+        import tiktoken  # optional: only text needs it
+        gpt2 = tiktoken.get_encoding("gpt2")  # from its cache, or downloaded
+    except (ImportError, OSError):
+        return None
+    if vocab_size != gpt2.n_vocab:
+        return None
+    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes, gpt2.eot_token)
+
+
+def choose_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw from logits (V,) on the CPU; at temperature 0 the largest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], document_start: int, cfg: Config, rt: Runtime) -> Iterator[int]:
+    """Go on from a document start and a prompt, until the next document or cfg.max_new_tokens.
+
+    The windows and the rotary are those of the final validation.
+    """
+    state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
+    windows = dict(long=state.stage.window_long, short=state.stage.window_short)
+    caches = [None if spec.attention == "none" else KeyValues(windows[spec.attention])
+              for spec in model.specs]
+    position, given = 0, [document_start, *prompt]
+    for _ in range(cfg.max_new_tokens):
+        for part in torch.tensor(given, dtype=torch.int32, device=rt.device).split(256):
+            end = position + len(part)
+            step = StepInputs(caches, *make_rotary(state, len(part), end, rt, position))
+            x, position = model.encode(part, torch.zeros_like(part), step), end  # (T, D)
+        logits = model.head.logits(x[-1:])[0, : cfg.vocab_size].cpu()  # (V,)
+        token = choose_token(logits, cfg.temperature, cfg.top_k, generator)
+        if token == document_start:
+            return
+        yield token
+        given = [token]
+
+
+def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
+    """A short text under the result card, where a tokenizer is at hand."""
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    if tokenizer is None:
+        return
+    model.eval()
+    cfg = dataclasses.replace(cfg, prompt="", max_new_tokens=120)
+    with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
+        text = tokenizer.decode(list(generate(model, [], tokenizer.document_start, cfg, rt)))
+    print(f"sample: {text.decode(errors='replace').strip()}", flush=True)
+
+
+def write_sample(values: dict) -> None:
+    """--sample: print the prompt and what the checkpoint makes of it, as it comes."""
+    allowed = {field.name for field in dataclasses.fields(SampleConfig)} | {"seed", "device", "dtype"}
+    if set(values) - allowed:
+        raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
+                         f"{', '.join('--' + name for name in sorted(allowed))}")
+    facts, tensors = read_checkpoint(Path(values["sample"]))
+    plain = dict(kernels="off", compile="off", fp8_head="off", device="auto", dtype="auto")
+    cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, "seed": 0, **values})
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    try:
+        prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
+        if any(not 0 <= token < cfg.vocab_size for token in prompt):
+            raise ValueError
+    except ValueError:
+        raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
+                         "tokenizer is at hand: pip install tiktoken, or give ids") from None
+    rt = start_runtime(cfg)
+    with torch.device("meta"):
+        model = GPT(cfg, dtype=rt.dtype)
+    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, assign=True)
+    model.to(rt.device).eval()
+    document_start = tokenizer.document_start if tokenizer else 50256
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    print(cfg.prompt, end="" if tokenizer else " ", flush=True)
+    for token in generate(model, prompt, document_start, cfg, rt):
+        print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
+    print()
 
 
 # ==== MAIN =================================================================================================
@@ -2496,6 +3371,9 @@ def run(argv: list[str]) -> int:
             print(f"{name:<12} {meaning}{f' (from {parent})' if parent else ''}")
     elif "print_config" in flags:
         print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
+    elif values.get("sample"):
+        if env_int("RANK", 0) == 0:
+            write_sample(values)
     else:
         cfg = make_config(values)
         rt = start_runtime(cfg)
@@ -2507,7 +3385,8 @@ def run(argv: list[str]) -> int:
 def report(error: RunError, program: str) -> int:
     """Print the line of an error, once on each node; returns the exit status."""
     if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        kind = "" if isinstance(error, RunStopped) else "error: "
+        print(f"{program}: {kind}{error}", file=sys.stderr, flush=True)
     else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
         time.sleep(5)
     return error.status
