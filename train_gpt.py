@@ -575,8 +575,8 @@ class Stop:
         self.is_heeded = True
         try:
             yield
+            self.is_heeded = False  # not where the run ends as it was asked to
         finally:
-            self.is_heeded = False
             for signum, handler in old.items():
                 signal.signal(signum, handler)
 
@@ -2664,7 +2664,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     pickle in a folder of files, which no single rename makes complete, and safetensors is one more package.
     """
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        content = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
         facts, is_ours = json.loads(content["meta"]), content["format"] == CHECKPOINT_FORMAT
         is_whole = content["sha256"] == hash_checkpoint(content["meta"], content["tensors"])
     except Exception as error:  # whatever a damaged file makes its readers raise
@@ -2714,8 +2714,6 @@ class Checkpoints:
     def __init__(self, cfg: Config, log: RunLog):
         self.folder, self.log, self.thread, self.path = name_checkpoints(cfg), log, None, None
         self.is_broken = False
-        if cfg.checkpoint_every:
-            check_writable(self.folder, "choose another folder with --checkpoint_dir")
 
     def save(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
         """Write, on the rank that has the copies, as soon as the last checkpoint is out."""
@@ -2742,7 +2740,8 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             if not self.is_broken:
-                reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+                cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save's
+                reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
                 self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
                                "training goes on")
             self.is_broken, self.path = True, None
@@ -3088,52 +3087,58 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def resume(trainer: Trainer, cfg: Config, rt: Runtime) -> tuple[list, str]:
-    """Load what --resume names, on all ranks; returns (validation points so far, a line that says so)."""
-    found = path = facts = problem = None
-    if rt.is_main:
+def open_checkpoint(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
+    """What find_checkpoint() finds on rank 0, or its InputError, on all ranks; tensors on rank 0 alone."""
+    found, problem = None, ""
+    if rt.is_main and cfg.resume:
         try:
             found = find_checkpoint(cfg)
         except InputError as error:
             problem = str(error)
-        path, facts, _ = found or (None, None, None)
-    path, facts, problem = share_from_main((path, facts, problem), rt)
+    shared, problem = share_from_main((found and found[:2], problem), rt)
     if problem:
         raise InputError(problem)
-    if path is None:
-        return [], f"no checkpoint in {name_checkpoints(cfg)}: starting anew"
-    trainer.load_state_dict(facts, found[2] if found else {})
+    return shared and (*shared, found[2] if found else {})
+
+
+def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str:
+    """Load a checkpoint; returns a line that says so, and which options that matter are others now."""
+    path, facts, tensors = saved
+    trainer.load_state_dict(facts, tensors)
     trainer.progress.resumed_at.append(trainer.progress.step)
-    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    others = [f"{name} was {value}" for name, value in facts["config"].items()
-              if value != ours.get(name) and name not in ("resume", "checkpoint_every", "stages", "layers")]
-    return facts["val_points"], (f"resumed {path} after step {trainer.progress.step}"
-                                 f"{': ' if others else ''}{', '.join(others)}")
+    ours, theirs = json.loads(json.dumps(dataclasses.asdict(trainer.cfg))), facts["config"]
+    fields = (*(field.name for field in dataclasses.fields(OptimConfig)), "dtype", "num_iterations", "seed",
+              "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len", "train_files")
+    others = [f"{name} was {theirs.get(name)}" for name in fields if ours[name] != theirs.get(name)]
+    return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
 def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
     """The whole run: data, log, model, warm-up, loop, result."""
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
-    resolved = resolved_dict(cfg, rt.world_size)
+    resolved, saved = resolved_dict(cfg, rt.world_size), open_checkpoint(cfg, rt)
+    if cfg.checkpoint_every:
+        check_writable(name_checkpoints(cfg), "choose another folder with --checkpoint_dir")
     with RunLog(cfg, rt) as log, explain_memory(cfg):
-        checkpoints = Checkpoints(cfg, log)
         log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
                   f"{rt.world_size} x {rt.device.type}, "
                   f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
         for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
-        if cfg.resume:
-            log.val_points, note = resume(trainer, cfg, rt)
-            log.print(note)
+        if saved:
+            log.val_points = saved[1]["val_points"]
+            log.print(resume(trainer, saved))
+        elif cfg.resume:
+            log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
         if rt.watch is not None:
             rt.watch.is_strict = True
         start = clock(rt.device)
         trainer.warm_up(train_data, val_data)
         compile_time = clock(rt.device) - start
         first_step, before = trainer.progress.step, dataclasses.replace(rt.traffic)
-        Run(trainer, train_data, val_data, log, checkpoints, argv).run()
+        Run(trainer, train_data, val_data, log, argv).run()
         sent = torch.tensor(rt.traffic.num_bytes - before.num_bytes, dtype=torch.float64, device=rt.device)
         sent = all_reduce_sum(sent / max(1, cfg.num_iterations - first_step) / rt.world_size, rt).item()
 
@@ -3160,9 +3165,10 @@ class Run:
               TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
 
     def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
-                 checkpoints: Checkpoints, argv: list[str]):
+                 argv: list[str]):
         self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
-        self.val_data, self.log, self.checkpoints, self.argv = val_data, log, checkpoints, argv
+        self.val_data, self.log, self.argv = val_data, log, argv
+        self.checkpoints = Checkpoints(self.cfg, log)
         batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
         self.batches = Prefetcher(batches, self.rt.device)
         self.guard, self.telemetry = Guard(trainer, log), Telemetry(trainer, log)

@@ -138,7 +138,7 @@ def compile_slowly(seconds: float) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails in the second step after the three of the warm-up."""
+    """A real run in which one rank fails (mode "none": does not) in the second step after the three of the warm-up."""
     torch.set_num_threads(1)
     real, steps = gpt.Trainer.train_step, iter(range(1, 10**6))
 
@@ -152,6 +152,8 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             if mode == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if mode in ("term", "int"):
+                os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
             if mode == "stall":
                 time.sleep(1000)
             if mode == "compile":

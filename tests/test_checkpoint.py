@@ -1,0 +1,474 @@
+"""Checkpoints: a run that was stopped or killed goes on as if it had not been, and damage is refused in one line."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPT, data_args, gpt
+
+TINY = [
+    "--preset=smoke",
+    "--device=cpu",
+    "--num_layers=2",
+    "--tokens_per_step=512",
+    "--micro_batch_tokens=512",
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(shards, *args, status: int = 0) -> list:
+    """A run in this process; returns the validation points of its json (None where it stops)."""
+    before = set(Path("logs").glob("*.json"))
+    assert gpt.main([*TINY, *data_args(shards), *args]) == status
+    made = set(Path("logs").glob("*.json")) - before
+    return [point[:2] for point in json.loads(made.pop().read_text())["val_points"]] if made else None
+
+
+def tensors_of(path) -> dict[str, torch.Tensor]:
+    return gpt.read_checkpoint(Path(path))[1]
+
+
+def assert_same_bits(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+VARIANTS = {
+    "muon": [],
+    "adamw": ["--matrix_rule=adamw", "--matrix_lr=0.005"],
+    "bfloat16": ["--dtype=bfloat16", "--embed_dtype=bfloat16"],
+    "no grid": ["--grad_grid=0"],
+    "adam_every": ["--adam_every=3"],  # 7, 14: no gradient may wait for a later step; saved at 9, 15
+    "guard": ["--guard=on"],
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_resumed_run_is_the_run(shards, here, name):
+    args = ["--num_iterations=18", "--checkpoint_every=7", *VARIANTS[name]]
+    points = run(shards, *args)
+    saved = sorted(Path("checkpoints/smoke_seed0").iterdir())
+    assert [path.name for path in saved] == [
+        f"step_{15 if name == 'adam_every' else 14:06d}.pt",
+        "step_000018.pt",
+    ]
+    end = tensors_of(saved[1])
+    again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")
+    assert again == points and len(points) == 4
+    assert_same_bits(tensors_of("other/smoke_seed0/step_000018.pt"), end)
+    assert (
+        run(shards, *args, "--resume=auto", "--checkpoint_dir=other")[-1] == points[-1]
+    )  # only validates again
+
+
+def test_what_a_checkpoint_holds(shards, here):
+    run(shards, "--num_iterations=7", "--checkpoint_every=7", "--val_loss_every=3")
+    random_state = torch.get_rng_state()
+    facts, tensors = gpt.read_checkpoint(Path("checkpoints/smoke_seed0/step_000007.pt"))
+    model = gpt.GPT(gpt.config_from_dict(facts["config"]))
+    names = {name for name, _ in model.named_parameters()}
+    assert names < set(tensors) and "blocks.1.attention.qkvo/momentum" in tensors
+    assert all(tensors[name].shape == param.shape for name, param in model.named_parameters())
+    assert {f"head.weight/{key}" for key in ("exp_avg", "exp_avg_sq")} < set(tensors)
+    assert torch.equal(tensors["random/cpu"], random_state)
+    assert facts["progress"]["step"] == facts["optimizer_steps"] == 7 and facts["world_size"] == 1
+    assert facts["progress"]["train_time"] > 0 and [point[0] for point in facts["val_points"]] == [0, 3, 6]
+    assert facts["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    assert gpt.config_from_dict(facts["config"]) == gpt.make_config(
+        gpt.parse_argv(
+            [*TINY, *data_args(shards), "--num_iterations=7", "--checkpoint_every=7", "--val_loss_every=3"]
+        )[0]
+    )
+
+
+def test_the_newest_two_are_kept_and_auto_starts_anew_without(shards, here, capsys):
+    run(shards, "--num_iterations=6", "--checkpoint_every=1", "--resume=auto")
+    assert "no checkpoint in checkpoints/smoke_seed0: starting anew" in capsys.readouterr().out
+    files = sorted(path.name for path in Path("checkpoints/smoke_seed0").iterdir())
+    assert files == ["step_000005.pt", "step_000006.pt"]
+
+
+def test_auto_takes_the_newest_that_is_whole(shards, here, capsys):
+    points = run(shards, "--num_iterations=9", "--checkpoint_every=4")
+    newest = Path("checkpoints/smoke_seed0/step_000009.pt")
+    newest.write_bytes(newest.read_bytes()[:100_000])
+    capsys.readouterr()
+    assert run(shards, "--num_iterations=9", "--resume=auto") == points
+    assert "resumed checkpoints/smoke_seed0/step_000008.pt after step 8\n" in capsys.readouterr().out
+
+
+def test_other_options_are_named_when_a_run_goes_on_with_them(shards, here, capsys):
+    run(shards, "--num_iterations=6", "--checkpoint_every=6")
+    points = run(
+        shards, "--num_iterations=8", "--resume=checkpoints/smoke_seed0/step_000006.pt", "--head_lr=0.01"
+    )
+    assert points[-1][0] == 8
+    assert "after step 6: head_lr was 0.008, num_iterations was 6\n" in capsys.readouterr().out
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+
+def run_ranks(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | None, str]:
+    """Exit statuses by rank, validation points or None, and what went to stderr."""
+    command = [
+        sys.executable,
+        ROOT / "tests/ranks.py",
+        "fail",
+        num_ranks,
+        mode,
+        1,
+        *TINY,
+        *data_args(shards),
+        *args,
+    ]
+    before = set(Path("logs").glob("*.json"))
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = set(Path("logs").glob("*.json")) - before
+    points = [point[:2] for point in json.loads(made.pop().read_text())["val_points"]] if made else None
+    return [status for status, _ in json.loads(done.stdout.splitlines()[-1])], points, done.stderr
+
+
+@pytest.mark.parametrize("grid, bound", [("0.000244140625", 0.0), ("0", 1e-4)])
+def test_other_numbers_of_ranks_go_on(shards, here, grid, bound):
+    """One rank, then three, then one. With gradients on a grid the same bits, without within rounding."""
+    args = [f"--grad_grid={grid}", "--num_iterations=12", "--tokens_per_step=3072", "--checkpoint_every=4"]
+    alone = run(shards, *args)
+    saved = Path("checkpoints/smoke_seed0")
+    shutil.copy(saved / "step_000008.pt", "at_8.pt")
+    statuses, points, errors = run_ranks(
+        3, "none", shards, *args, "--resume=at_8.pt", "--checkpoint_dir=three"
+    )
+    assert statuses == [0, 0, 0], errors[-2000:]
+    for other in (points, run(shards, *args, "--resume=three/smoke_seed0/step_000012.pt")):
+        assert [step for step, _ in other] == [step for step, _ in alone]
+        assert max(abs(ours - theirs) for (_, ours), (_, theirs) in zip(other, alone)) <= bound
+    if bound == 0:
+        ours, theirs = (
+            tensors_of(f"{folder}/smoke_seed0/step_000012.pt") for folder in ("three", "checkpoints")
+        )
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("mode, status", [("term", 143), ("int", 130)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards, here, mode, status):
+    args = ["--num_iterations=60", "--tokens_per_step=3072", "--val_loss_every=0"]
+    statuses, points, errors = run_ranks(3, mode, shards, *args)
+    assert statuses == [status] * 3 and points is None, errors[-2000:]
+    found = re.findall(
+        r"^train_gpt.py: stopped by SIG(\w+) after step (\d+) of 60: go on with: torchrun (.*)$",
+        errors,
+        re.M,
+    )
+    assert (
+        len(found) == 1
+        and found[0][0] == mode.upper()
+        and found[0][2].endswith(f"_{int(found[0][1]):06d}.pt")
+    )
+    statuses, points, errors = run_ranks(
+        3, "none", shards, *args, "--resume=auto", f"--num_iterations={int(found[0][1]) + 1}"
+    )
+    assert statuses == [0, 0, 0], errors[-2000:]
+
+
+def test_torchrun_is_stopped_with_a_checkpoint(shards, here):
+    """A scheduler's SIGTERM to the launcher."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(SCRIPT),
+    ]
+    command += [
+        *TINY,
+        *data_args(shards),
+        "--tokens_per_step=1024",
+        "--num_iterations=200",
+        "--val_loss_every=5",
+    ]
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in agent.stdout:
+        if line.startswith("step:5/"):
+            break
+    agent.send_signal(signal.SIGTERM)
+    _, errors = agent.communicate(timeout=60)
+    assert agent.returncode != 0 and "go on with: torchrun --standalone --nproc_per_node=2" in errors, (
+        errors[-2000:]
+    )
+    (path,) = Path("checkpoints/smoke_seed0").iterdir()
+    assert gpt.read_checkpoint(path)[0]["world_size"] == 2
+
+
+# ---- stopped, killed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_printed_command_goes_on(shards, here, signum, status):
+    args = ["--num_iterations=40", "--val_loss_every=10"]
+    points = run(shards, *args)
+    command = [sys.executable, str(SCRIPT), *TINY, *data_args(shards), *args]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    for line in child.stdout:
+        if line.startswith("step:10/"):
+            break
+    child.send_signal(signum)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == status and errors.count("\n") == 1
+    found = re.fullmatch(
+        r"train_gpt.py: stopped by (\w+) after step (\d+) of 40: go on with: python (.*)\n", errors
+    )
+    assert found[1] == signum.name and 10 <= int(found[2]) < 40
+    words = shlex.split(found[3])
+    assert words[-1] == f"--resume=checkpoints/smoke_seed0/step_{int(found[2]):06d}.pt"
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(max(Path("logs").glob("*.json"), key=os.path.getmtime).read_text())
+    assert [point[:2] for point in result["val_points"]] == points
+    assert result["resumed_at"] == [int(found[2])]
+
+
+def test_the_time_limit_saves_and_stops(shards, here, capsys):
+    assert run(shards, "--num_iterations=400", "--val_loss_every=0", "--time_limit=3", status=124) is None
+    errors = capsys.readouterr().err
+    step = int(re.search(r"stopped at its time limit after step (\d+) of 400: go on with: ", errors)[1])
+    assert Path(f"checkpoints/smoke_seed0/step_{step:06d}.pt").exists() and errors.count("\n") == 1
+
+
+def test_killed_twenty_times(shards, here):
+    """SIGKILL at 20 random moments, a checkpoint after every step: each life finds a whole one, none repeats far."""
+    args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=0"]
+    command = [sys.executable, str(ROOT / "tests/killed.py"), "20", *TINY, *data_args(shards), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ends"] == [-signal.SIGKILL] * 20 + [0], report["last"][-2000:]
+    resumed = [step for step in report["resumed"] if step]  # killed while they start: 0
+    assert resumed == sorted(set(resumed)) and len(resumed) > 12  # every life that trained got on
+    killed = tensors_of("checkpoints/smoke_seed0/step_000400.pt")
+    assert sorted(path.name for path in Path("checkpoints/smoke_seed0").iterdir())[-1] == "step_000400.pt"
+    assert not list(Path("checkpoints").rglob("*.partial"))
+    run(shards, *args, "--checkpoint_every=400", "--checkpoint_dir=whole")
+    assert_same_bits(killed, tensors_of("whole/smoke_seed0/step_000400.pt"))
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+
+def run_limited(shards, most_bytes: int, *args) -> subprocess.CompletedProcess:
+    """A run whose files may not grow beyond a size: writing fails as on a full disk."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *TINY, *data_args(shards), *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+    )
+
+
+def test_no_room_for_checkpoints(shards, here):
+    """Said once, and the run is whole: checkpoints of 1.5 MB, a log of 0.2 MB."""
+    done = run_limited(shards, 500_000, "--num_iterations=12", "--checkpoint_every=2")
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.count(
+            "no checkpoint of step 2: checkpoints/smoke_seed0 cannot be written (File too large)"
+        )
+        == 1
+    )
+    assert done.stdout.count("no checkpoint") == 1 and not list(Path("checkpoints").rglob("*.p*"))
+    assert len(list(Path("logs").glob("*.json"))) == 1
+
+
+def test_no_room_for_the_log(shards, here):
+    """The script alone is larger: training ends with its card, and status 1."""
+    done = run_limited(shards, 20_000, "--num_iterations=6")
+    assert done.returncode == 1
+    assert done.stderr.count("cannot be written (File too large): training goes on") == 1
+    assert "error: the result could not be written to logs (File too large)" in done.stderr.splitlines()[-1]
+    assert "step:6/6 val_loss" in done.stdout and "| validation loss |" in done.stdout
+    assert not list(Path("logs").glob("*.json"))
+
+
+@pytest.mark.parametrize("how", ["vanish", "become a file"])
+def test_folders_that_change_while_training(shards, here, monkeypatch, capsys, how):
+    """Vanished folders are made anew; where a file stands in their place, the run ends with status 1."""
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.progress.step == 4 and Path("logs").is_dir():
+            shutil.rmtree("logs")
+            shutil.rmtree("checkpoints")
+            if how == "become a file":
+                Path("logs").write_text("")
+                Path("checkpoints").write_text("")
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    status = gpt.main([*TINY, *data_args(shards), "--num_iterations=9", "--checkpoint_every=3"])
+    out, errors = capsys.readouterr()
+    if how == "vanish":
+        assert status == 0 and errors == ""
+        assert len(list(Path("logs").glob("*.json"))) == len(list(Path("logs").glob("*.txt"))) == 1
+        assert [p.name for p in Path("checkpoints/smoke_seed0").iterdir()].count("step_000009.pt") == 1
+    else:
+        assert status == 1 and "error: the result could not be written to logs" in errors
+        assert out.count("no checkpoint of step 6: checkpoints/smoke_seed0 cannot be written") == 1
+        assert out.count("no checkpoint") == 1 and "step:9/9 val_loss" in out
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A pickle that leaves a file when it is loaded by a careless reader."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("boom"),))
+
+
+def flip(offset: float):
+    """Change one byte at a share of the file."""
+
+    def change(data: bytes) -> bytes:
+        at = int(len(data) * offset)
+        return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+
+    return change
+
+
+def repack(**changes):
+    """Save the archive anew with other entries."""
+
+    def change(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        torch.save({**content, **{k: f(content[k]) if callable(f) else f for k, f in changes.items()}}, path)
+
+    return change
+
+
+DAMAGE = {  # what is done to the file: words of the message
+    **{
+        f"cut to {share:.0%}": (
+            lambda data, s=share: data[: int(len(data) * s)],
+            "cannot be read as a checkpoint",
+        )
+        for share in (0.0, 0.001, 0.3, 0.7, 0.95, 0.999)
+    },
+    **{f"one bit at {share:.0%}": (flip(share), "") for share in (0.1, 0.3, 0.5, 0.7, 0.9)},
+    "random bytes": (lambda data: os.urandom(5000), "cannot be read as a checkpoint"),
+    "a pickle that runs code": (lambda data: pickle.dumps(Bomb()), "cannot be read as a checkpoint"),
+    "a shard": (lambda data: b"\0" * 4096, "cannot be read as a checkpoint"),
+    "text": (lambda data: b"step 250\n" * 100, "cannot be read as a checkpoint"),
+    "another step": (
+        repack(meta=lambda m: m.replace('"step": 6', '"step": 5')),
+        "damaged: its SHA-256 differs",
+    ),
+    "other weights": (
+        repack(tensors=lambda t: {**t, "head.weight": t["head.weight"] + 1}),
+        "damaged: its SHA-256",
+    ),
+    "a tensor less": (
+        repack(tensors=lambda t: {k: t[k] for k in list(t)[1:]}),
+        "damaged: its SHA-256 differs",
+    ),
+    "a later format": (repack(format="train_gpt 99"), "is of another format"),
+    "not our keys": (
+        lambda path: torch.save({"model": torch.zeros(3)}, path),
+        "cannot be read as a checkpoint",
+    ),
+    "a bare tensor": (lambda path: torch.save(torch.zeros(3), path), "cannot be read as a checkpoint"),
+    "code in an archive": (
+        lambda path: torch.save({"meta": Bomb()}, path),
+        "cannot be read as a checkpoint",
+    ),
+}
+FILE = "--resume=checkpoints/smoke_seed0/step_000006.pt"
+OPTIONS = {  # arguments: words of the message
+    ("--resume=nowhere.pt",): "nowhere.pt cannot be read as a checkpoint",
+    ("--resume=.",): ". cannot be read as a checkpoint",
+    (FILE, "--num_layers=3"): "another model: --num_layers is 2 there, 3 here",
+    (FILE, "--model_dim=128", "--head_dim=64"): "another model: --head_dim is 32 there, 64 here",
+    (FILE, "--attention_gate_dim=0"): "another model: --attention_gate_dim is 12 there, 0 here",
+    (FILE, "--mlp_ratio=2"): "another model: --mlp_ratio is 4 there, 2 here",
+    (FILE, "--embed_dtype=bfloat16"): "another model: --embed_dtype is float32 there, bfloat16 here",
+    (FILE, "--matrix_rule=adamw"): "another model: --matrix_rule is muon there, adamw here",
+    ("--resume=auto", "--num_layers=3"): "another model: --num_layers is 2 there, 3 here",
+    (FILE, "--layers=[{}, {}]"): "another model: --layers is others there, others here",
+    ("--checkpoint_every=-1",): "--checkpoint_every=-1 is too small: give at least 0",
+    ("--checkpoint_every=often",): "--checkpoint_every=often is not a whole number",
+    ("--checkpoint_every=5", "--checkpoint_dir=a_file"): "a_file/smoke_seed0 cannot be written",
+    ("--time_limit=-1",): "--time_limit=-1.0 is too small",
+    ("--time_limit=soon",): "--time_limit=soon is not a number",
+    ("--telemetry_every=1.5",): "--telemetry_every=1.5 is not a whole number",
+    ("--guard=maybe",): "--guard=maybe is not one of on, off",
+    ("--resume",): "--resume has no value",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(shards, "--num_iterations=6", "--checkpoint_every=6", "--val_loss_every=0")
+    return folder / "checkpoints"
+
+
+def refuse(shards, args, words: str, capsys) -> None:
+    """Exit status 2, one line, and nothing left behind but what was there."""
+    before = sorted(Path(".").rglob("*"))
+    capsys.readouterr()
+    assert gpt.main([*TINY, *data_args(shards), "--num_iterations=6", *args]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("train_gpt.py: error: ") and errors.count("\n") == 1 and words in errors
+    assert sorted(Path(".").rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, name):
+    shutil.copytree(saved, "checkpoints")
+    path = Path("checkpoints/smoke_seed0/step_000006.pt")
+    change, words = DAMAGE[name]
+    try:
+        path.write_bytes(change(path.read_bytes()))
+    except (TypeError, AttributeError):
+        change(path)
+    refuse(shards, [FILE], words, capsys)
+    refuse(shards, ["--resume=auto"], words, capsys)
+    refuse_sample = gpt.main([f"--sample={path}"])
+    assert refuse_sample == 2 and capsys.readouterr().err.count("\n") == 1
+    assert not Path("boom").exists()
+
+
+@pytest.mark.parametrize("args", OPTIONS, ids=lambda args: " ".join(args))
+def test_options_that_do_not_fit(shards, saved, here, capsys, args):
+    shutil.copytree(saved, "checkpoints")
+    Path("a_file").write_text("")
+    refuse(shards, args, OPTIONS[args], capsys)
