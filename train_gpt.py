@@ -2987,8 +2987,8 @@ class Guard:
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # times the median of the last good steps: too much
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # in that median, at most and at least
     VAL_RISE = 0.05  # share by which validation loss may exceed its best
-    SNAPSHOT_EVERY, TRIAL_STEPS = 20, 5  # steps; a snapshot is trusted after so many good ones
-    LR_FACTOR, LR_STEPS = 0.5, 50  # after an action, for so many steps
+    SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps; a snapshot is trusted after so many good ones
+    LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for so many steps
     MOST_ACTIONS, STATUS = 6, 3  # then the run stops with this exit status
 
     def __init__(self, trainer: Trainer, log: RunLog):

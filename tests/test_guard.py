@@ -1,0 +1,261 @@
+"""The guard: real faults put into real runs; they recover, and end within 2 % of the run without fault."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
+
+ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
+ARGS += ["--val_loss_every=0", "--guard=on"]
+FAULT = 102  # the step, counted from 1, in which something breaks
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Real text: on the progressions of the other tests the loss comes so near 0 that its noise is a multiple of it."""
+    folder = tmp_path_factory.mktemp("text")
+    files = itertools.islice(gpt.read_torch_source(), 0, None, 8)
+    gpt.write_corpus(
+        files, folder, "every eighth file", gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
+    )
+    return folder
+
+
+def read_run() -> tuple[float, list[dict]]:
+    """Final loss, and the guard's events, of the newest run."""
+    path = max(Path("logs").glob("*.json"), key=lambda p: p.stat().st_mtime)
+    events = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    return json.loads(path.read_text())["final_val_loss"], [e for e in events if e["event"] == "guard"]
+
+
+def run(text, *args, status: int = 0) -> tuple[float, list[dict]]:
+    assert gpt.main([*ARGS, *data_args(text), *args]) == status
+    return read_run() if status == 0 else (0.0, [])
+
+
+@pytest.fixture(scope="module")
+def clean(text, tmp_path_factory):
+    """Final losses without a fault, by the options of the run."""
+    losses = {}
+
+    def run_clean(*args):
+        if args not in losses:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path_factory.mktemp("clean"))
+                losses[args], events = run(text, *args)
+                assert events == []  # no false alarm
+        return losses[args]
+
+    return run_clean
+
+
+def in_step(first: int, last: int | None = None):
+    """Whether a trainer is in one of these steps of the real run, not of the warm-up."""
+
+    def is_in(trainer) -> bool:
+        return trainer.optimizer.probe.rows and first <= trainer.progress.step + 1 <= (last or first)
+
+    return is_in
+
+
+def spoil_gradient(patch, value=float("nan")):
+    real = gpt.Optimizer.arm
+
+    def train_step(self, *args, real_step=gpt.Trainer.train_step):
+        if in_step(FAULT)(self):
+            bin = self.optimizer.owners["blocks.1.mlp.up_down"][0]
+            patch.setattr(gpt.Optimizer, "arm", lambda opt: (bin.grads[0, 0].fill_(value), real(opt)))
+        loss = real_step(self, *args)
+        patch.setattr(gpt.Optimizer, "arm", real)
+        return loss
+
+    patch.setattr(gpt.Trainer, "train_step", train_step)
+
+
+def poison_batch(patch):
+    real = gpt.TrainData.batch
+
+    def batch(self, rows):
+        made = real(self, rows)
+        if rows.start == FAULT - 1 and len(self.rows) == 300:  # one row a step
+            noise = np.random.default_rng(0)
+            return gpt.make_batch(*noise.integers(0, 256, (2, len(made.inputs))), gpt.BYTE_DOCUMENT_START)
+        return made
+
+    patch.setattr(gpt.TrainData, "batch", batch)
+
+
+def raise_learning_rate(patch):
+    real = gpt.Schedule.lr_factor
+    patch.setattr(
+        gpt.Schedule,
+        "lr_factor",
+        lambda self, step, stage: real(self, step, stage) * (100 if step + 1 == FAULT else 1),
+    )
+
+
+def overflow_fp8(patch):
+    """The activations of the head become 1000 times too large for their static scale, and are not clamped."""
+    real = gpt.to_fp8
+
+    def train_step(self, *args, real_step=gpt.Trainer.train_step):
+        if in_step(FAULT)(self):
+            patch.setattr(gpt, "to_fp8", lambda x, scale, dtype: (1000 * x / scale).to(dtype))
+        loss = real_step(self, *args)
+        patch.setattr(gpt, "to_fp8", real)
+        return loss
+
+    patch.setattr(gpt.Trainer, "train_step", train_step)
+
+
+FAULTS = {  # fault: (options, how, what the guard notices, what it does beside the learning rate)
+    "a NaN in a gradient": ([], spoil_gradient, r"gradient norm is nan", ""),
+    "an infinite gradient": ([], lambda p: spoil_gradient(p, 1e30), r"gradient norm is inf", ""),
+    "a gradient too large": ([], lambda p: spoil_gradient(p, 1e5), r"gradient norm \S+ exceeds", ""),
+    "a poisoned batch": ([], poison_batch, r"loss \S+ exceeds", ""),
+    "a learning rate 100 times too high": ([], raise_learning_rate, r"loss \S+ exceeds", ""),
+    "FP8 overflow": (["--fp8_head=on"], overflow_fp8, r"loss \S+ exceeds", "the head leaves FP8, "),
+    "a NaN in bfloat16": (["--dtype=bfloat16"], spoil_gradient, "is nan", "activations become float32, "),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
+    options, spoil, noticed, done = FAULTS[name]
+    expected = clean(*options)
+    monkeypatch.chdir(tmp_path)
+    spoil(monkeypatch)
+    loss, (event, *others) = run(text, *options)
+    assert abs(loss / expected - 1) < 0.02 and others == []
+    assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
+    assert (
+        event["measures"]
+        == f"weights of step 90, {done}learning rates times 0.5 until step {event['step'] + 21}"
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: ")]
+    assert lines == [f"guard: step {event['step']}: {event['fault']}: {event['measures']} (action 1)"]
+
+
+def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
+    expected = clean()
+    monkeypatch.chdir(tmp_path)
+    assert gpt.main([*ARGS, *data_args(text), "--guard=off", "--num_iterations=300"]) == 0
+    (path,) = Path("logs").glob("*.json")
+    assert json.loads(path.read_text())["final_val_loss"] == expected and not list(
+        Path("logs").glob("*.jsonl")
+    )
+
+
+def test_one_rank_of_three_sends_a_nan(text, tmp_path, monkeypatch):
+    """All ranks go back: they hold the same bits to the end, which --check_ranks_every asserts."""
+    monkeypatch.chdir(tmp_path)
+    args = [
+        "--num_iterations=30",
+        "--tokens_per_step=1536",
+        "--check_ranks_every=1",
+        "--warmup_iterations=1",
+    ]
+    command = [sys.executable, ROOT / "tests/ranks.py", "fail", 3, "nan", 1, *ARGS, *data_args(text), *args]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert [status for status, _ in json.loads(done.stdout.splitlines()[-1])] == [0, 0, 0], done.stderr[
+        -2000:
+    ]
+    loss, (event,) = read_run()
+    assert event["fault"] == "gradient norm is nan" and event["step"] == 2
+    assert event["measures"].startswith("weights of step 0, learning rates times 0.5 until step 23")
+    assert loss < 5
+
+
+def test_it_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsys):
+    """A NaN in every step from 30 on: six actions, each noticed one step late, then exit status 3."""
+    monkeypatch.chdir(tmp_path)
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        loss = real(self, *args)
+        return loss * float("nan") if self.progress.step >= 30 else loss
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    run(text, status=3)
+    out, errors = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line.startswith("guard: ")]
+    assert len(lines) == 7 and "loss is nan" in lines[0]
+    assert lines[6].endswith("weights of step 20, 6 actions were not enough (action 7)")
+    assert "learning rates times 0.015625 " in lines[5]  # 2^-6
+    found = re.search(
+        r"stopped by the guard after step (\d+) of 300: go on with: python .*step_(\d+).pt$", errors
+    )
+    _, tensors = gpt.read_checkpoint(Path(f"checkpoints/smoke_seed0/step_{int(found[1]):06d}.pt"))
+    assert int(found[1]) == int(found[2]) and all(bool(t.isfinite().all()) for t in tensors.values())
+
+
+class StandIn:
+    """What a Guard needs of a RunLog."""
+
+    def __init__(self):
+        self.lines = []
+
+    def print(self, text):
+        self.lines.append(text)
+
+    def write_event(self, *_, **__):
+        pass
+
+
+def make_guard(text):
+    trainer, log = gpt.Trainer(smoke_config(text, guard="on"), make_runtime()), StandIn()
+    return gpt.Guard(trainer, log), trainer, log
+
+
+def test_validation_loss_that_rises(text):
+    """5 % above the best is still good, more is not; then the oldest snapshot returns."""
+    guard, trainer, log = make_guard(text)
+    first = trainer.model.embed.detach().clone()
+    trainer.progress.step = 10
+    trainer.model.embed.data.add_(1)
+    guard.snapshots.append((10, trainer.optimizer.snapshot()))
+    trainer.progress.step = 30
+    guard.judge_validation(30, 2.0)
+    guard.judge_validation(30, 2.0999)
+    assert log.lines == [] and not torch.equal(trainer.model.embed, first)
+    guard.judge_validation(30, 2.1001)
+    assert (
+        torch.equal(trainer.model.embed, first)
+        and "validation loss 2.1001 after 2.0000: weights of step 0" in log.lines[0]
+    )
+    guard.judge_validation(30, float("nan"))
+    assert "validation loss nan" in log.lines[1]
+
+
+def test_what_counts_as_a_fault(text):
+    """1.5 times the median loss, 10 times the median gradient norm, once 16 good steps are known."""
+    guard, trainer, _ = make_guard(text)
+    trainer.progress.good_steps = [[2.0, 1.0]] * 10 + [[9.0, 9.0]] * 5
+    assert guard._find_fault(100.0, 100.0) == "" and guard._find_fault(float("inf"), 1.0) == "loss is inf"
+    trainer.progress.good_steps += [[2.0, 1.0]]
+    assert guard._find_fault(2.999, 9.99) == ""
+    assert guard._find_fault(3.001, 9.99) == "loss 3.001 exceeds 3"
+    assert guard._find_fault(2.999, 10.01) == "gradient norm 10.01 exceeds 10"
+
+
+def test_a_snapshot_must_have_proved_itself(text):
+    """After a fault in step 12 the snapshot of step 10 is too young; the one of step 0 returns, and stays."""
+    guard, trainer, log = make_guard(text)
+    guard.snapshots.append((10, trainer.optimizer.snapshot()))
+    trainer.progress.step = 13
+    guard._act(12, "a fault")
+    assert "weights of step 0" in log.lines[0] and [step for step, _ in guard.snapshots] == [0]
+    guard.snapshots.append((20, trainer.optimizer.snapshot()))
+    trainer.progress.step = 25
+    guard._act(24, "a fault")
+    assert "weights of step 20" in log.lines[1]
+    assert (
+        trainer.progress.lr_scale == 0.25 and trainer.progress.lr_scale_until == 45
+    )  # still within the first span
