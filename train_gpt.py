@@ -2740,7 +2740,7 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             if not self.is_broken:
-                cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save's
+                cause = error.__context__ if isinstance(error.__context__, OSError) else error
                 reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
                 self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
                                "training goes on")

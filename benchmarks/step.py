@@ -60,15 +60,16 @@ class Subject:
         self.trainer.warm_up(self.data, self.val_data)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        self.batches = TimedBatches(
-            gpt.Prefetcher(self.data.batches(cfg, rt, 0, cfg.num_iterations), rt.device)
-        )
+        silent = gpt.RunLog(cfg, dataclasses.replace(rt, rank=1))  # only rank 0 writes
+        self.loop = gpt.Run(self.trainer, self.data, self.val_data, silent, [])
+        self.batches = self.loop.batches = TimedBatches(self.loop.batches)
+        self.loop.start_clock()
         self.seconds: list[float] = []
 
-    def step(self, index: int) -> None:
-        """One timed training step, all of its work done."""
+    def step(self) -> None:
+        """One timed training step with all that looks at it (telemetry, guard), all of its work done."""
         start = gpt.clock(self.rt.device)
-        self.trainer.train_step(self.batches, self.trainer.schedule.at(index))
+        self.loop.train_step()
         self.trainer.optimizer.finish()
         self.seconds.append(gpt.clock(self.rt.device) - start)
 
@@ -140,13 +141,14 @@ def break_down(subject: Subject, trace: Path | None) -> dict[str, float]:
             subject.trainer.optimizer.finish()
 
     subject.trainer.optimizer.step = marked_step
-    subject.batches = TimedBatches(
+    subject.trainer.progress.step = 0
+    subject.batches = subject.loop.batches = TimedBatches(
         gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
     )
     start = gpt.clock(rt.device)
     with profile(activities=activities, record_shapes=True) as prof:
-        for index in range(PROFILED_STEPS):
-            subject.trainer.train_step(subject.batches, subject.trainer.schedule.at(index))
+        for _ in range(PROFILED_STEPS):
+            subject.loop.train_step()
         wall = gpt.clock(rt.device) - start
     subject.trainer.optimizer.step = optimizer_step
     subject.batches.batches.close()
@@ -270,9 +272,9 @@ def measure(args: argparse.Namespace, argv: list[str]) -> None:
             choices = gpt.probe_device(other_cfg, rt.device)
             subjects.append(Subject(other_cfg, dataclasses.replace(rt, **choices)))
         before = count_graphs()
-        for index in tqdm(range(args.num_steps), desc="steps", disable=not rt.is_main):
+        for _ in tqdm(range(args.num_steps), desc="steps", disable=not rt.is_main):
             for subject in subjects:
-                subject.step(index)
+                subject.step()
         runs = []
         for subject, words in zip(subjects, flags):
             subject.batches.batches.close()

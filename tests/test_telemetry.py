@@ -1,0 +1,202 @@
+"""Telemetry: every number against the same number computed another way, and a run that does not notice it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
+
+ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=3", "--num_iterations=9", "--val_loss_every=4"]
+ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum the same rows
+
+
+def read_lines(cwd) -> list[dict]:
+    (path,) = (Path(cwd) / "logs").glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def measured(shards, tmp_path_factory):
+    """A run with a line every third step, and its final loss."""
+    folder = tmp_path_factory.mktemp("measured")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", "--checkpoint_every=5"]) == 0
+    (path,) = (folder / "logs").glob("*.json")
+    return read_lines(folder), json.loads(path.read_text())
+
+
+def test_lines_and_their_fields(measured):
+    lines, result = measured
+    assert [(line["event"], line["step"]) for line in lines if line["event"] != "checkpoint"] == [
+        ("validation", 0), ("telemetry", 3), ("validation", 4), ("telemetry", 6), ("validation", 8), ("telemetry", 9),
+        ("validation", 9)]  # fmt: skip
+    assert [line["step"] for line in lines if line["event"] == "checkpoint"] == [5, 9]
+    assert [
+        [x["step"], x["val_loss"], x["train_time_ms"]] for x in lines if x["event"] == "validation"
+    ] == result["val_points"]
+    line = next(line for line in lines if line["event"] == "telemetry")
+    assert set(line) == {"event", "step", "train_time_ms", "loss", "loss_ema", "loss_slope_per_1000_steps", "groups",
+                         "layers", "logits", "fp8", "seconds"}  # fmt: skip
+    assert set(line["groups"]) == {"matrix", "embed", "value_embed", "head", "scalar"}
+    assert set(line["groups"]["matrix"]) == {"grad_norm", "weight_norm", "update_ratio", "momentum_norm"}
+    assert len(line["layers"]) == 3 and set(line["fp8"]) == {"x", "w", "grad"}
+
+
+def test_the_run_does_not_notice(shards, measured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert gpt.main([*ARGS, *data_args(shards)]) == 0
+    (path,) = Path("logs").glob("*.json")
+    assert json.loads(path.read_text())["final_val_loss"] == measured[1]["final_val_loss"]
+
+
+def test_the_numbers(shards):
+    """One step of a trainer, measured, against autograd and tensors before and after it."""
+    cfg = smoke_config(shards, telemetry_every=1, adam_eps=1e-8)
+    trainer, lines = gpt.Trainer(cfg, make_runtime()), []
+
+    class Log:
+        def write_event(self, event, step, **facts):
+            lines.append(facts)
+
+    telemetry = gpt.Telemetry(trainer, Log())
+    data = gpt.TrainData(cfg, trainer.schedule)
+    batches, losses = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 3), torch.device("cpu")), []
+    blocks = []
+    trainer.model.blocks[1].register_forward_hook(
+        lambda _m, _i, output: blocks.append(output.detach().clone())
+    )
+    for step in range(3):
+        params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+        blocks.clear()
+        probe = trainer.optimizer.probe = gpt.Probe(
+            gpt.group_hypers(cfg), torch.device("cpu"), telemetry.start_step()
+        )
+        grads = {}
+        arm = trainer.optimizer.step
+
+        def note(*args, arm=arm, grads=grads):
+            grads.update({name: param.grad.clone() for name, param in trainer.model.named_parameters()})
+            arm(*args)
+
+        trainer.optimizer.step = note
+        losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
+        trainer.optimizer.step = arm
+        telemetry.end_step(losses[-1], probe, 0.0)
+    batches.close()
+    norm = lambda named: sum(t.double().square().sum().item() for t in named) ** 0.5
+    after = dict(trainer.model.named_parameters())
+    for group, facts in lines[2]["groups"].items():
+        names = [name for name, param in after.items() if param.spec.group == group]
+        weight = norm(after[name] for name in names)
+        assert facts["grad_norm"] == pytest.approx(
+            norm(grads[name] for name in names) / cfg.tokens_per_step, rel=1e-4
+        )
+        assert facts["weight_norm"] == pytest.approx(weight, rel=1e-4)
+        update = norm(after[name].detach() - params[name] for name in names)
+        assert facts["update_ratio"] == pytest.approx(update / weight, rel=1e-4)
+        key = "momentum" if group == "matrix" else "exp_avg"
+        states = {bin: bin.state[key] for name in names for bin in trainer.optimizer.owners[name]}
+        assert facts["momentum_norm"] == pytest.approx(norm(states.values()), rel=1e-4)
+    first = blocks[0]  # of the first micro-batch, the one that is measured
+    shown = lines[2]["layers"][1]
+    assert shown == pytest.approx(
+        dict(mean=first.mean().item(), std=first.std().item(), max=first.abs().max().item())
+    )
+    values = [loss.item() for loss in losses]
+    assert lines[2]["loss"] == values[2]
+    ema = 0.98 * (0.98 * values[0] + 0.02 * values[1]) + 0.02 * values[2]
+    assert lines[2]["loss_ema"] == pytest.approx(ema)
+    parts = lines[2]["seconds"]
+    assert (
+        parts["forward and backward"] > parts["optimizer"] > parts["communication"] >= 0
+        and parts["data wait"] > 0
+    )
+    assert 15 - 30 < lines[2]["logits"]["mean"] < 30 and lines[2]["logits"]["max"] <= 30
+
+
+def test_the_slope_of_the_loss(measured):
+    """Least squares over the losses since the last line, against numpy's own on the logged ones: a line falls."""
+    lines = [line for line in measured[0] if line["event"] == "telemetry"]
+    assert all(line["loss_slope_per_1000_steps"] < 0 for line in lines)
+    telemetry = gpt.Telemetry.__new__(gpt.Telemetry)
+    trainer = gpt.Trainer(smoke_config(), make_runtime())
+    facts = {}
+    log = type("Log", (), {"write_event": lambda self, *_, **given: facts.update(given)})()
+    gpt.Telemetry.__init__(telemetry, trainer, log)
+    telemetry.every, telemetry.layers, telemetry.head = 4, [], {}
+    for i, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
+        telemetry.is_measuring = i == 3
+        telemetry.end_step(
+            torch.tensor(loss), gpt.Probe(gpt.group_hypers(trainer.cfg), torch.device("cpu")), 0.0
+        )
+    assert facts["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
+
+
+def test_shares_of_fp8():
+    """e4m3 holds 448 at most, 2^-9 at least; half of that rounds to zero."""
+    x = torch.tensor([0.0, 1.0, 449.0, -1000.0, 2.0**-11, 448.0, 2.0**-9, -(2.0**-11)])
+    shares = gpt.measure_fp8(x, 1.0, torch.float8_e4m3fn)
+    assert shares == dict(saturated=2 / 8, flushed=2 / 8)
+    assert gpt.measure_fp8(x * 4, 4.0, torch.float8_e4m3fn) == shares
+
+
+def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
+    args = [*ARGS, *data_args(shards), "--telemetry_every=3"]
+    command = [sys.executable, ROOT / "tests/ranks.py", "fail", 2, "none", 0, *args]
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours = [line for line in read_lines(tmp_path) if line["event"] == "telemetry"]
+    alone = [line for line in measured[0] if line["event"] == "telemetry"]
+    for one, other in zip(ours, alone, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        for group in one["groups"]:
+            assert one["groups"][group] == pytest.approx(other["groups"][group], rel=1e-4)
+        assert one["seconds"]["communication"] > 0
+
+
+def test_hooks_stay_outside_the_graphs(shards, tmp_path, monkeypatch):
+    """What is compiled is the forward of each part; the same graphs with telemetry as without."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    for every in (0, 1):
+        torch._dynamo.reset()
+        cfg = smoke_config(shards, telemetry_every=every)
+        rt = make_runtime()
+        monkeypatch.setattr(
+            type(rt), "compile", lambda self, f: torch.compile(f, backend=backend, dynamic=False)
+        )
+        trainer = gpt.Trainer(cfg, rt)
+        log = type("Log", (), {"write_event": lambda *_, **__: None})()
+        telemetry = gpt.Telemetry(trainer, log)
+        data = gpt.TrainData(cfg, trainer.schedule)
+        batches = gpt.Prefetcher(data.batches(cfg, rt, 0, 2), rt.device)
+        for step in range(2):
+            telemetry.start_step()
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.close()
+        graphs.append("end")
+    half = graphs.index("end")
+    assert half > 3 and graphs[:half] == graphs[half + 1 : -1]
+
+
+def test_telemetry_costs_no_time_when_off(shards):
+    """No hook is registered, and the probe has no rows: nothing is measured or summed."""
+    trainer = gpt.Trainer(smoke_config(shards), make_runtime())
+    before = sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
+    )
+    gpt.Telemetry(trainer, None)
+    after = sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
+    )
+    assert before == after == 0 and gpt.Probe().sums is None
+    assert np.isnan(gpt.Telemetry(trainer, None).loss_ema)
