@@ -28,7 +28,7 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python; makes
 }
 
 if [[ ${1:-} == test ]]; then
-  choose_python requirements-dev.txt pytest ruff scipy matplotlib triton
+  choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton
   exec "$python" -m pytest "${@:2}"
 fi
 

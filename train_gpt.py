@@ -3341,7 +3341,7 @@ def write_sample(values: dict) -> None:
         raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     facts, tensors = read_checkpoint(Path(values["sample"]))
-    plain = dict(kernels="off", compile="off", fp8_head="off", device="auto", dtype="auto")
+    plain = dict(kernels="off", compile="off", fp8_head="off", device="auto", dtype="float32")
     cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, "seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:

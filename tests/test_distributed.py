@@ -229,7 +229,7 @@ FAILURES = {  # (how, which rank): (its exit status, what the others say)
     ("kill", 0): (-9, r"stopped: rank 0 is gone, and with it the store"),
     ("stall", 1): (
         1,
-        r"stopped: rank 1 has stood still for \d+ s, .* in run_steps\(\) at train_gpt\.py:\d+",
+        r"stopped: rank 1 has stood still for \d+ s, .* in train_step\(\) at train_gpt\.py:\d+",
     ),
     ("freeze", 1): (-signal.SIGSTOP, r"stopped: rank 1 gives no sign of life"),
 }

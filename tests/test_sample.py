@@ -156,6 +156,7 @@ def gpt2_checkpoint(tmp_path_factory):
                     "--num_iterations=2",
                     "--checkpoint_every=2",
                     "--attention_gate_dim=8",
+                    "--dtype=float32",
                     "--tokens_per_step=512",
                     "--val_tokens=1024",
                     *args,
