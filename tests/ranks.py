@@ -141,6 +141,15 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
     """A real run in which one rank fails (mode "none": does not) in the second step after the three of the warm-up."""
     torch.set_num_threads(1)
     real, steps = gpt.Trainer.train_step, iter(range(1, 10**6))
+    end_step = gpt.Guard.end_step
+
+    def end_step_and_compare(self, *args):
+        end_step(self, *args)
+        counts = gpt.share_from_main(self.trainer.progress.num_actions, self.trainer.rt)
+        assert counts == self.trainer.progress.num_actions, "rank 0 has acted otherwise"
+
+    if mode == "nan":
+        gpt.Guard.end_step = end_step_and_compare
 
     def train_step(self, *args):
         if self.rt.rank == int(at_rank) and next(steps) == 5:

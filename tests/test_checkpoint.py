@@ -252,6 +252,8 @@ def test_a_signal_saves_and_the_printed_command_goes_on(shards, here, signum, st
     result = json.loads(max(Path("logs").glob("*.json"), key=os.path.getmtime).read_text())
     assert [point[:2] for point in result["val_points"]] == points
     assert result["resumed_at"] == [int(found[2])]
+    times = [milliseconds for _, _, milliseconds in result["val_points"]]
+    assert times == sorted(set(times)) and times[-1] == result["train_time_ms"]  # one clock through both lives
 
 
 def test_the_time_limit_saves_and_stops(shards, here, capsys):

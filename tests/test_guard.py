@@ -214,6 +214,22 @@ def make_guard(text):
     return gpt.Guard(trainer, log), trainer, log
 
 
+def test_the_learning_rate_is_scaled_until_a_step(text):
+    """A step is proportional to its learning rate; in step 5 the scale no longer holds."""
+    changes = {}
+    for step, scale in ((4, 1.0), (4, 0.5), (5, 0.5)):
+        _, trainer, _ = make_guard(text)
+        trainer.progress = gpt.Progress(step=step, lr_scale=scale, lr_scale_until=5)
+        before = trainer.model.head.weight.detach().clone()
+        data = gpt.TrainData(trainer.cfg, trainer.schedule)
+        batches = gpt.Prefetcher(data.batches(trainer.cfg, trainer.rt, 0, 1), trainer.rt.device)
+        trainer.train_step(batches, trainer.schedule.at(0))
+        batches.close()
+        changes[step, scale] = trainer.model.head.weight.detach() - before
+    assert torch.allclose(changes[4, 0.5], changes[4, 1.0] / 2, atol=1e-6)
+    assert torch.equal(changes[5, 0.5], changes[4, 1.0]) and changes[4, 1.0].abs().max() > 1e-4
+
+
 def test_validation_loss_that_rises(text):
     """5 % above the best is still good, more is not; then the oldest snapshot returns."""
     guard, trainer, log = make_guard(text)
