@@ -2679,21 +2679,20 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
     """What --resume names: (path, facts, tensors); for auto the newest that is whole, or None."""
-    if cfg.resume != "auto":
-        found = [(Path(cfg.resume), *read_checkpoint(Path(cfg.resume)))]
-    else:
-        found, problem = [], None
-        for path in list_checkpoints(name_checkpoints(cfg)):
-            try:
-                found.append((path, *read_checkpoint(path)))
-                break
-            except InputError as error:
-                problem = error
-        if problem and not found:
-            raise problem
-    for path, facts, _ in found:
-        check_same_model(path, facts["config"], cfg)
-    return found[0] if found else None
+    paths, problem = [Path(cfg.resume)], None
+    if cfg.resume == "auto":
+        paths = list_checkpoints(name_checkpoints(cfg))
+    for path in paths:
+        try:
+            facts, tensors = read_checkpoint(path)
+        except InputError as error:
+            problem = problem or error  # of the newest
+        else:
+            check_same_model(path, facts["config"], cfg)
+            return path, facts, tensors
+    if problem:
+        raise problem
+    return None
 
 
 def check_same_model(path: Path, theirs: dict, cfg: Config) -> None:
@@ -2788,6 +2787,7 @@ class Progress:
     train_time: float = 0.0  # seconds on the clock
     resumed_at: list[int] = dataclasses.field(default_factory=list)
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
+    loss_ema: float = math.nan  # telemetry
     num_actions: int = 0  # of the guard
     num_lowered: int = 0  # precisions given up
     lr_scale: float = 1.0
@@ -2919,7 +2919,7 @@ class Telemetry:
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
         self.losses: list[Tensor] = []  # since the last measurement
-        self.loss_ema, self.is_measuring = math.nan, False
+        self.is_measuring = False
         if self.every:
             for block in trainer.model.blocks:
                 block.register_forward_hook(self._note_layer)
@@ -2959,17 +2959,17 @@ class Telemetry:
         self.losses.append(loss)
         if not self.is_measuring:
             return
-        rt = self.trainer.rt
+        rt, progress = self.trainer.rt, self.trainer.progress
         losses = (all_reduce_sum(torch.stack(self.losses), rt) / rt.world_size).tolist()
         norms = all_reduce_sum(probe.sums, rt).sqrt().tolist()
         self.is_measuring, self.losses = False, []
         for value in losses:
-            self.loss_ema = value if math.isnan(self.loss_ema) else (
-                self.EMA_DECAY * self.loss_ema + (1 - self.EMA_DECAY) * value)
+            ema = progress.loss_ema
+            progress.loss_ema = value if math.isnan(ema) else ema + (1 - self.EMA_DECAY) * (value - ema)
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
         self.log.write_event(
-            "telemetry", self.trainer.progress.step, train_time_ms=round(train_time * 1000),
-            loss=losses[-1], loss_ema=self.loss_ema, loss_slope_per_1000_steps=slope,
+            "telemetry", progress.step, train_time_ms=round(train_time * 1000),
+            loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
             groups={group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
                                 momentum_norm=momentum)
                     for group, (grad, weight, update, momentum) in zip(probe.rows, norms)},
@@ -2992,7 +2992,8 @@ class Guard:
     MOST_ACTIONS, STATUS = 6, 3  # then the run stops with this exit status
 
     def __init__(self, trainer: Trainer, log: RunLog):
-        self.trainer, self.log, self.best_val_loss = trainer, log, math.inf
+        self.trainer, self.log = trainer, log
+        self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.is_on = trainer.cfg.guard == "on"
         self.pending: list[tuple[int, Callable[[], Tensor]]] = []  # (step, its sums): not yet judged
         self.snapshots = [(trainer.progress.step, trainer.optimizer.snapshot())] if self.is_on else []

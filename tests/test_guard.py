@@ -200,7 +200,7 @@ class StandIn:
     """What a Guard needs of a RunLog."""
 
     def __init__(self):
-        self.lines = []
+        self.lines, self.val_points = [], []
 
     def print(self, text):
         self.lines.append(text)
