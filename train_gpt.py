@@ -606,14 +606,14 @@ class Runtime:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
 
-    def begin_step(self, step: int) -> None:
-        """Let other ranks know that this one is in this step, counted from 1."""
-        if self.watch is not None:
-            self.watch.begun = (step, False)
-
     def agree_to_stop(self, step: int) -> int:
         """The exit status with which all ranks stop after so many steps, or 0: go on."""
-        return self.stop.status and (self.watch is None or self.watch.agree(step)) and self.stop.status
+        if self.watch is None:
+            return self.stop.status
+        if self.stop.status and self.watch.agree(step):
+            return self.stop.status
+        self.watch.begun = (step + 1, False)  # what follows the boundary needs the other ranks
+        return 0
 
     def compile(self, fn):
         """torch.compile fn where this run compiles; shapes are static by design."""
@@ -625,13 +625,15 @@ def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def start_runtime(cfg: Config) -> Runtime:
-    """Choose device and precision by trying them, and join the process group."""
+def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
+    """Choose device and precision by trying them, and join the process group unless told to stay alone."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
                          "or install a CUDA build of torch")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
+    if is_alone:
+        rank, local_rank, world_size = 0, 0, 1
     check_ranks_fit(cfg, world_size)
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -913,11 +915,12 @@ class Watch(threading.Thread):
             stack.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
         own = next((entry for entry in stack if entry[0] == os.path.basename(__file__)), (*stack, None)[0])
-        is_compiling = any(entry[0] in self.COMPILERS for entry in stack)
+        is_excused = not self.is_strict or any(
+            entry[0] in self.COMPILERS or entry[1] == "wait_for_disk" for entry in stack)
         self.beat += 1
         self.store.set(self.keys[self.rank], json.dumps(dict(
             beat=self.beat, messages=self.traffic.num_messages, alarmed=self.is_alarmed, over=self.is_over,
-            excused=is_compiling or not self.is_strict, verdict=self.verdict, stop=self.stop.status,
+            excused=is_excused, verdict=self.verdict, stop=self.stop.status,
             begun=self.begun, place=f"{own[1]}() at {own[0]}:{own[2]}" if own else "no code")))
 
     def _read_signs(self) -> None:
@@ -943,7 +946,6 @@ class Watch(threading.Thread):
         while True:
             begun = [tuple(sign["begun"]) for sign in self.signs]
             if begun and max(begun)[0] > step:
-                self.begun = (step, False)
                 return False
             if begun and min(begun) == (step, True):
                 return True
@@ -2513,7 +2515,9 @@ class GrowingFile:
 
     def __init__(self, path: Path):
         self.path, self.data, self.error = path, bytearray(), ""
-        self.file = open(path, "wb", buffering=0)
+        if path.exists():
+            self.data += path.read_bytes()
+        self.file = open(path, "ab", buffering=0)
 
     def add(self, text: bytes) -> str:
         """Append; returns what is wrong with the disk, the first time that something is."""
@@ -2535,15 +2539,20 @@ class GrowingFile:
 class RunLog:
     """Log lines and events of a run. On ranks other than 0 every method does nothing."""
 
-    def __init__(self, cfg: Config, rt: Runtime):
-        self.cfg, self.rt, self.val_points, self.bar = cfg, rt, [], None
+    def __init__(self, cfg: Config, rt: Runtime, resumed: dict | None = None):
+        self.cfg, self.rt, self.bar, self.is_mute = cfg, rt, None, False
+        self.val_points = resumed["val_points"] if resumed else []
         self.files: dict[str, GrowingFile] = {}  # by suffix
+        self.run_id = ""
         if not rt.is_main:
             return
         now = datetime.datetime.now()
         self.source = Path(__file__).read_bytes()
         self.folder = choose_folder(cfg, self.source, now.strftime("%Y-%m-%d"))
         self.run_id = f"{now.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
+        if resumed and resumed["script_sha256"] == hashlib.sha256(self.source).hexdigest():
+            if not Path(self.folder, f"{resumed['run_id']}.json").exists():
+                self.run_id = resumed["run_id"]  # the same run: its log goes on
 
     def __enter__(self) -> "RunLog":
         if not self.rt.is_main:
@@ -2554,7 +2563,8 @@ class RunLog:
         for suffix in (".txt", ".jsonl") if has_events else (".txt",):
             self.files[suffix] = GrowingFile(logs / f"{self.run_id}{suffix}.partial")
         facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(self.rt)), indent=1)
-        self.files[".txt"].add(self.source + f"\n{'=' * 100}\n{facts}\n{'=' * 100}\n".encode())
+        if not self.files[".txt"].data:
+            self._add(".txt", f"{self.source.decode()}\n{'=' * 100}\n{facts}\n{'=' * 100}")
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -2577,15 +2587,23 @@ class RunLog:
             return
         if to_log:
             self._add(".txt", text)
-        if to_console:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        if to_console and not self.is_mute:
+            try:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError as error:
+                self.is_mute, sys.stdout = True, open(os.devnull, "w")
+                self._warn(f"the console cannot be written ({error.strerror})")
 
     def _add(self, suffix: str, line: str) -> None:
         problem = self.files[suffix].add((line + "\n").encode())
         if problem:
-            tqdm.write(f"{self.files[suffix].path} cannot be written ({problem}): training goes on, the "
-                       "text stays in memory until the end", file=sys.stderr)
+            self._warn(f"{self.files[suffix].path} cannot be written ({problem})")
+
+    def _warn(self, problem: str) -> None:
+        with suppress(OSError):
+            tqdm.write(f"{problem}: training goes on, the text stays in memory until the end",
+                       file=sys.stderr)
 
     def write_event(self, event: str, step: int, **facts) -> None:
         """One line of <run_id>.jsonl, where there is one."""
@@ -2621,7 +2639,7 @@ class RunLog:
                       script_sha256=hashlib.sha256(self.source).hexdigest(), git_commit=read_git_commit(),
                       versions=describe_versions(), hardware=describe_hardware(self.rt))
         path = self.folder / f"{self.run_id}.json"
-        print(format_card(result, self.rt, path), flush=True)
+        self.print(format_card(result, self.rt, path), to_log=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.cfg.record:
@@ -2645,7 +2663,17 @@ def name_checkpoints(cfg: Config) -> Path:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the last written first."""
-    return sorted(folder.glob("step_*.pt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    found = [path for path in folder.glob("step_*.pt") if path.is_file()]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def find_abandoned(folder: Path) -> Iterator[Path]:
+    """Partial checkpoints whose writer no longer runs."""
+    for path in folder.glob(".step_*.partial"):
+        try:
+            os.kill(int(path.name.split(".")[-2]), 0)
+        except ProcessLookupError:
+            yield path
 
 
 def hash_checkpoint(meta: str, tensors: dict[str, Tensor]) -> str:
@@ -2688,21 +2716,36 @@ def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
         except InputError as error:
             problem = problem or error  # of the newest
         else:
-            check_same_model(path, facts["config"], cfg)
+            check_same_run(path, facts, cfg)
             return path, facts, tensors
     if problem:
         raise problem
     return None
 
 
-def check_same_model(path: Path, theirs: dict, cfg: Config) -> None:
-    """Raise InputError where a checkpoint's tensors would not fit this run."""
-    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+def find_result(facts: dict, cfg: Config) -> str:
+    """The json of the run that left a checkpoint after its last step; empty where there is none yet."""
+    places = (Path(cfg.logs_dir), *Path(cfg.records_dir, cfg.track).glob("*"))
+    paths = [path for place in places if (path := place / f"{facts['run_id']}.json").exists()]
+    return str(paths[0]) if paths and facts["progress"]["step"] == cfg.num_iterations else ""
+
+
+def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
+    """Raise InputError where a checkpoint does not fit this run."""
+    theirs, ours = facts["config"], json.loads(json.dumps(dataclasses.asdict(cfg)))
     for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
         if name != "fp8_head" and ours[name] != theirs.get(name):
             shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
             raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
                              f"{shown[1]} here: give that run's options, or start anew without --resume")
+    step = facts["progress"]["step"]
+    if step > cfg.num_iterations:
+        raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
+                         f"give at least --num_iterations={step}")
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    if cfg.record and facts["script_sha256"] != script:
+        raise InputError(f"{path} was left by another script, which a record does not allow: start --record="
+                         f"{cfg.record} anew without --resume")
 
 
 class Checkpoints:
@@ -2716,26 +2759,27 @@ class Checkpoints:
 
     def save(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
         """Write, on the rank that has the copies, as soon as the last checkpoint is out."""
-        self.wait()
+        self.wait_for_disk()
         if copies:
-            self.thread = threading.Thread(target=self._write, args=(step, facts, copies), name="checkpoint")
+            self.thread = threading.Thread(target=self._write, args=(step, json.dumps(facts), copies))
             self.thread.start()
 
-    def wait(self) -> Path | None:
-        """Wait for the last one; its path, or None where it could not be written."""
+    def wait_for_disk(self) -> Path | None:
+        """Wait for the last one; its path, or None where it could not be written. Watch knows this name."""
         if self.thread is not None:
             self.thread.join()
         return self.path
 
-    def _write(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
+    def _write(self, step: int, meta: str, copies: dict[str, Callable[[], Tensor]]) -> None:
         path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            meta, tensors = json.dumps(facts), {name: wait() for name, wait in copies.items()}
+            tensors = {name: wait() for name, wait in copies.items()}
             content = dict(format=CHECKPOINT_FORMAT, meta=meta, tensors=tensors,
                            sha256=hash_checkpoint(meta, tensors))
             write_atomic(path, lambda file: torch.save(content, file))
-            for old in (*list_checkpoints(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
+            others = [other for other in list_checkpoints(self.folder) if other != path]
+            for old in (*others[self.KEPT - 1 :], *find_abandoned(self.folder)):
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             if not self.is_broken:
@@ -2993,9 +3037,12 @@ class Guard:
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log = trainer, log
+        # groups that are not updated in every step make no norm to compare from step to step
+        self.intervals = [hyper.every for hyper in group_hypers(trainer.cfg).values()]
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.is_on = trainer.cfg.guard == "on"
         self.pending: list[tuple[int, Callable[[], Tensor]]] = []  # (step, its sums): not yet judged
+        self.is_snapshot_due = False
         self.snapshots = [(trainer.progress.step, trainer.optimizer.snapshot())] if self.is_on else []
 
     def end_step(self, loss: Tensor, probe: Probe) -> None:
@@ -3003,18 +3050,23 @@ class Guard:
         if not self.is_on:
             return
         trainer, step = self.trainer, self.trainer.progress.step
-        sums = torch.stack((loss / trainer.rt.world_size, probe.sums[:, 0].sum()))
+        squares = probe.sums[:, 0].unbind()  # by group
+        steady = [square for square, every in zip(squares, self.intervals) if every == 1]
+        sums = torch.stack((loss / trainer.rt.world_size, sum(steady), sum(squares)))
         self.pending.append((step, copy_to_host(all_reduce_sum(sums, trainer.rt))))
-        if step % self.SNAPSHOT_EVERY or not trainer.optimizer.is_settled():
+        self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
+        if not self.is_snapshot_due or not trainer.optimizer.is_settled():
             self.judge(but=1)
         elif self.judge():
             self.snapshots = [*self.snapshots[-1:], (step, trainer.optimizer.snapshot())]
+            self.is_snapshot_due = False
 
     def judge(self, but: int = 0) -> bool:
         """Judge all steps but the last few; whether all were good, as far as they can be bad."""
         while len(self.pending) > but:
             step, sums = self.pending.pop(0)
-            loss, grad_norm = sums()[0].item(), sums()[1].sqrt().item()
+            loss, square, all_squares = sums().tolist()
+            grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
             fault = self._find_fault(loss, grad_norm)
             if fault:
                 self._act(step, fault)
@@ -3050,7 +3102,8 @@ class Guard:
         self.pending, self.snapshots = [], self.snapshots[: index + 1]
         progress.num_actions += 1
         if progress.num_actions > self.MOST_ACTIONS:
-            trainer.rt.stop.status, measures = self.STATUS, [f"{self.MOST_ACTIONS} actions were not enough"]
+            trainer.rt.stop.status, progress.num_actions = self.STATUS, 0  # anew for those who resume it
+            measures = [f"{self.MOST_ACTIONS} actions were not enough"]
         else:
             in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
             progress.lr_scale = in_force * self.LR_FACTOR
@@ -3058,7 +3111,7 @@ class Guard:
             measures = [trainer.lower_precision(), f"learning rates times {progress.lr_scale:g} until step "
                                                    f"{progress.lr_scale_until}"]
         text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
-        self.log.print(f"guard: step {step}: {fault}: {text} (action {progress.num_actions})")
+        self.log.print(f"guard: step {step}: {fault}: {text}")
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 
@@ -3096,6 +3149,8 @@ def open_checkpoint(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Ten
             found = find_checkpoint(cfg)
         except InputError as error:
             problem = str(error)
+    if found:
+        found[1]["result"] = find_result(found[1], cfg)
     shared, problem = share_from_main((found and found[:2], problem), rt)
     if problem:
         raise InputError(problem)
@@ -3109,7 +3164,7 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     trainer.progress.resumed_at.append(trainer.progress.step)
     ours, theirs = json.loads(json.dumps(dataclasses.asdict(trainer.cfg))), facts["config"]
     fields = (*(field.name for field in dataclasses.fields(OptimConfig)), "dtype", "num_iterations", "seed",
-              "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len", "train_files")
+              "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len", "train_files", "stages")
     others = [f"{name} was {theirs.get(name)}" for name in fields if ours[name] != theirs.get(name)]
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
@@ -3119,9 +3174,14 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     resolved, saved = resolved_dict(cfg, rt.world_size), open_checkpoint(cfg, rt)
+    if saved and saved[1]["result"]:
+        if rt.is_main:
+            print(f"{saved[0]} is the end of a finished run, see {saved[1]['result']}: nothing to do "
+                  "(without --resume it starts anew)")
+        return
     if cfg.checkpoint_every:
         check_writable(name_checkpoints(cfg), "choose another folder with --checkpoint_dir")
-    with RunLog(cfg, rt) as log, explain_memory(cfg):
+    with RunLog(cfg, rt, saved and saved[1]) as log, explain_memory(cfg):
         log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
                   f"{rt.world_size} x {rt.device.type}, "
                   f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
@@ -3129,7 +3189,6 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
-            log.val_points = saved[1]["val_points"]
             log.print(resume(trainer, saved))
         elif cfg.resume:
             log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
@@ -3137,25 +3196,29 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
             rt.watch.is_strict = True
         start = clock(rt.device)
         trainer.warm_up(train_data, val_data)
-        compile_time = clock(rt.device) - start
-        first_step, before = trainer.progress.step, dataclasses.replace(rt.traffic)
-        Run(trainer, train_data, val_data, log, argv).run()
-        sent = torch.tensor(rt.traffic.num_bytes - before.num_bytes, dtype=torch.float64, device=rt.device)
-        sent = all_reduce_sum(sent / max(1, cfg.num_iterations - first_step) / rt.world_size, rt).item()
+        facts = dict(config=resolved, argv=argv, compile_time_s=round(clock(rt.device) - start, 2),
+                     corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
+        with rt.stop.catch_signals():
+            first_step, before = trainer.progress.step, rt.traffic.num_bytes
+            Run(trainer, train_data, val_data, log, argv).run()
+            sent = (rt.traffic.num_bytes - before) / max(1, cfg.num_iterations - first_step)
+            log.finish({**facts, **measure_run(trainer, resolved["derived"], sent)})
+    if rt.is_main:
+        print_sample(trainer.model, cfg, trainer.rt)
 
-        progress = trainer.progress
-        tokens_per_s = resolved["derived"]["train_tokens"] / progress.train_time
-        flops = tokens_per_s * resolved["derived"]["flops_per_token"]
-        log.finish(dict(
-            config=resolved, argv=argv,
-            corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)),
-            train_time_ms=round(progress.train_time * 1000), compile_time_s=round(compile_time, 2),
-            bytes_per_step=round(sent), minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
-            tokens_per_s=round(tokens_per_s), mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
-            peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at,
-            guard_actions=progress.num_actions))
-        if rt.is_main:
-            print_sample(trainer.model, cfg, trainer.rt)
+
+def measure_run(trainer: Trainer, derived: dict, sent: float) -> dict:
+    """The figures of a finished run; sent: bytes that this rank has given to others in each step."""
+    rt, progress = trainer.rt, trainer.progress
+    sent = torch.tensor(sent / rt.world_size, dtype=torch.float64, device=rt.device)
+    tokens_per_s = derived["train_tokens"] / progress.train_time
+    return dict(
+        train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+        mfu=round(tokens_per_s * derived["flops_per_token"] / (rt.peak_flops * rt.world_size), 4),
+        bytes_per_step=round(all_reduce_sum(sent, rt).item()),
+        minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
+        peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at,
+        guard_actions=progress.num_actions)
 
 
 class Run:
@@ -3181,17 +3244,16 @@ class Run:
         self.log.open_bar(progress.step)
         wait_for_ranks(self.rt)
         self.start_clock()
-        with self.rt.stop.catch_signals():
+        try:
             while progress.step < cfg.num_iterations:
                 if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
                     self.guard.judge_validation(progress.step, self.validate())
                 self.train_step()
-                if self.trainer.optimizer.is_settled():
-                    self.save_or_stop()
-            self.guard.judge()
+                self.save_or_stop()
             self.validate()
-        self.batches.close()
-        self.checkpoints.wait()
+        finally:
+            self.batches.close()
+            self.checkpoints.wait_for_disk()
 
     def start_clock(self) -> None:
         """Training time counts from here."""
@@ -3214,7 +3276,6 @@ class Run:
         """One step, and all that looks at it."""
         cfg, rt, progress = self.cfg, self.rt, self.progress
         state = self.trainer.schedule.at(progress.step)
-        rt.begin_step(progress.step + 1)
         is_measured, optimizer = self.telemetry.start_step(), self.trainer.optimizer
         probe = optimizer.probe = Probe(group_hypers(cfg) if is_measured or self.guard.is_on else (),
                                         rt.device, is_measured)
@@ -3236,16 +3297,22 @@ class Run:
     def save_or_stop(self) -> None:
         """Save a checkpoint where one is due; where all ranks are to stop, save it and raise RunStopped."""
         step = self.progress.step
-        status = self.rt.agree_to_stop(step) if step < self.cfg.num_iterations else 0
+        is_last = step == self.cfg.num_iterations
+        if is_last:
+            self.guard.judge()
+        if not (is_last or self.trainer.optimizer.is_settled()):  # else gradients would be lost
+            return
+        status = self.rt.agree_to_stop(step)
         if not (status or self.is_checkpoint_due):
             return
         self.guard.judge()
         self.stop_clock()
         facts, copies = self.trainer.state_dict()
-        self.checkpoints.save(step, dict(facts, val_points=self.log.val_points), copies)
+        facts.update(val_points=self.log.val_points, run_id=self.log.run_id)
+        self.checkpoints.save(step, facts, copies)
         self.is_checkpoint_due = False
         if status:
-            path = self.checkpoints.wait()
+            path = self.checkpoints.wait_for_disk()
             wait_for_ranks(self.rt)  # a launcher ends all ranks when the first one leaves
             remedy = f"go on with: {format_resume(self.argv, path, self.rt)}"
             raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
@@ -3296,7 +3363,8 @@ def choose_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -math.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    shares = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(shares, 1, generator=generator))
 
 
 @torch.no_grad()
@@ -3316,6 +3384,8 @@ def generate(model: GPT, prompt: list[int], document_start: int, cfg: Config, rt
             step = StepInputs(caches, *make_rotary(state, len(part), end, rt, position))
             x, position = model.encode(part, torch.zeros_like(part), step), end  # (T, D)
         logits = model.head.logits(x[-1:])[0, : cfg.vocab_size].cpu()  # (V,)
+        if not logits.isfinite().all():  # a model that diverged has nothing to say
+            return
         token = choose_token(logits, cfg.temperature, cfg.top_k, generator)
         if token == document_start:
             return
@@ -3352,7 +3422,7 @@ def write_sample(values: dict) -> None:
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
                          "tokenizer is at hand: pip install tiktoken, or give ids") from None
-    rt = start_runtime(cfg)
+    rt = start_runtime(cfg, is_alone=True)
     with torch.device("meta"):
         model = GPT(cfg, dtype=rt.dtype)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, assign=True)
@@ -3395,7 +3465,7 @@ def report(error: RunError, program: str) -> int:
         kind = "" if isinstance(error, RunStopped) else "error: "
         print(f"{program}: {kind}{error}", file=sys.stderr, flush=True)
     else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
-        time.sleep(5)
+        time.sleep(1 if isinstance(error, RunStopped) else 5)
     return error.status
 
 

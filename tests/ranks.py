@@ -148,6 +148,14 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         counts = gpt.share_from_main(self.trainer.progress.num_actions, self.trainer.rt)
         assert counts == self.trainer.progress.num_actions, "rank 0 has acted otherwise"
 
+    write = gpt.write_atomic
+
+    def write_slowly(path, data):
+        time.sleep(5.5 if path.suffix == ".pt" else 0)
+        write(path, data)
+
+    if mode == "slow disk":
+        gpt.write_atomic = write_slowly
     if mode == "nan":
         gpt.Guard.end_step = end_step_and_compare
 

@@ -72,9 +72,10 @@ def test_a_resumed_run_is_the_run(shards, here, name):
     again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")
     assert again == points and len(points) == 4
     assert_same_bits(tensors_of("other/smoke_seed0/step_000018.pt"), end)
-    assert (
-        run(shards, *args, "--resume=auto", "--checkpoint_dir=other")[-1] == points[-1]
-    )  # only validates again
+    assert run(shards, *args, "--resume=auto", "--checkpoint_dir=other") is None  # finished: nothing to do
+    for path in Path("logs").glob("*.json"):
+        path.unlink()  # as if killed in the final validation
+    assert run(shards, *args, "--resume=auto", "--checkpoint_dir=other") == points
 
 
 def test_what_a_checkpoint_holds(shards, here):
@@ -154,10 +155,10 @@ def test_other_numbers_of_ranks_go_on(shards, here, grid, bound):
     saved = Path("checkpoints/smoke_seed0")
     shutil.copy(saved / "step_000008.pt", "at_8.pt")
     statuses, points, errors = run_ranks(
-        3, "none", shards, *args, "--resume=at_8.pt", "--checkpoint_dir=three"
+        3, "none", shards, *args, "--resume=at_8.pt", "--checkpoint_dir=three", "--checkpoint_every=2"
     )
     assert statuses == [0, 0, 0], errors[-2000:]
-    for other in (points, run(shards, *args, "--resume=three/smoke_seed0/step_000012.pt")):
+    for other in (points, run(shards, *args, "--resume=three/smoke_seed0/step_000010.pt")):
         assert [step for step, _ in other] == [step for step, _ in alone]
         assert max(abs(ours - theirs) for (_, ours), (_, theirs) in zip(other, alone)) <= bound
     if bound == 0:
@@ -169,7 +170,7 @@ def test_other_numbers_of_ranks_go_on(shards, here, grid, bound):
 
 @pytest.mark.parametrize("mode, status", [("term", 143), ("int", 130)])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(shards, here, mode, status):
-    args = ["--num_iterations=60", "--tokens_per_step=3072", "--val_loss_every=0"]
+    args = ["--num_iterations=60", "--tokens_per_step=3072", "--val_loss_every=1", "--checkpoint_every=1"]
     statuses, points, errors = run_ranks(3, mode, shards, *args)
     assert statuses == [status] * 3 and points is None, errors[-2000:]
     found = re.findall(
@@ -253,7 +254,9 @@ def test_a_signal_saves_and_the_printed_command_goes_on(shards, here, signum, st
     assert [point[:2] for point in result["val_points"]] == points
     assert result["resumed_at"] == [int(found[2])]
     times = [milliseconds for _, _, milliseconds in result["val_points"]]
-    assert times == sorted(set(times)) and times[-1] == result["train_time_ms"]  # one clock through both lives
+    assert (
+        times == sorted(set(times)) and times[-1] == result["train_time_ms"]
+    )  # one clock through both lives
 
 
 def test_the_time_limit_saves_and_stops(shards, here, capsys):
@@ -278,6 +281,44 @@ def test_killed_twenty_times(shards, here):
     assert not list(Path("checkpoints").rglob("*.partial"))
     run(shards, *args, "--checkpoint_every=400", "--checkpoint_dir=whole")
     assert_same_bits(killed, tensors_of("whole/smoke_seed0/step_000400.pt"))
+
+
+def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
+    """Saved before the final validation, which the next life makes; a signal during that validation comes too late."""
+    args, real = ["--num_iterations=8", "--val_loss_every=4"], (gpt.Trainer.train_step, gpt.Trainer.validate)
+    points = run(shards, *args)
+
+    def signal_at(step, function):
+        def wrapped(self, *given, **more):
+            if self.progress.step == step and self.rt.stop.is_heeded:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return function(self, *given, **more)
+
+        return wrapped
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", signal_at(7, real[0]))
+    assert run(shards, *args, status=143) is None
+    assert "stopped by SIGTERM after step 8 of 8: go on with:" in capsys.readouterr().err
+    monkeypatch.setattr(gpt.Trainer, "train_step", real[0])
+    monkeypatch.setattr(gpt.Trainer, "validate", signal_at(8, real[1]))
+    assert run(shards, *args, "--resume=auto") == points
+
+
+def test_one_run_is_one_result_however_often_it_was_stopped(shards, here, capsys):
+    """Two lives, one log that holds both, one json; after the end, nothing to do."""
+    args = ["--num_iterations=400", "--val_loss_every=0", "--record=twice", "--checkpoint_every=50"]
+    assert run(shards, *args, "--time_limit=2.5", status=124) is None
+    assert not Path("records").exists()
+    stopped = int(re.search(r"after step (\d+)", capsys.readouterr().err)[1])
+    args[0] = f"--num_iterations={stopped + 2}"
+    for _ in range(2):
+        assert gpt.main([*TINY, *data_args(shards), *args, "--resume=auto"]) == 0
+    (folder,) = Path("records/laptop").iterdir()
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".py", ".txt"]
+    log = next(folder.glob("*.txt")).read_text()
+    steps = [int(step) for step in re.findall(r"^step:(\d+)/\d+ train_time", log, re.M)]
+    assert steps == list(range(1, len(steps) + 1)) and log.count("=" * 100 + "\n") == 2
+    assert "is the end of a finished run" in capsys.readouterr().out
 
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
@@ -316,6 +357,44 @@ def test_no_room_for_the_log(shards, here):
     assert "error: the result could not be written to logs (File too large)" in done.stderr.splitlines()[-1]
     assert "step:6/6 val_loss" in done.stdout and "| validation loss |" in done.stdout
     assert not list(Path("logs").glob("*.json"))
+
+
+def test_a_console_that_takes_nothing(shards, here):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *TINY, *data_args(shards), "--num_iterations=3"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0].startswith(
+        "the console cannot be written (No space left on device): "
+    )
+    assert len(list(Path("logs").glob("*.json"))) == 1
+
+
+def test_a_slow_disk_is_no_stall(shards, here):
+    """Rank 0 waits 5.5 s for each checkpoint, the others for it; a stall ends the run after 4 s."""
+    args = ["--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=3", "--comm_timeout=5"]
+    statuses, points, errors = run_ranks(3, "slow disk", shards, *args)
+    assert statuses == [0, 0, 0] and points, errors[-2000:]
+
+
+def test_other_files_in_the_folder(shards, here):
+    """What a running process writes stays, what a dead one left goes; an older file with a later date takes no place."""
+    folder = Path("checkpoints/smoke_seed0")
+    folder.mkdir(parents=True)
+    living, dead = (
+        folder / f".step_000001.pt.{os.getppid()}.partial",
+        folder / ".step_000001.pt.4194303.partial",
+    )
+    for path in (living, dead, folder / "step_000099.pt", folder / "step_000098.pt"):
+        path.write_text("")
+        os.utime(path, (4e9, 4e9))
+    run(shards, "--num_iterations=6", "--checkpoint_every=3")
+    assert living.exists() and not dead.exists()
+    assert (folder / "step_000006.pt").exists() and len(list(folder.glob("step_*.pt"))) == 2
 
 
 @pytest.mark.parametrize("how", ["vanish", "become a file"])
@@ -423,6 +502,7 @@ OPTIONS = {  # arguments: words of the message
     (FILE, "--matrix_rule=adamw"): "another model: --matrix_rule is muon there, adamw here",
     ("--resume=auto", "--num_layers=3"): "another model: --num_layers is 2 there, 3 here",
     (FILE, "--layers=[{}, {}]"): "another model: --layers is others there, others here",
+    (FILE, "--num_iterations=5"): "has made 6 steps, more than --num_iterations=5",
     ("--checkpoint_every=-1",): "--checkpoint_every=-1 is too small: give at least 0",
     ("--checkpoint_every=often",): "--checkpoint_every=often is not a whole number",
     ("--checkpoint_every=5", "--checkpoint_dir=a_file"): "a_file/smoke_seed0 cannot be written",
@@ -467,6 +547,15 @@ def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, name):
     refuse_sample = gpt.main([f"--sample={path}"])
     assert refuse_sample == 2 and capsys.readouterr().err.count("\n") == 1
     assert not Path("boom").exists()
+
+
+def test_a_record_goes_on_with_its_own_script_only(saved):
+    path = saved / "smoke_seed0/step_000006.pt"
+    facts, _ = gpt.read_checkpoint(path)
+    cfg = gpt.config_from_dict({**facts["config"], "record": "mine"})
+    gpt.check_same_run(path, facts, cfg)
+    with pytest.raises(gpt.InputError, match="left by another script"):
+        gpt.check_same_run(path, {**facts, "script_sha256": "other"}, cfg)
 
 
 @pytest.mark.parametrize("args", OPTIONS, ids=lambda args: " ".join(args))

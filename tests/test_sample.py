@@ -119,6 +119,24 @@ def test_top_k_and_temperature():
     assert torch.allclose(counts, (logits / 2).softmax(0), atol=0.03)  # 4 standard errors of a share: 0.03
 
 
+def test_sampling_needs_no_other_ranks(checkpoint, capsys, monkeypatch):
+    """./run.sh --sample on eight GPUs starts eight processes: the first one writes, alone."""
+    alone = sample(capsys, checkpoint, "--max_new_tokens=8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sample(capsys, checkpoint, "--max_new_tokens=8") == alone
+    monkeypatch.setenv("RANK", "1")
+    assert sample(capsys, checkpoint, "--max_new_tokens=8") == ""
+
+
+def test_a_model_that_diverged_has_nothing_to_say():
+    cfg = smoke_config()
+    model = gpt.GPT(cfg)
+    model.head.weight.data.fill_(float("nan"))
+    assert list(gpt.generate(model, [1, 2], gpt.BYTE_DOCUMENT_START, cfg, make_runtime())) == []
+    tiny = gpt.choose_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator())
+    assert tiny == 1
+
+
 def test_a_run_ends_with_a_sample(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 0
@@ -172,7 +190,9 @@ def gpt2_checkpoint(tmp_path_factory):
 def test_gpt2_tokens_with_and_without_a_tokenizer(gpt2_checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     ids = sample(capsys, gpt2_checkpoint, "--prompt=15496 11", "--max_new_tokens=3").split()
-    assert ids[:2] == ["15496", "11"] and 3 <= len(ids) <= 5 and all(0 <= int(token) < 50257 for token in ids)
+    assert (
+        ids[:2] == ["15496", "11"] and 3 <= len(ids) <= 5 and all(0 <= int(token) < 50257 for token in ids)
+    )
     errors = sample(capsys, gpt2_checkpoint, "--prompt=Hello", status=2)
     assert "pip install tiktoken" in errors and errors.count("\n") == 1
     tiktoken = types.SimpleNamespace(get_encoding=lambda name: FakeEncoding() if name == "gpt2" else None)
