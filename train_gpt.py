@@ -9,15 +9,17 @@ Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
+    python train_gpt.py --checkpoint_every=250 --resume=auto       # goes on where it was interrupted
+    python train_gpt.py --sample=CHECKPOINT --prompt='def '        # text from a trained model
     python train_gpt.py --help | --list_presets | --print_config
 
 Sections (search for the name after "# ====")
     CONFIG       dataclasses, presets, command line  DATA       shards, packing, validation, prefetch, corpus
     RUNTIME      device, ranks, collectives, probes  SCHEDULES  learning rate, momentum, windows, YaRN
-    KERNELS      attention, rotary, norm, loss       RUN RECORD log, result json, record folder
-    FP8          head and loss, low precision        TRAINING   warm-up, train step, validation, loop
-    UPDATE RULES Muon and Adam on local tensors      MAIN
-    OPTIMIZER    banks, reduce-scatter, all-gather
+    KERNELS      attention, rotary, norm, loss       RUN RECORD log, result, record folder, checkpoints
+    FP8          head and loss, low precision        TRAINING   trainer, telemetry, guard, the timed loop
+    UPDATE RULES Muon and Adam on local tensors      SAMPLING   text from a checkpoint
+    OPTIMIZER    banks, reduce-scatter, all-gather   MAIN
     MODEL        blocks, GPT, initialisation
 
 Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
@@ -3307,6 +3309,7 @@ class Run:
             return
         self.guard.judge()
         self.stop_clock()
+        self.start_clock()  # what saving costs is training time
         facts, copies = self.trainer.state_dict()
         facts.update(val_points=self.log.val_points, run_id=self.log.run_id)
         self.checkpoints.save(step, facts, copies)
@@ -3317,7 +3320,6 @@ class Run:
             remedy = f"go on with: {format_resume(self.argv, path, self.rt)}"
             raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
                              f"{self.cfg.num_iterations}: {remedy if path else 'no checkpoint'}", status)
-        self.start_clock()
 
 
 def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
