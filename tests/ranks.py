@@ -138,9 +138,13 @@ def compile_slowly(seconds: float) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails (mode "none": does not) in the second step after the three of the warm-up."""
+    """A real run in which one rank fails (mode "none": does not), in the second step after the three of the warm-up.
+
+    at_rank may be RANK@STEP, where STEP counts those of the warm-up, too.
+    """
     torch.set_num_threads(1)
     real, steps = gpt.Trainer.train_step, iter(range(1, 10**6))
+    at_rank, _, at_step = at_rank.partition("@")
     end_step = gpt.Guard.end_step
 
     def end_step_and_compare(self, *args):
@@ -160,7 +164,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         gpt.Guard.end_step = end_step_and_compare
 
     def train_step(self, *args):
-        if self.rt.rank == int(at_rank) and next(steps) == 5:
+        if self.rt.rank == int(at_rank) and next(steps) == int(at_step or 5):
             if mode == "raise":
                 raise ValueError("one step too many")
             if mode == "input":

@@ -153,24 +153,29 @@ def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
     )
 
 
-def test_one_rank_of_three_sends_a_nan(text, tmp_path, monkeypatch):
-    """All ranks go back: they hold the same bits to the end, which --check_ranks_every asserts."""
+def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
+    """Both go back and decide alike, step by step, and hold the same bits, which --check_ranks_every asserts."""
+    options = ["--tokens_per_step=1024"]
+    expected = clean(*options)
     monkeypatch.chdir(tmp_path)
-    args = [
-        "--num_iterations=30",
-        "--tokens_per_step=1536",
-        "--check_ranks_every=1",
-        "--warmup_iterations=1",
+    args = [*options, "--check_ranks_every=1", "--warmup_iterations=1"]
+    command = [
+        sys.executable,
+        ROOT / "tests/ranks.py",
+        "fail",
+        2,
+        "nan",
+        f"1@{FAULT + 3}",
+        *ARGS,
+        *data_args(text),
+        *args,
     ]
-    command = [sys.executable, ROOT / "tests/ranks.py", "fail", 3, "nan", 1, *ARGS, *data_args(text), *args]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert [status for status, _ in json.loads(done.stdout.splitlines()[-1])] == [0, 0, 0], done.stderr[
-        -2000:
-    ]
+    assert [status for status, _ in json.loads(done.stdout.splitlines()[-1])] == [0, 0], done.stderr[-2000:]
     loss, (event,) = read_run()
-    assert event["fault"] == "gradient norm is nan" and event["step"] == 2
-    assert event["measures"].startswith("weights of step 0, learning rates times 0.5 until step 23")
-    assert loss < 5
+    assert event["fault"] == "gradient norm is nan" and event["step"] == FAULT
+    assert event["measures"].startswith("weights of step 90, learning rates times 0.5 until step 123")
+    assert abs(loss / expected - 1) < 0.02
 
 
 def test_it_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsys):
