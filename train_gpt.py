@@ -106,14 +106,19 @@ def option(default, meaning: str, low=None, high=None, choices=None):
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
 
 
+def switch(default: str, meaning: str):
+    """Declare a config field that is on or off."""
+    return option(default, meaning, choices=("on", "off"))
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What one layer slot contains. Layers are data: forward never asks for a layer's number."""
 
     attention: str = "short"  # long | short: which scheduled window; none: no attention in this slot
     mlp: bool = True
-    value_embed: int | None = None  # index of the value-embedding table mixed into the values
-    skip_from: int | None = None  # earlier slot whose output enters here through a sigmoid gate (U-Net skip)
+    value_embed: int | str | None = None  # table mixed into the values; "first": the first slot's values
+    skip_from: int | None = None  # earlier slot whose output enters here (U-Net skip)
 
 
 @dataclass(frozen=True)
@@ -137,15 +142,40 @@ class ModelConfig:
     head_dim: int = option(128, "channels per head", low=8)
     model_dim: int = option(768, "residual channels = num_heads * head_dim", low=8)
     mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1)
-    vocab_size: int = option(50257, "vocabulary tokens; padded to a multiple of 128", low=2, high=65536)
-    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
-    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
-    rotary_base: int = option(1024, "lowest rotary frequency is 1/base; half the frequencies are 0", low=2)
-    attention_scale: float = option(0.1, "softmax scale at first; grows with the window (YaRN)", low=0.0)
-    skip_init: float = option(-1.5, "U-Net skip weight before the sigmoid")
+    vocab_size: int = option(50257, "tokens of the vocabulary", low=2, high=65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", low=1)
+    tie_head: str = switch("off", "the head multiplies by the token embedding instead of its own matrix")
+    embed_norm: str = switch("on", "normalise the token embedding")
     embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
+    init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", low=0.0)
+    zero_init: str = switch("on", "matrices that write into the residual stream begin at zero")
+    activation: str = option("relu_squared", "of the MLP", choices=("relu_squared", "gelu"))
+    qk_norm: str = switch("on", "normalise each head's queries and keys")
+    rotary: str = option("half", "channels that turn with position; half: the others never do",
+                         choices=("half", "full"))
+    rotary_base: int = option(1024, "lowest rotary frequency is about 1/base", low=2)
+    attention_scale: float = option(0.1, "softmax scale at first; 0: 1/sqrt(head_dim)", low=0.0)
+    yarn_max_window: int = option(65_536, "YaRN stretches rotary and grows the softmax scale with the long "
+                                  "window, as far as this; 0: not at all", low=0)
+    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
+    depth_scale: str = switch("off", "multiply attention's output by 1/sqrt(2 * num_layers)")
+    fuse_qkv: str = switch("off", "one matrix for Q, K and V, which the optimizer sees as one")
+    value_pattern: str = option("ends", "slots with value embeddings: the first and last few; all, each its "
+                                "own; all, upper as lower half; all, from the first slot's values instead",
+                                choices=("ends", "all", "mirrored", "first"))
+    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
+    value_mix: str = option("scales", "of values v and value embeddings e: a v + b e, or (1 - a) v + a e",
+                            choices=("scales", "lerp"))
+    x0_shortcut: str = switch("on", "mix the embedding into the input of every slot, by learned numbers")
+    skips: str = option("sigmoid", "weights of the U-Net skips", choices=("sigmoid", "plain", "off"))
+    skip_init: float = option(-1.5, "U-Net skip weight at first, before the sigmoid")
+    window_pattern: str = option("mixed", "slots with the long window: four or all",
+                                 choices=("mixed", "long"))
+    drop_attention: str = switch("on", "one slot of the upper half has no attention")
+    drop_mlp: str = switch("on", "the first slot has no MLP")
+    softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", low=0)
     fp8_head: str = option("auto", "FP8 matmuls in the head while training", choices=("auto", "on", "off"))
-    layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: the record's pattern at this depth")
+    layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: from the patterns above")
 
 
 @dataclass(frozen=True)
@@ -154,7 +184,14 @@ class OptimConfig:
 
     matrix_rule: str = option("muon", "update rule of the matrices in the blocks", choices=("muon", "adamw"))
     matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm)", low=0.0)
+    mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", low=0.0)
+    muon_scale: str = option("spectral", "size of a step: spectral norm sqrt(max(1, rows/columns)); rms 1 "
+                             "if all singular values are; rms 1 as measured",
+                             choices=("spectral", "rms", "measured_rms"))
+    momentum_form: str = option("ema", "of Muon: m = mu m + (1 - mu) g, or m = mu m + g",
+                                choices=("ema", "sum"))
     matrix_weight_decay: float = option(0.0, "decoupled decay of block matrices, per learning rate", low=0.0)
+    adam_weight_decay: float = option(0.0, "the same of embeddings and head", low=0.0)
     momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
     momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
@@ -167,6 +204,7 @@ class OptimConfig:
                                    "to the last bit on any number of ranks; 0: off", low=0.0)
     adam_every: int = option(1, "steps from one Adam update to the next; gradients are summed", low=1)
     adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
+    lr_warmup_frac: float = option(0.0, "share of the run where rates rise linearly", low=0.0, high=1.0)
     cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
     final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
 
@@ -176,12 +214,16 @@ class TrainConfig:
     """Data, budget, devices and output."""
 
     preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
+    without: str = option("", "mechanisms to switch off, as a,b (--list_presets names them)")
+    only_with: str = option("", "switch off all mechanisms but these, as a,b")
     track: str = option("track_1", "folder under records/ in which this run may compete")
     record: str = option("", "name of a record run; its script, log and result go to records_dir")
     seed: int = option(0, "seed of the initial weights", low=0)
     device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it multiplies fast, else float32",
                         choices=("auto", "bfloat16", "float32"))
+    residual_dtype: str = option("auto", "of the stream between the layers; auto: that of activations",
+                                 choices=("auto", "float32"))
     kernels: str = option("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
                           choices=("auto", "on", "off"))
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", choices=("auto", "on", "off"))
@@ -194,6 +236,9 @@ class TrainConfig:
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", low=128)
     seq_len: int = option(49_152, "tokens of a packed row of documents; rows never depend on ranks", low=128)
     micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
+    row_start: str = option("document", "where training rows begin; anywhere: where the last one ended",
+                            choices=("document", "anywhere"))
+    document_mask: str = switch("on", "a token sees its own document only, not the whole row")
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", low=2)
     warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
     comm_bin_mb: float = option(64.0, "most MB of like parameters in one message between ranks", low=0.0)
@@ -232,12 +277,171 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """V: the vocabulary rounded up to a multiple of 128."""
-        return -(-self.vocab_size // 128) * 128
+        """V: the vocabulary rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, SampleConfig)  # in the order of --help
+GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
+
+
+
+def grow_window(block: int, num_stages: int, last: float, short: float = 1.0) -> tuple[Stage, ...]:
+    """Windows of 1, 2, ... blocks, each as long, the last for a share `last` of that (records 13 to 28).
+
+    Short layers see the share `short` of it, in whole blocks.
+    """
+    return tuple(Stage(1.0 if k < num_stages else last, block * k, block * max(1, int(k * short)))
+                 for k in range(1, num_stages + 1))
+
+
+class Rung(typing.NamedTuple):
+    """A published record that changed what is learned, as a difference from the one before it."""
+
+    minutes: float  # on eight H100
+    change: str
+    differences: dict
+    laptop: dict = {}  # noqa: RUF012 - what stands in the laptop's model and data for these
+
+
+# Left out are records that only made the same mathematics faster: 6 (2024-10-18, orthogonalisation shared
+# out over the ranks), 7 and 25 (newer PyTorch), 16 (2024-12-10, windows in blocks: with record 17 here), 22
+# to 24 (2025-05, gradients reduced and scattered during backward; the loss becomes a sum over tokens, the
+# unit of adam_eps here). Record 1 (45 minutes) is GPT-2 as it was: learned positions, LayerNorm, biases. Record 2
+# also divided each gradient by its norm, soon found useless. Records 22 to 27 divided logits by sqrt(768)
+# more and gave the head as much higher a learning rate: the same steps.
+LADDER: dict[str, Rung] = {
+    "2024-06-06_adamw_rotary": Rung(
+        31.4, "AdamW, rotary, RMSNorm without gain, trapezoidal learning rate", dict(
+            num_iterations=9536, tokens_per_step=524_288, seq_len=1024, micro_batch_tokens=65_536,
+            max_doc_len=65_537, val_seq_len=1024, row_start="anywhere", document_mask="off",
+            stages=(Stage(1, 1024, 1024),), window_pattern="long", num_heads=12, head_dim=64,
+            vocab_multiple=1, tie_head="on", embed_norm="off", embed_dtype="float32", init_std=3**-0.5,
+            residual_dtype="float32", zero_init="off", activation="gelu", qk_norm="off", rotary="full",
+            rotary_base=10_000, attention_scale=0.0, yarn_max_window=0, attention_gate_dim=0,
+            depth_scale="on", fuse_qkv="on", num_value_embeds=0, value_mix="lerp", x0_shortcut="off",
+            skips="off", drop_attention="off", drop_mlp="off", softcap=0.0, fp8_head="off",
+            matrix_rule="adamw", matrix_lr=0.0018, matrix_weight_decay=0.1, embed_lr=0.0018,
+            adam_weight_decay=0.1, adam_betas=(0.9, 0.95), adam_eps=1e-8 * GRAD_TOKENS,
+            muon_scale="measured_rms", momentum_form="sum", momentum_warmup_steps=0,
+            lr_warmup_frac=256 / 9536, cooldown_frac=2048 / 9536, final_lr_frac=0.0), dict(
+            tokens_per_step=5120, seq_len=256, micro_batch_tokens=5120, val_seq_len=256,
+            stages=(Stage(1, 256, 256),), num_heads=4, head_dim=48, adam_eps=1e-2)),
+    "2024-10-04_muon": Rung(
+        24.9, "Muon for the matrices of the blocks", dict(
+            num_iterations=7000, matrix_rule="muon", matrix_lr=3.6e-4, matrix_weight_decay=0.0,
+            embed_lr=0.0036, adam_weight_decay=0.0, lr_warmup_frac=0.0, cooldown_frac=2000 / 7000)),
+    "2024-10-11_split_qkv": Rung(
+        22.3, "Q, K and V orthogonalised one by one, the scale of a step by formula", dict(
+            num_iterations=6200, fuse_qkv="off", muon_scale="rms", cooldown_frac=1800 / 6200)),
+    "2024-10-14_modern_blocks": Rung(
+        15.2, "ReLU^2, QK-norm, zero-initialised projections, padded vocabulary, heads of 128", dict(
+            num_iterations=5100, vocab_multiple=128, activation="relu_squared", qk_norm="on", zero_init="on",
+            depth_scale="off", num_heads=6, head_dim=128, cooldown_frac=1450 / 5100),
+        dict(num_heads=2, head_dim=96)),
+    "2024-11-03_untied_head": Rung(
+        10.8, "a head of its own, zero at first; normalised embedding", dict(
+            num_iterations=4578, tie_head="off", embed_norm="on", embed_lr=0.3, head_lr=0.002,
+            matrix_lr=0.02, muon_scale="spectral", mlp_up_lr_mul=2.0, cooldown_frac=1308 / 4578)),
+    "2024-11-06_shortcuts": Rung(
+        8.2, "value residual, embedding shortcut, momentum warm-up, softcap 30", dict(
+            num_iterations=3200, value_pattern="first", x0_shortcut="on", scalar_lr=0.02, softcap=30.0,
+            momentum_warmup_steps=500, cooldown_frac=914 / 3200)),
+    "2024-11-08_bfloat16": Rung(
+        7.8, "bfloat16 between the layers too", dict(
+            num_iterations=3242, residual_dtype="auto", cooldown_frac=926 / 3242)),
+    "2024-11-10_unet_skips": Rung(
+        7.2, "U-Net skips, doubled learning rates", dict(
+            num_iterations=3000, skips="plain", skip_init=1.0, embed_lr=0.6, head_lr=0.008, matrix_lr=0.04,
+            scalar_lr=0.04, cooldown_frac=900 / 3000)),
+    "2024-11-19_flex_attention": Rung(
+        5.03, "rows of 64K tokens, documents masked, a sliding window", dict(
+            num_iterations=1875, seq_len=65_536, document_mask="on", val_seq_len=65_536,
+            cooldown_frac=562 / 1875), dict(seq_len=1024, val_seq_len=8192)),
+    "2024-11-24_window_warmup": Rung(
+        4.66, "the window grows", dict(
+            num_iterations=1750, stages=grow_window(64, 28, last=0.0), adam_betas=(0.8, 0.95),
+            matrix_lr=0.05, momentum_warmup_steps=300, cooldown_frac=640 / 1750),
+        dict(stages=grow_window(64, 5, last=0.0))),
+    "2024-12-04_value_embeds": Rung(
+        4.41, "a value embedding for every layer", dict(
+            num_iterations=1530, value_pattern="all", num_value_embeds=12, value_embed_lr=0.6,
+            cooldown_frac=600 / 1530)),
+    "2024-12-08_mirrored_values": Rung(
+        3.95, "upper and lower half share value embeddings, two weights; momentum as an average", dict(
+            num_iterations=1480, value_pattern="mirrored", num_value_embeds=6, value_mix="scales",
+            momentum_form="ema")),
+    "2024-12-17_sparse_values": Rung(
+        3.57, "three value embeddings, half of rotary, a slot without attention, windows in blocks", dict(
+            num_iterations=1490, value_pattern="ends", num_value_embeds=3, rotary="half", rotary_base=1024,
+            drop_attention="on", stages=grow_window(128, 14, last=0.5)),
+        dict(stages=grow_window(64, 5, last=0.5))),
+    "2025-01-04_softcap_15": Rung(
+        3.4, "softcap 15, bfloat16 embeddings", dict(
+            num_iterations=1390, softcap=15.0, embed_dtype="bfloat16", cooldown_frac=0.4),
+        dict(embed_dtype="float32")),
+    "2025-01-13_fp8_head": Rung(
+        3.142, "FP8 head, smaller initial matrices, learning rate to a tenth", dict(
+            num_iterations=1395, fp8_head="auto", init_std=0.5, final_lr_frac=0.1)),
+    "2025-01-16_long_short": Rung(
+        2.992, "long and short windows, a constant softmax scale, smaller Adam epsilon", dict(
+            num_iterations=1393, window_pattern="mixed", stages=grow_window(128, 14, last=0.5, short=0.5),
+            attention_scale=0.12, adam_eps=1e-10 * GRAD_TOKENS),
+        dict(stages=grow_window(64, 5, last=0.5, short=0.5), adam_eps=1e-2)),
+    "2025-01-26_smaller_batch": Rung(
+        2.933, "a smaller batch", dict(
+            num_iterations=1770, tokens_per_step=393_216, seq_len=49_152, micro_batch_tokens=49_152,
+            val_seq_len=262_144),
+        dict(tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, val_seq_len=8192)),
+    "2025-07-13_document_rows": Rung(
+        2.863, "rows begin with a document", dict(
+            num_iterations=1750, row_start="document", adam_eps=1e-8, cooldown_frac=0.45,
+            final_lr_frac=0.05), dict(adam_eps=1e-2)),
+    "2025-07-18_transposed_mlp": Rung(
+        2.817, "the MLP's first matrix stored like its second, so with the same learning rate", dict(
+            mlp_up_lr_mul=1.0, final_lr_frac=0.1)),
+    "2025-08-23_attention_gate": Rung(
+        2.812, "a sparse gate on every head", dict(num_iterations=1695, attention_gate_dim=12)),
+    "2025-09-03_short_documents": Rung(
+        2.731, "documents cut to 2,048 tokens, windows in three stages", dict(
+            num_iterations=1670, max_doc_len=2048,
+            stages=(Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640))),
+        dict(max_doc_len=1024, stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
+    "2025-09-05_no_first_mlp": Rung(
+        2.717, "no MLP in the first slot", dict(num_iterations=1705, drop_mlp="on")),
+    "2025-09-10_yarn": Rung(
+        2.656, "YaRN and a growing softmax scale when the window grows; a longer one to validate", dict(
+            num_iterations=1670, yarn_max_window=65_536, attention_scale=0.1, cooldown_frac=0.5,
+            stages=(Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640), Stage(0, 1664, 768))),
+        dict(stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
+    "2025-09-11_sigmoid_skips": Rung(
+        2.625, "skip weights through a sigmoid", dict(skips="sigmoid", skip_init=-1.5)),
+}
+LAPTOP_TOKENS = 819_200  # a laptop rung trains on as many, whatever its batch
+
+
+def ladder_presets() -> dict[str, tuple[str, str, dict]]:
+    """Two presets for every rung: the record's own, and laptop_..., its difference in the laptop's sizes.
+
+    All laptop rungs see equally many tokens; what a record counts in steps they have in proportion.
+    """
+    presets, parent, full, small = {}, "track_1", {"momentum_warmup_steps": 0}, {}
+    for name, rung in LADDER.items():
+        presets[name] = parent, rung.change, rung.differences
+        full.update(rung.differences)
+        small.update({**rung.differences, **rung.laptop})
+        steps = LAPTOP_TOKENS // small["tokens_per_step"]
+        warmup = round(full["momentum_warmup_steps"] * steps / full["num_iterations"])
+        presets[f"laptop_{name}"] = (
+            f"laptop_{parent}".removesuffix("_track_1"), f"the same in the laptop's sizes, {steps} steps",
+            dict({**rung.differences, **rung.laptop}, num_iterations=steps, momentum_warmup_steps=warmup,
+                 val_loss_every=steps // 5))
+        parent = name
+    presets["laptop_target"] = (f"laptop_{next(iter(LADDER))}", "the target of track laptop: the first rung "
+                                "for four minutes", dict(num_iterations=640, val_loss_every=128))
+    return presets
+
 
 # name: (parent, what it is, differences from the parent)
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
@@ -255,30 +459,116 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+    # constants of the medium track's record 18 for what exists here, of its record 2 for all else
+    "track_2": ("track_1", "the medium track: 16 slots of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
+        track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
+        num_value_embeds=5, fp8_head="off", yarn_max_window=1664,
+        layers=tuple(LayerSpec(attention="long" if i in (0, 4, 11, 15) else "short",
+                               value_embed=i if i < 5 else i - 11 if i > 10 else None,
+                               skip_from={9: 6, 10: 4, 11: 2}.get(i)) for i in range(16)),
+        num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
+        max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7,
+        matrix_lr=0.025, embed_lr=0.3, value_embed_lr=0.3, head_lr=0.003,
+        stages=(Stage(1, 384, 128, 131_072), Stage(1, 896, 384, 262_144, lr_factor=1.52),
+                Stage(1, 1408, 640, 393_216, lr_factor=1.73),
+                *(Stage(1, 128 * blocks, 128 * min(11, blocks // 2), lr_factor=2.0)
+                  for blocks in (13, 15, 17, 19, 21, 23, 23, 23, 23)),
+                Stage(0, 3456, 1408, lr_factor=2.0)))),
+    **ladder_presets(),
 }
 
 
-def build_layers(num_layers: int, num_value_embeds: int) -> tuple[LayerSpec, ...]:
-    """Lay out the record's pattern at any depth (at 12 slots: exactly record 32).
+def hold_window(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Give all training stages the windows of the last one."""
+    last = [stage for stage in stages if stage.share > 0][-1]
+    return tuple(dataclasses.replace(stage, window_long=last.window_long, window_short=last.window_short)
+                 if stage.share > 0 else stage for stage in stages)
+
+
+def change_slots(**changes) -> Callable:
+    """A function that changes every slot of a tuple of LayerSpec."""
+    return lambda layers: tuple(dataclasses.replace(spec, **changes) for spec in layers)
+
+
+# What --without switches off, and how; a function is applied to the field's value
+MECHANISMS: dict[str, dict] = {
+    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
+    "momentum_warmup": dict(momentum_warmup_steps=0),
+    "cooldown": dict(cooldown_frac=0.0),
+    "untied_head": dict(tie_head="on", embed_lr=0.0036),
+    "embed_norm": dict(embed_norm="off"),
+    "zero_init": dict(zero_init="off"),
+    "relu_squared": dict(activation="gelu"),
+    "qk_norm": dict(qk_norm="off"),
+    "half_rotary": dict(rotary="full", rotary_base=10_000),
+    "yarn": dict(yarn_max_window=0),
+    "attention_gate": dict(attention_gate_dim=0),
+    "value_embeds": dict(num_value_embeds=0, value_pattern="ends", layers=change_slots(value_embed=None)),
+    "x0_shortcut": dict(x0_shortcut="off"),
+    "skips": dict(skips="off", layers=change_slots(skip_from=None)),
+    "short_windows": dict(window_pattern="long", layers=lambda layers: tuple(
+        dataclasses.replace(spec, attention=spec.attention.replace("short", "long")) for spec in layers)),
+    "window_warmup": dict(stages=hold_window),
+    "dropped_attention": dict(drop_attention="off"),
+    "dropped_mlp": dict(drop_mlp="off"),
+    "document_mask": dict(document_mask="off"),
+    "document_rows": dict(row_start="anywhere"),
+    "softcap": dict(softcap=0.0),
+    "fp8_head": dict(fp8_head="off"),
+}
+
+
+def switch_off(cfg: "Config") -> dict:
+    """Field values that take away what --without names, or all that --only_with does not."""
+    named = {field: getattr(cfg, field).split(",") if getattr(cfg, field) else []
+             for field in ("without", "only_with")}
+    for field, names in named.items():
+        for name in set(names) - set(MECHANISMS):
+            raise InputError(f"--{field}={getattr(cfg, field)}: {name} is not a mechanism: "
+                             f"{suggest(name, MECHANISMS)} (--list_presets)")
+    taken = set(named["without"]) | (set(MECHANISMS) - set(named["only_with"]) if cfg.only_with else set())
+    changes = {}
+    for name in MECHANISMS:
+        for field, value in MECHANISMS[name].items() if name in taken else ():
+            before = changes.get(field, getattr(cfg, field))
+            changes[field] = value(before) if callable(value) else value
+    return changes
+
+
+def build_layers(cfg: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Lay out the patterns of the config at any depth (the defaults at 12 slots: exactly record 32).
 
     Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half
     takes the outputs of the lower half in reverse. The first and the last slots share value embeddings
     0, 1, 2, ...
     """
-    last = num_layers - 1
-    long_slots = {round(i * last / 3) for i in range(4)}
-    no_attention = round(2 * last / 3) if num_layers >= 4 else None
-    num_values = min(num_value_embeds, num_layers // 2)
+    last = cfg.num_layers - 1
+    long_slots = range(last + 1) if cfg.window_pattern == "long" else {round(i * last / 3) for i in range(4)}
+    no_attention = round(2 * last / 3) if cfg.num_layers >= 4 and cfg.drop_attention == "on" else None
     layers = []
-    for i in range(num_layers):
-        from_end = last - i
-        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
+    for i in range(cfg.num_layers):
+        from_end, has_skip = last - i, cfg.skips != "off" and last - i < min(i, cfg.num_layers // 2)
         layers.append(LayerSpec(
             attention="none" if i == no_attention else "long" if i in long_slots else "short",
-            mlp=i > 0 or num_layers == 1,
-            value_embed=None if i == no_attention else value_embed,
-            skip_from=from_end if from_end < i and from_end < num_layers // 2 else None))
+            mlp=i > 0 or cfg.num_layers == 1 or cfg.drop_mlp == "off",
+            value_embed=None if i == no_attention else choose_value_embed(cfg, i),
+            skip_from=from_end if has_skip else None))
     return tuple(layers)
+
+
+def choose_value_embed(cfg: ModelConfig, slot: int) -> int | str | None:
+    """What cfg.value_pattern mixes into the values of a slot."""
+    from_end = cfg.num_layers - 1 - slot
+    if cfg.value_pattern == "first":
+        return "first" if slot else None
+    if cfg.num_value_embeds == 0:
+        return None
+    if cfg.value_pattern == "all":
+        return slot % cfg.num_value_embeds
+    if cfg.value_pattern == "mirrored":
+        return min(slot, from_end) % cfg.num_value_embeds
+    num_values = min(cfg.num_value_embeds, cfg.num_layers // 2)
+    return slot if slot < num_values else num_values - 1 - from_end if from_end < num_values else None
 
 
 def config_fields() -> dict[str, dataclasses.Field]:
@@ -365,15 +655,31 @@ def preset_overrides(name: str) -> dict:
     return {**(preset_overrides(parent) if parent else {}), **changes, "preset": name}
 
 
+def format_presets() -> str:
+    """The text of --list_presets: all presets, those of the ladder with what was published, mechanisms."""
+    lines, width = [], max(map(len, PRESETS))
+    for name, (parent, meaning, _) in PRESETS.items():
+        if name in LADDER:
+            cfg = make_config({"preset": name})
+            tokens = cfg.num_iterations * cfg.tokens_per_step / 1e9
+            meaning = (f"{LADDER[name].minutes:6.3f} min {cfg.num_iterations:,} steps "
+                       f"{tokens:.2f} B tokens: {meaning}")
+        lines.append(f"{name:<{width}} {meaning}{f' (from {parent})' if parent else ''}")
+    return "\n".join([*lines, "", f"mechanisms of --without and --only_with: {', '.join(MECHANISMS)}"])
+
+
 def make_config(overrides: dict) -> Config:
     """Preset, then overrides, then derived layers; every impossibility is an InputError."""
     name = overrides.get("preset", "auto")
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    cfg = Config(**{**preset_overrides(name), **overrides, "preset": name})
+    values = {**preset_overrides(name), **overrides, "preset": name}
+    cfg = Config(**values)
+    if cfg.without or cfg.only_with:
+        cfg = Config(**{**values, **switch_off(cfg), **overrides})
     if not cfg.layers:
-        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.num_value_embeds))
+        cfg = dataclasses.replace(cfg, layers=build_layers(cfg))
     check_config(cfg)
     return cfg
 
@@ -433,7 +739,8 @@ def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
                f"--layers slot {i} has attention={spec.attention}", "choose long, short or none")
         demand(spec.skip_from is None or 0 <= spec.skip_from < i,
                f"--layers slot {i} has skip_from={spec.skip_from}", "name an earlier slot")
-        demand(spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds,
+        demand(spec.value_embed in (None, "first" if i and cfg.layers[0].attention != "none" else None,
+                                    *range(cfg.num_value_embeds)),
                f"--layers slot {i} has value_embed={spec.value_embed}",
                f"num_value_embeds is {cfg.num_value_embeds}")
 
@@ -497,7 +804,7 @@ def count_flops(cfg: Config) -> int:
         longest = stage.max_doc_len or cfg.max_doc_len
         windows = [getattr(stage, f"window_{spec.attention}")
                    for spec in cfg.layers if spec.attention != "none"]
-        keys += weight * sum(min(window, longest) for window in windows)
+        keys += weight * sum(min(window, longest, cfg.seq_len) for window in windows)
         tokens += weight
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
 
@@ -1120,9 +1427,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | KeyValues
     return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
 
 
-def softcap(logits: Tensor) -> Tensor:
-    """30 * sigmoid(logits / 7.5) in float32: 15 * tanh(logits / 15) + 15. Source: record 19."""
-    return 30 * torch.sigmoid(logits.float() / 7.5)
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap) + cap, as a sigmoid, in float32; a cap of 0 leaves logits as they are.
+
+    Source: records 9 and 19.
+    """
+    return 2 * cap * torch.sigmoid(logits.float() / (cap / 2)) if cap else logits.float()
 
 
 if triton is not None:
@@ -1155,9 +1465,9 @@ if triton is not None:
             tl.store(out_ptr + unit * M * M + cols[None, :] * M + rows[:, None], total, mask=inside)
 
     @triton.jit
-    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, grad_scale,
+    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, grad_scale, cap,
                              BLOCK: tl.constexpr):
-        """One token: its loss and d loss / d logits. Capped logits lie in 0..30: 30 serves as their max."""
+        """One token: its loss and d loss / d logits. Capped logits are at most 2 cap: it serves as max."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
         grads_ptr += row * V
@@ -1166,16 +1476,16 @@ if triton is not None:
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf")).to(tl.float32)
-            total += tl.where(at < V, tl.exp(30 / (1 + tl.exp(-logits / 7.5)) - 30), 0.0)
-        log_total = tl.log(tl.sum(total, axis=0)) + 30
+            total += tl.where(at < V, tl.exp(2 * cap / (1 + tl.exp(-2 * logits / cap)) - 2 * cap), 0.0)
+        log_total = tl.log(tl.sum(total, axis=0)) + 2 * cap
         aim = tl.load(logits_ptr + target).to(tl.float32)
-        tl.store(losses_ptr + row, log_total - 30 / (1 + tl.exp(-aim / 7.5)))
+        tl.store(losses_ptr + row, log_total - 2 * cap / (1 + tl.exp(-2 * aim / cap)))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=0.0).to(tl.float32)
-            gate = 1 / (1 + tl.exp(-logits / 7.5))
-            grad = tl.exp(30 * gate - log_total) - tl.where(at == target, 1.0, 0.0)
-            grad = grad * 4 * gate * (1 - gate) / grad_scale  # the slope of the cap is 30 / 7.5 of these
+            gate = 1 / (1 + tl.exp(-2 * logits / cap))
+            grad = tl.exp(2 * cap * gate - log_total) - tl.where(at == target, 1.0, 0.0)
+            grad = grad * 4 * gate * (1 - gate) / grad_scale  # the slope of the cap, whatever it is
             tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
 
 
@@ -1213,8 +1523,8 @@ def choose_kernels(cfg: Config, device: torch.device) -> tuple[bool, str]:
         gram = symmetric_product(x)
         pairs = [(symmetric_product(x, use_kernels=True), gram),
                  (symmetric_product(gram, gram, 0.5, 2.0, True), symmetric_product(gram, gram, 0.5, 2.0)),
-                 *zip(softcapped_cross_entropy(logits, targets, x.dtype, use_kernels=True),
-                      softcapped_cross_entropy(logits, targets, x.dtype))]
+                 *zip(softcapped_cross_entropy(logits, targets, 15.0, x.dtype, use_kernels=True),
+                      softcapped_cross_entropy(logits, targets, 15.0, x.dtype))]
         for ours, plain in pairs:
             error = (ours.float() - plain.float()).norm() / plain.float().norm()
             if not error < 0.01:  # bfloat16 rounds to 0.002 rms
@@ -1228,26 +1538,28 @@ def choose_kernels(cfg: Config, device: torch.device) -> tuple[bool, str]:
     return True, "kernels: Triton"
 
 
-def softcapped_cross_entropy(logits: Tensor, targets: Tensor, grad_dtype: torch.dtype,
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_dtype: torch.dtype,
                              grad_scale: float = 1.0, use_kernels: bool = False) -> tuple[Tensor, Tensor]:
     """Losses (T,) float32 of logits (T, V) once softcapped, and d loss / d logits (T, V) over grad_scale.
 
     The gradient comes with the loss, in the precision in which it will be multiplied. No entry exceeds 1
-    over grad_scale. Source: the fused kernel of 2026-01-16.
+    over grad_scale. Without a cap always in plain form. Source: the fused kernel of 2026-01-16.
     """
-    if use_kernels:
+    if use_kernels and cap:
         losses = torch.empty_like(targets, dtype=torch.float32)
         grads = torch.empty_like(logits, dtype=grad_dtype)
         cross_entropy_kernel[(logits.size(0),)](logits, targets, losses, grads, logits.size(1), grad_scale,
-                                                BLOCK=4096, num_warps=8)
+                                                cap, BLOCK=4096, num_warps=8)
         return losses, grads
-    gate = torch.sigmoid(logits.float() / 7.5)  # (T, V)
-    log_total = torch.logsumexp(30 * gate, dim=-1, keepdim=True)  # (T, 1)
-    grads = torch.exp(30 * gate - log_total)
+    capped = softcap(logits, cap)  # (T, V)
+    log_total = torch.logsumexp(capped, dim=-1, keepdim=True)  # (T, 1)
+    grads = torch.exp(capped - log_total)
     at_target = targets[:, None]
-    losses = (log_total - 30 * gate.gather(1, at_target))[:, 0]
+    losses = (log_total - capped.gather(1, at_target))[:, 0]
     grads.scatter_add_(1, at_target, torch.full_like(log_total, -1.0))
-    return losses, (grads * gate * (1 - gate) * (4 / grad_scale)).to(grad_dtype)
+    if cap:
+        grads = grads * capped * (2 * cap - capped) / cap**2  # the slope of the cap
+    return losses, (grads / grad_scale).to(grad_dtype)
 
 
 # ==== FP8 ==================================================================================================
@@ -1292,13 +1604,14 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, use_fp8: bool, use_kernels: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, use_fp8: bool,
+                use_kernels: bool) -> Tensor:
         """x (T, D), weight (V, D), targets (T,) -> loss summed over tokens, float32."""
         w = weight.type_as(x)
         multiply = multiply_fp8(w, x.size(1)) if use_fp8 else multiply_plain(w)
         loss, grad_xs, grad_w = torch.zeros((), device=x.device), [], None
         for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
-            part_loss, grad_x, part_grad_w = multiply(part, target, use_kernels)
+            part_loss, grad_x, part_grad_w = multiply(part, target, cap, use_kernels)
             loss = loss + part_loss
             grad_xs.append(grad_x)
             grad_w = part_grad_w if grad_w is None else grad_w + part_grad_w  # (V, D)
@@ -1309,7 +1622,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         """The saved gradients times that of the loss."""
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None
+        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None
 
 
 LOGITS_CHUNK = 16_384  # tokens whose logits exist at once
@@ -1317,9 +1630,9 @@ LOGITS_CHUNK = 16_384  # tokens whose logits exist at once
 
 def multiply_plain(w: Tensor) -> Callable:
     """The head's matmuls and loss in the activation dtype."""
-    def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def multiply(x: Tensor, targets: Tensor, cap: float, use_kernels: bool) -> tuple[Tensor, ...]:
         """One chunk x (T, D), targets (T,) -> loss (), grad_x (T, D), grad_w (V, D) float32."""
-        losses, grads = softcapped_cross_entropy(x @ w.T, targets, x.dtype, use_kernels=use_kernels)
+        losses, grads = softcapped_cross_entropy(x @ w.T, targets, cap, x.dtype, use_kernels=use_kernels)
         return losses.sum(), grads @ w, (grads.T @ x).float()
 
     return multiply
@@ -1331,11 +1644,11 @@ def multiply_fp8(w: Tensor, dim: int) -> Callable:
     w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)  # (V, D)
     w8_turned = w8.T.contiguous()  # (D, V)
 
-    def multiply(x: Tensor, targets: Tensor, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def multiply(x: Tensor, targets: Tensor, cap: float, use_kernels: bool) -> tuple[Tensor, ...]:
         """As in multiply_plain."""
         x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
         logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
-        losses, grad8 = softcapped_cross_entropy(logits, targets, torch.float8_e5m2, FP8_GRAD_SCALE,
+        losses, grad8 = softcapped_cross_entropy(logits, targets, cap, torch.float8_e5m2, FP8_GRAD_SCALE,
                                                  use_kernels)
         grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, x.dtype, fast=False)
         grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale,
@@ -1356,7 +1669,8 @@ def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
             raise RuntimeError(f"model_dim={cfg.model_dim} is not a multiple of 16")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        HeadLoss.apply(x, w, torch.zeros(32, device=device, dtype=torch.int64), True, False).backward()
+        targets = torch.zeros(32, device=device, dtype=torch.int64)
+        HeadLoss.apply(x, w, targets, cfg.softcap, True, False).backward()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0][:120]
         if cfg.fp8_head == "on":
@@ -1382,6 +1696,8 @@ class Knobs(typing.NamedTuple):
     eps: float
     dtype: torch.dtype  # of the orthogonalisation
     use_kernels: bool = False
+    muon_scale: str = "spectral"
+    momentum_form: str = "ema"
 
 
 def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5, use_kernels: bool = False) -> Tensor:
@@ -1402,6 +1718,14 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5, use_kernels
     return x.mT if tall else x
 
 
+def scale_step(step: Tensor, muon_scale: str) -> Tensor | float:
+    """What an orthogonalised step (U, rows, columns) is multiplied by, as a number or (U, 1, 1)."""
+    rows, columns = step.shape[-2:]
+    if muon_scale == "measured_rms":  # record 3
+        return (rows * columns) ** 0.5 / step.float().norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    return max(rows, columns) ** 0.5 if muon_scale == "rms" else max(1, rows / columns) ** 0.5
+
+
 def init_muon(param: Tensor) -> dict[str, Tensor]:
     """State of update_muon: the momentum, like the parameter."""
     return dict(momentum=torch.zeros_like(param))
@@ -1411,16 +1735,17 @@ def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
                 knobs: Knobs) -> None:
     """Orthogonalised Nesterov momentum, and decoupled decay.
 
-    param, grad (U, rows, columns); lr (U or 1, 1, 1) in spectral norm per step; decay like lr, a share of
-    the weight. Source: Muon, and record 32.
+    param, grad (U, rows, columns); lr (U or 1, 1, 1) per step, in spectral norm or as knobs.muon_scale says;
+    decay like lr, a share of the weight. Source: Muon, and records 3 to 32.
     """
     momentum = state["momentum"]
     grad = (grad * knobs.grad_scale).to(momentum.dtype)
-    momentum.mul_(knobs.momentum).add_(grad * (1 - knobs.momentum))
-    direction = momentum * knobs.momentum + grad * (1 - knobs.momentum)
-    shape_factor = max(1, param.size(-2) / param.size(-1)) ** 0.5
+    if knobs.momentum_form == "ema":
+        grad = grad * (1 - knobs.momentum)
+    momentum.mul_(knobs.momentum).add_(grad)
+    direction = momentum * knobs.momentum + grad
     step = orthogonalize(direction, knobs.dtype, use_kernels=knobs.use_kernels)
-    param.mul_(1 - decay).sub_(step * (lr * shape_factor))
+    param.mul_(1 - decay).sub_(step * (lr * scale_step(step, knobs.muon_scale)))
 
 
 def init_adam(param: Tensor) -> dict[str, Tensor]:
@@ -1462,7 +1787,6 @@ RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, up
 # waited for where the model next uses them. On one rank the share is the bank and nothing is copied or sent.
 # Source: records 23, 24 and 32.
 
-GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank of its own
 ALIGNMENT = 32  # elements: parameters of elementwise banks begin on 64 bytes at least
 
@@ -1472,7 +1796,7 @@ class ParamSpec:
     """How one parameter is trained; set beside the parameter by declare()."""
 
     group: str  # matrix | embed | value_embed | head | scalar: learning rate and rule come from the config
-    lr_mul: float = 1.0
+    lr_mul: float | tuple[float, ...] = 1.0  # or of each matrix of a stack
     wd_mul: float = 1.0
 
 
@@ -1486,7 +1810,8 @@ class GroupHyper:
     every: int = 1  # steps from one update to the next
 
 
-def declare(data: Tensor, group: str, lr_mul: float = 1.0, wd_mul: float = 1.0) -> nn.Parameter:
+def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
+            wd_mul: float = 1.0) -> nn.Parameter:
     """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
     param.spec = ParamSpec(group, lr_mul, wd_mul)
@@ -1494,13 +1819,14 @@ def declare(data: Tensor, group: str, lr_mul: float = 1.0, wd_mul: float = 1.0) 
 
 
 def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
-    """The group table: rule, peak learning rate and decay."""
+    """The group table: rule, peak learning rate, decay and steps between updates."""
+    decay, every = cfg.adam_weight_decay, cfg.adam_every
     return {
         "matrix": GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_weight_decay),
-        "embed": GroupHyper("adamw", cfg.embed_lr, every=cfg.adam_every),
-        "value_embed": GroupHyper("adamw", cfg.value_embed_lr, every=cfg.adam_every),
-        "head": GroupHyper("adamw", cfg.head_lr, every=cfg.adam_every),
-        "scalar": GroupHyper("adamw", cfg.scalar_lr, every=cfg.adam_every),
+        "embed": GroupHyper("adamw", cfg.embed_lr, decay, every),
+        "value_embed": GroupHyper("adamw", cfg.value_embed_lr, decay, every),
+        "head": GroupHyper("adamw", cfg.head_lr, decay, every),
+        "scalar": GroupHyper("adamw", cfg.scalar_lr, every=every),
     }
 
 
@@ -1673,7 +1999,9 @@ def build_bank(named: list[tuple[str, nn.Parameter]], group: str, hyper: GroupHy
         units = extents[name] = slice(offset, offset + param.numel() // math.prod(unit))
         params[units].view(param.shape).copy_(param.data)
         param.data, param.grad = params[units].view(param.shape), grads[units].view(param.shape)
-        multipliers[0, units], multipliers[1, units] = param.spec.lr_mul, param.spec.wd_mul
+        lr_mul = torch.tensor(param.spec.lr_mul).view(-1, *[1] * len(unit))  # of all, or each matrix's
+        multipliers[0, units] = lr_mul.repeat_interleave((units.stop - units.start) // len(lr_mul), dim=0)
+        multipliers[1, units] = param.spec.wd_mul
         offset += size
     broadcast_from_main(params, rt)
     most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
@@ -1760,7 +2088,7 @@ class Optimizer:
         (beta1, beta2), num_updates = self.cfg.adam_betas, self.step_count // bin.hyper.every
         scalars = momentum, GRAD_TOKENS / bin.tokens, 1 - beta1**num_updates, 1 - beta2**num_updates
         return Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype,
-                     self.rt.use_kernels)
+                     self.rt.use_kernels, self.cfg.muon_scale, self.cfg.momentum_form)
 
     def finish(self) -> None:
         """Wait for all parameters of the last step."""
@@ -1865,12 +2193,13 @@ class StepInputs(typing.NamedTuple):
     windows: Tensor | tuple[int, int] | list[KeyValues]
     cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
     sin: Tensor  # (T, 2, 1, K)
+    dtype: torch.dtype = torch.float32  # of activations
 
 
-def init_matrix(*shape: int, fan_in: int) -> Tensor:
-    """Uniform with standard deviation 0.5 / sqrt(fan_in). Source: record 19."""
-    bound = 3**0.5 * 0.5 * fan_in**-0.5
-    return torch.empty(*shape).uniform_(-bound, bound)
+def init_matrix(*shape: int, fan_in: int, std: float) -> Tensor:
+    """Uniform with standard deviation std / sqrt(fan_in); 3^-0.5 is PyTorch's default. Source: record 19."""
+    bound = 3**0.5 * std * fan_in**-0.5
+    return torch.empty(*shape).uniform_(-bound, bound) if bound else torch.zeros(*shape)
 
 
 class Attention(nn.Module):
@@ -1879,43 +2208,70 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, spec: LayerSpec):
         super().__init__()
         self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
+        self.has_qk_norm, self.is_lerp = cfg.qk_norm == "on", cfg.value_mix == "lerp"
+        self.depth_scale = (2 * cfg.num_layers) ** -0.5 if cfg.depth_scale == "on" else 1.0
         dim = cfg.model_dim
-        qkv = init_matrix(3, dim, dim, fan_in=dim)
-        self.qkvo = declare(torch.cat((qkv, torch.zeros(1, dim, dim))), "matrix")  # (4, D, D)
-        self.value_lambdas = declare(torch.full((1 if spec.value_embed is None else 2,), 0.5), "scalar")
+        qkv = init_matrix(3, dim, dim, fan_in=dim, std=cfg.init_std)
+        out = init_matrix(1, dim, dim, fan_in=dim, std=cfg.init_std * (cfg.zero_init == "off"))
+        if cfg.fuse_qkv == "on":
+            self.qkv, self.out = declare(qkv.flatten(0, 1), "matrix"), declare(out[0], "matrix")
+        else:
+            self.qkvo = declare(torch.cat((qkv, out)), "matrix")  # (4, D, D)
+        if spec.value_embed is not None or not self.is_lerp:
+            num_lambdas = 1 if spec.value_embed is None or self.is_lerp else 2
+            self.value_lambdas = declare(torch.full((num_lambdas,), 0.5), "scalar")
         if self.gate_dim:
             self.gate = declare(
                 torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "matrix")
 
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of Q, K and V (3D, D), and that of the output (D, D)."""
+        if hasattr(self, "qkv"):
+            return self.qkv.to(dtype), self.out.to(dtype)
+        qkvo = self.qkvo.to(dtype)
+        return qkvo[:3].flatten(0, 1), qkvo[3]
+
+    def mix_values(self, v: Tensor, value_embed: Tensor | None) -> Tensor:
+        """Values v (T, H, K) with the value embeddings (T, D) of this slot, where it has some."""
+        if self.is_lerp:
+            return v if value_embed is None else v + scale_by(value_embed.view_as(v) - v,
+                                                              self.value_lambdas[0])
+        v = scale_by(v, self.value_lambdas[0])
+        return v if value_embed is None else v + scale_by(value_embed.view_as(v), self.value_lambdas[1])
+
+    def make_values(self, x: Tensor) -> Tensor:
+        """x (T, D) normalised -> values (T, D) before they are mixed with others."""
+        return x @ self.matrices(x.dtype)[0][-x.size(1) :].T
+
     def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor,
                 step: StepInputs) -> Tensor:
         """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
-        heads = (self.num_heads, self.head_dim)
-        qkvo = self.qkvo.type_as(x)
-        qkv = (x @ qkvo[:3].flatten(0, 1).T).unflatten(1, (3, *heads))  # (T, 3, H, K)
-        q, k = apply_rotary(rms_norm(qkv[:, :2]), step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
-        v = scale_by(qkv[:, 2], self.value_lambdas[0])
-        if value_embed is not None:
-            v = v + scale_by(value_embed.unflatten(1, heads), self.value_lambdas[1])
-        y = attend(q, k, v, mask)  # (T, H, K)
+        to_qkv, to_out = self.matrices(x.dtype)
+        qkv = (x @ to_qkv.T).unflatten(1, (3, self.num_heads, self.head_dim))  # (T, 3, H, K)
+        qk = rms_norm(qkv[:, :2]) if self.has_qk_norm else qkv[:, :2]
+        q, k = apply_rotary(qk, step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
+        y = attend(q, k, self.mix_values(qkv[:, 2], value_embed), mask)  # (T, H, K)
         if self.gate_dim:
             y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # by (T, H, 1)
-        return y.flatten(1) @ qkvo[3].T  # (T, D)
+        y = y.flatten(1) @ to_out.T  # (T, D)
+        return y * self.depth_scale if self.depth_scale != 1 else y
 
 
 class MLP(nn.Module):
-    """Linear, ReLU squared, linear; both matrices stored (D, hidden), one batch for the optimizer."""
+    """Linear, activation, linear; both matrices stored (D, hidden), one batch for the optimizer."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: Config):
         super().__init__()
+        self.activation = {"relu_squared": relu_squared, "gelu": F.gelu}[cfg.activation]
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
-        self.up_down = declare(
-            torch.stack((init_matrix(dim, hidden, fan_in=dim), torch.zeros(dim, hidden))), "matrix")
+        up = init_matrix(dim, hidden, fan_in=dim, std=cfg.init_std)
+        down = init_matrix(dim, hidden, fan_in=hidden, std=cfg.init_std * (cfg.zero_init == "off"))
+        self.up_down = declare(torch.stack((up, down)), "matrix", lr_mul=(cfg.mlp_up_lr_mul, 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
         up, down = self.up_down.type_as(x)
-        return relu_squared(x @ up) @ down.T  # (T, D)
+        return self.activation(x @ up) @ down.T  # (T, D)
 
 
 class Block(nn.Module):
@@ -1923,8 +2279,10 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig, spec: LayerSpec):
         super().__init__()
-        self.spec = spec
-        self.lambdas = declare(torch.tensor([1.0, 0.0]), "scalar")  # of the stream and of x0
+        self.spec, self.has_plain_skip = spec, cfg.skips == "plain"
+        self.lambdas = None  # of the stream and of x0
+        if cfg.x0_shortcut == "on":
+            self.lambdas = declare(torch.tensor([1.0, 0.0]), "scalar")
         self.skip = None if spec.skip_from is None else declare(torch.tensor([cfg.skip_init]), "scalar")
         self.attention = None if spec.attention == "none" else Attention(cfg, spec)
         self.mlp = MLP(cfg) if spec.mlp else None
@@ -1932,35 +2290,41 @@ class Block(nn.Module):
     def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, value_embed: Tensor | None,
                 mask: BlockMask | Tensor | None, step: StepInputs) -> Tensor:
         """x, x0, skip, value_embed (T, D) -> (T, D)."""
-        if skip is not None:
-            x = x + scale_by(skip, torch.sigmoid(self.skip))
-        x = scale_by(x, self.lambdas[0]) + scale_by(x0, self.lambdas[1])
+        x = self.mix_inputs(x, x0, skip)
         if self.attention is not None:
-            x = x + self.attention(rms_norm(x), value_embed, mask, step)
+            x = x + self.attention(rms_norm(x).to(step.dtype), value_embed, mask, step)
         if self.mlp is not None:
-            x = x + self.mlp(rms_norm(x))
+            x = x + self.mlp(rms_norm(x).to(step.dtype))
         return x
+
+    def mix_inputs(self, x: Tensor, x0: Tensor, skip: Tensor | None = None) -> Tensor:
+        """x, x0, skip (T, D) -> the stream (T, D) that this slot reads."""
+        if skip is not None:
+            x = x + scale_by(skip, self.skip if self.has_plain_skip else torch.sigmoid(self.skip))
+        if self.lambdas is None:
+            return x
+        return scale_by(x, self.lambdas[0]) + scale_by(x0, self.lambdas[1])
 
 
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool):
+    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool, tied: nn.Parameter | None):
         super().__init__()
-        self.use_fp8, self.use_kernels = use_fp8, use_kernels
-        self.weight = declare(torch.zeros(cfg.padded_vocab_size, cfg.model_dim,
-                                          dtype=getattr(torch, cfg.embed_dtype)), "head")  # (V, D)
+        self.use_fp8, self.use_kernels, self.cap = use_fp8, use_kernels, cfg.softcap
+        self.weight = tied if tied is not None else declare(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy summed over tokens; in float32 and without FP8 where no gradient is wanted."""
         if self.training:
-            return HeadLoss.apply(x, self.weight, targets, self.use_fp8, self.use_kernels)
+            return HeadLoss.apply(x, self.weight, targets, self.cap, self.use_fp8, self.use_kernels)
         return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
                    for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)))
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, D) -> softcapped logits (T, V) in float32."""
-        return softcap(x @ self.weight.type_as(x).T)
+        return softcap(x @ self.weight.type_as(x).T, self.cap)
 
 
 class GPT(nn.Module):
@@ -1970,13 +2334,18 @@ class GPT(nn.Module):
                  dtype: torch.dtype = torch.float32, use_kernels: bool = False):
         super().__init__()
         self.specs, self.use_flex, self.dtype = cfg.layers, use_flex, dtype
+        self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
-        self.embed = declare(torch.randn(table).to(storage), "embed")  # (V, D)
-        used = {spec.value_embed for spec in cfg.layers} - {None}
-        self.value_embeds = nn.ParameterDict(
-            {str(i): declare(torch.randn(table).to(storage), "value_embed") for i in sorted(used)})
+        is_tied = cfg.tie_head == "on"  # then it begins as a matrix that multiplies, not as one to read
+        embed = torch.randn(table) if not is_tied else init_matrix(
+            *table, fan_in=cfg.model_dim, std=cfg.init_std)
+        self.embed = declare(embed.to(storage), "embed")  # (V, D)
+        used = {spec.value_embed for spec in cfg.layers}
+        self.value_embeds = nn.ParameterDict({str(i): declare(torch.randn(table).to(storage), "value_embed")
+                                              for i in sorted(used - {None, "first"})})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
-        self.head = Head(cfg, use_fp8, use_kernels)
+        self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
+        self.has_first_values = "first" in used
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
@@ -1984,16 +2353,28 @@ class GPT(nn.Module):
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
-        masks = self.build_masks(doc_ids, step.windows)
-        x = x0 = rms_norm(F.embedding(inputs, self.embed).to(self.dtype))  # (T, D)
+        masks, step = self.build_masks(doc_ids, step.windows), step._replace(dtype=self.dtype)
+        x = F.embedding(inputs, self.embed).to(torch.float32 if self.has_wide_stream else self.dtype)
+        x = x0 = rms_norm(x) if self.has_embed_norm else x  # (T, D)
         values = {int(i): F.embedding(inputs, table).to(self.dtype)
                   for i, table in self.value_embeds.items()}
+        if self.has_first_values:  # record 9; computed twice, so that a block need not return them
+            first = self.blocks[0]
+            values["first"] = first.attention.make_values(
+                rms_norm(first.mix_inputs(x, x0)).to(self.dtype))  # (T, D)
         outputs = []
         for block, spec, mask in zip(self.blocks, self.specs, masks):
             skip = None if spec.skip_from is None else outputs[spec.skip_from]
             x = block(x, x0, skip, values.get(spec.value_embed), mask, step)
             outputs.append(x)
-        return rms_norm(x)
+        return rms_norm(x).to(self.dtype)
+
+    def early_parameters(self) -> list[str]:
+        """Names of the parameters that encode() itself uses, before any block is called."""
+        names = [name for name, _ in self.named_parameters()]
+        parts = ("blocks.", "head.") if not self.has_first_values else (
+            *(f"blocks.{i}." for i in range(1, len(self.blocks))), "head.")
+        return [name for name in names if not name.startswith(parts)]
 
     def compiled_parts(self) -> list[tuple[str, nn.Module]]:
         """What is compiled by itself, with the prefix of its parameters.
@@ -2096,7 +2477,8 @@ def find_shards(pattern: str, field: str) -> list[str]:
 
 
 class Row(typing.NamedTuple):
-    """Where one packed row lies: documents first..last of a shard, each cut to max_doc_len."""
+    """Where one packed row lies in a shard: documents first..last, each cut to max_doc_len; or, where rows
+    start anywhere, tokens first..last."""
 
     shard: int
     first: int
@@ -2108,9 +2490,9 @@ class TrainData:
     """The rows of a whole run, planned exactly; any rank can build any of them."""
 
     def __init__(self, cfg: Config, schedule: "Schedule"):
-        self.seq_len, self.shards, self.rows = cfg.seq_len, [], []
+        self.cfg, self.seq_len, self.shards, self.rows = cfg, cfg.seq_len, [], []
         paths = find_shards(cfg.train_files, "train_files")
-        self.first_row = []  # of each step
+        self.first_row, self.ends_of = [], None  # of each step; what self.ends were counted for
         demands = []
         for stage, start, end in schedule.spans():
             rows = (stage.tokens_per_step or cfg.tokens_per_step) // cfg.seq_len
@@ -2119,34 +2501,47 @@ class TrainData:
                 demands.append((rows, stage.max_doc_len or cfg.max_doc_len))
         self.num_rows = sum(rows for rows, _ in demands)
         unopened = iter(tqdm(paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False))
-        self._plan(demands, (open_shard(path, cfg.vocab_size) for path in unopened), cfg)
+        self._plan(demands, (open_shard(path, cfg.vocab_size) for path in unopened))
 
-    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[Shard], cfg: Config) -> None:
-        """Walk the documents in order; a row that a shard cannot fill begins anew in the next shard."""
-        shard, document, ends, cut_to = None, 0, None, None
+    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[Shard]) -> None:
+        """Walk the shards in order; a row that a shard cannot fill begins anew in the next one."""
+        find_row = self._find_tokens if self.cfg.row_start == "anywhere" else self._find_documents
+        row = None
         for max_doc_len in (max_doc_len for rows, max_doc_len in demands for _ in range(rows)):
-            while True:
-                if shard is not None:
-                    if cut_to != max_doc_len:
-                        ends, cut_to = shard.ends(max_doc_len), max_doc_len
-                    begin = ends[document - 1] if document else 0
-                    last = int(np.searchsorted(ends, begin + self.seq_len + 1))
-                    if last < len(ends):
-                        break
-                shard, document, cut_to = next(shards, None), 0, None
+            row = row and find_row(row, max_doc_len)
+            while row is None:
+                shard = next(shards, None)
                 if shard is None:
                     missing = (self.num_rows - len(self.rows)) * self.seq_len
                     raise InputError(
-                        f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
-                        "(data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
+                        f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
+                        "more (data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
                 self.shards.append(shard)
-            self.rows.append(Row(len(self.shards) - 1, document, last, max_doc_len))
-            document = last + 1
+                row = find_row(Row(len(self.shards) - 1, 0, -1, 0), max_doc_len)
+            self.rows.append(row)
+
+    def _find_documents(self, before: Row, max_doc_len: int) -> Row | None:
+        """The row after another, of documents that together hold a token more than it."""
+        if self.ends_of != (before.shard, max_doc_len):
+            self.ends_of = before.shard, max_doc_len
+            self.ends = self.shards[before.shard].ends(max_doc_len)
+        ends, first = self.ends, before.last + 1
+        needed = (ends[first - 1] if first else 0) + self.seq_len + 1
+        last = int(np.searchsorted(ends, needed))
+        return Row(before.shard, first, last, max_doc_len) if last < len(ends) else None
+
+    def _find_tokens(self, before: Row, max_doc_len: int) -> Row | None:
+        """The row after another, whose first token is the last target of that one."""
+        first = max(0, before.last)
+        has_room = first + self.seq_len < len(self.shards[before.shard].tokens)
+        return Row(before.shard, first, first + self.seq_len, max_doc_len) if has_room else None
 
     def tokens_of(self, index: int) -> np.ndarray:
         """The seq_len + 1 tokens of a row, uint16."""
         row = self.rows[index]
         shard = self.shards[row.shard]
+        if self.cfg.row_start == "anywhere":
+            return shard.tokens[row.first : row.last + 1]
         starts = shard.starts[row.first : row.last + 2].tolist()
         ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
         pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
@@ -2156,7 +2551,7 @@ class TrainData:
     def batch(self, rows: range) -> Batch:
         """Whole rows, one after the other, as one sequence."""
         tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
-        return make_batch(tokens[:, :-1].ravel(), tokens[:, 1:].ravel(), self.shards[0].document_start)
+        return make_batch(tokens, self.shards[0].document_start, self.cfg.document_mask == "on")
 
     def batches(self, cfg: Config, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1."""
@@ -2169,32 +2564,44 @@ class TrainData:
                 yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
 
 
-def make_batch(inputs: np.ndarray, targets: np.ndarray, document_start: int) -> Batch:
-    """Tokens (T,) of any integer type -> Batch on the CPU."""
-    doc_ids = (inputs == document_start).cumsum(dtype=np.int32)
-    return Batch(*map(torch.from_numpy, (inputs.astype(np.int32), targets.astype(np.int64), doc_ids)))
+def make_batch(tokens: np.ndarray, document_start: int, has_document_mask: bool = True) -> Batch:
+    """Rows of tokens (rows, 1 + their inputs) of any integer type -> one Batch on the CPU.
+
+    Rows never see each other; documents of a row do where has_document_mask is False.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
+    is_start = (inputs == document_start) & has_document_mask
+    is_start[:, 0] = True
+    doc_ids = is_start.cumsum(dtype=np.int32)
+    inputs = inputs.ravel().astype(np.int32)
+    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
 
 
 class ValData:
     """The first val_tokens of the validation files, cut into val_seq_len, documents whole (record 32)."""
 
     def __init__(self, cfg: Config):
-        self.seq_len, self.num_rows = cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len
+        self.cfg, num_rows = cfg, cfg.val_tokens // cfg.val_seq_len
+        rows = min(num_rows, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
+        rows = next(n for n in range(rows, 0, -1) if num_rows % n == 0)  # of one batch
+        self.batch_tokens, self.num_batches = rows * cfg.val_seq_len, num_rows // rows
         self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
         pieces, missing = [], cfg.val_tokens + 1
         for shard in self.shards:
             pieces.append(shard.tokens[:missing])
             missing -= len(pieces[-1])
         if missing:
+            most = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
             raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
-                             f"--val_tokens={cfg.val_tokens} + 1: give at most "
-                             f"--val_tokens={(cfg.val_tokens - missing) // self.seq_len * self.seq_len}")
+                             f"--val_tokens={cfg.val_tokens} + 1: give at most --val_tokens={most}")
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
-        """One validation sequence."""
-        span = self.tokens[index * self.seq_len : (index + 1) * self.seq_len + 1]
-        return make_batch(span[:-1], span[1:], self.shards[0].document_start)
+        """One validation sequence, or several short ones."""
+        span = self.tokens[index * self.batch_tokens :]
+        rows = np.lib.stride_tricks.sliding_window_view(span, self.cfg.val_seq_len + 1)
+        rows = rows[: self.batch_tokens : self.cfg.val_seq_len]  # (rows, val_seq_len + 1)
+        return make_batch(rows, self.shards[0].document_start, self.cfg.document_mask == "on")
 
 
 class Prefetcher:
@@ -2363,13 +2770,16 @@ class Schedule:
         self.rotary = list(self._extend_rotary())
 
     def _extend_rotary(self) -> Iterator[tuple[np.ndarray, float]]:
-        """Frequencies and softmax scale of each stage: YaRN on every change of the long window."""
-        quarter = self.cfg.head_dim // 4
-        frequencies = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
-        frequencies = (1 / self.cfg.rotary_base) ** frequencies  # half turn, half are zero
-        scale, old = self.cfg.attention_scale, self.cfg.stages[0].window_long
-        for stage in self.cfg.stages:
-            new = stage.window_long
+        """Frequencies and softmax scale of each stage: YaRN, where on, on every change of the window."""
+        cfg, quarter = self.cfg, self.cfg.head_dim // 4
+        if cfg.rotary == "half":  # half turn, the others have frequency 0
+            exponents = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
+        else:
+            exponents = np.arange(2 * quarter) / (2 * quarter)
+        frequencies = (1 / cfg.rotary_base) ** exponents
+        scale, old = cfg.attention_scale or cfg.head_dim**-0.5, cfg.stages[0].window_long
+        for stage in cfg.stages:
+            new = min(stage.window_long, cfg.yarn_max_window) or old
             rotations = old * frequencies / (2 * math.pi)
             weight = np.clip((rotations - 1) / (32 - 1), 0, 1)
             frequencies = frequencies * (old / new + weight * (1 - old / new))
@@ -2390,8 +2800,13 @@ class Schedule:
                    for stage, start, end in self.spans())
 
     def lr_factor(self, step: int, stage: Stage) -> float:
-        """Stage value, then linear to final_lr_frac of the peak over the last cooldown_frac of the run."""
-        left = 1 - step / self.num_iterations
+        """A linear rise over lr_warmup_frac of the run, the stage's value, a linear fall to final_lr_frac.
+
+        The fall takes the last cooldown_frac of the run; its end is a share of the peak, not of the stage's.
+        """
+        left, warmup = 1 - step / self.num_iterations, self.cfg.lr_warmup_frac * self.num_iterations
+        if step + 1 < warmup:
+            return stage.lr_factor * (step + 1) / warmup
         if self.cfg.cooldown_frac == 0 or left > self.cfg.cooldown_frac:
             return stage.lr_factor
         weight = left / self.cfg.cooldown_frac
@@ -2848,12 +3263,11 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
-        names = [name for name, _ in model.named_parameters()]
         for prefix, part in model.compiled_parts():
-            self.optimizer.wait_before(part, [name for name in names if name.startswith(prefix)])
-            names = [name for name in names if not name.startswith(prefix)]
+            self.optimizer.wait_before(
+                part, [name for name, _ in model.named_parameters() if name.startswith(prefix)])
             part.forward = rt.compile(part.forward)
-        self.optimizer.wait_before(model, names)
+        self.optimizer.wait_before(model, model.early_parameters())
         self.model, self.progress = model, Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
 
@@ -2889,16 +3303,17 @@ class Trainer:
         return total / (tokens_per_step // self.rt.world_size)
 
     @torch.no_grad()
-    def validate(self, data: ValData, state: StepState, num_rows: int | None = None) -> float:
-        """Mean loss over the validation tokens, shared out over the ranks."""
+    def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
+        """Mean loss over the validation tokens, or some of them, shared out over the ranks."""
         self.optimizer.finish()
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
-        for index in range(self.rt.rank, num_rows or data.num_rows, self.rt.world_size):
+        num_batches = num_batches or data.num_batches
+        for index in range(self.rt.rank, num_batches, self.rt.world_size):
             batch = data.batch(index).to(self.rt.device)
-            total += self.model(*batch, self.inputs_at(state, data.seq_len, data.seq_len))
+            total += self.model(*batch, self.inputs_at(state, data.batch_tokens, self.cfg.val_seq_len))
         self.model.train()
-        return all_reduce_sum(total, self.rt).item() / ((num_rows or data.num_rows) * data.seq_len)
+        return all_reduce_sum(total, self.rt).item() / (num_batches * data.batch_tokens)
 
     def lower_precision(self) -> str:
         """Give up the next low precision; says which, or nothing where none is left."""
@@ -2946,10 +3361,9 @@ class Trainer:
             for _ in range(steps):
                 self.train_step(batches, self.schedule.at(start))
             batches.close()
-            self.validate(val_data, self.schedule.at(start),
-                          num_rows=min(self.rt.world_size, val_data.num_rows))
+            self.validate(val_data, self.schedule.at(start), min(self.rt.world_size, val_data.num_batches))
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
-                      min(self.rt.world_size, val_data.num_rows))
+                      min(self.rt.world_size, val_data.num_batches))
         self.optimizer.restore(saved)
         del saved
         if self.rt.device.type == "cuda":
@@ -2989,8 +3403,8 @@ class Telemetry:
             return
         x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in inputs)
         w = head.weight.type_as(x)
-        logits = softcap(x @ w.T)  # (T, V)
-        _, grads = softcapped_cross_entropy(x @ w.T, targets, torch.float32, FP8_GRAD_SCALE)
+        logits = softcap(x @ w.T, head.cap)  # (T, V)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets, head.cap, torch.float32, FP8_GRAD_SCALE)
         rows = w[:: max(1, len(w) // self.SAMPLE)]
         self.head = dict(
             logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
@@ -3446,8 +3860,7 @@ def run(argv: list[str]) -> int:
     if "help" in flags:
         print(format_help())
     elif "list_presets" in flags:
-        for name, (parent, meaning, _) in PRESETS.items():
-            print(f"{name:<12} {meaning}{f' (from {parent})' if parent else ''}")
+        print(format_presets())
     elif "print_config" in flags:
         print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
     elif values.get("sample"):

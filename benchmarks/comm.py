@@ -114,7 +114,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     rng = np.random.default_rng(rt.rank)
     tokens = rng.integers(0, cfg.vocab_size - 1, rows * cfg.seq_len + 1)
     tokens[:: cfg.max_doc_len] = cfg.vocab_size - 1
-    batch = gpt.make_batch(tokens[:-1], tokens[1:], cfg.vocab_size - 1).to(rt.device)
+    batch = gpt.make_batch(tokens[None], cfg.vocab_size - 1).to(rt.device)
     batches, state, seconds = iter(lambda: batch, None), trainer.schedule.at(0), []
     for _ in range(num_steps + 1):
         gpt.wait_for_ranks(rt)

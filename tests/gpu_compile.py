@@ -39,7 +39,7 @@ def compile_kernel(kernel, pointers: str, constants: dict, **options) -> dict:
     """
     types = iter(pointers.split())
     signature = {name: next(types) if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    signature.update({name: "fp32" for name in ("alpha", "beta", "grad_scale") if name in signature})
+    signature.update({name: "fp32" for name in ("alpha", "beta", "grad_scale", "cap") if name in signature})
     signature.update({name: "constexpr" for name in constants})
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -100,7 +100,9 @@ def main() -> None:
     train_gpt.LOGITS_CHUNK = 128
     x, weight = (torch.randn(size, 64, dtype=torch.bfloat16, requires_grad=True) for size in (256, 512))
     for name, use_fp8 in (("head", False), ("head_fp8", True)):
-        report[name] = trace(train_gpt.HeadLoss.apply, x, weight, torch.zeros(256).long(), use_fp8, True)
+        report[name] = trace(
+            train_gpt.HeadLoss.apply, x, weight, torch.zeros(256).long(), 15.0, use_fp8, True
+        )
     scalars = map(torch.tensor, (0.9, 1.0, 1.0, 1.0))
     knobs = train_gpt.Knobs(*scalars, (0.9, 0.95), 1e-8, torch.bfloat16, True)
     with torch.no_grad():

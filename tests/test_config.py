@@ -131,7 +131,9 @@ def test_help_names_every_field(capsys):
     text = capsys.readouterr().out
     assert all(f"--{name}=" in text for name in gpt.config_fields())
     assert gpt.main(["--list_presets"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(gpt.PRESETS)
+    presets, mechanisms = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in presets.splitlines()] == list(gpt.PRESETS)
+    assert all(name in mechanisms for name in gpt.MECHANISMS)
 
 
 @pytest.mark.parametrize("world_size, near", [(3, "1536 and 3072"), (8, "4096")])

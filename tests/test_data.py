@@ -56,7 +56,7 @@ def test_headers_from_elsewhere_mean_gpt2(tmp_path):
 
 def all_rows(cfg):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    return data, [data.tokens_of(i) for i in range(data.num_rows)]
+    return data, [data.tokens_of(i) for i in range(data.num_batches)]
 
 
 def test_rows_follow_the_published_packing(shards):
@@ -147,14 +147,14 @@ def test_too_few_tokens_say_how_many_and_what_to_do(shards):
 def test_validation_is_the_stream_itself(shards):
     data = gpt.ValData(smoke_config(shards))
     stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
-    batches = [data.batch(i) for i in range(data.num_rows)]
+    batches = [data.batch(i) for i in range(data.num_batches)]
     assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
     assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
 
 
 def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     def batches():
-        yield gpt.make_batch(np.array([START, 1]), np.array([1, 2]), START)
+        yield gpt.make_batch(np.array([[START, 1, 2]]), START)
         raise ValueError("disk on fire")
 
     prefetcher = gpt.Prefetcher(batches(), torch.device("cpu"))

@@ -15,10 +15,10 @@ def test_loss_and_gradients_are_within_fp8_rounding():
     torch.manual_seed(0)
     x, targets = gpt.rms_norm(torch.randn(64, 128)).requires_grad_(), torch.randint(256, (64,))
     w = (torch.randn(256, 128) * 0.05).requires_grad_()
-    exact = torch.nn.functional.cross_entropy(gpt.softcap(x @ w.T), targets, reduction="sum")
+    exact = torch.nn.functional.cross_entropy(gpt.softcap(x @ w.T, 15.0), targets, reduction="sum")
     exact.backward()
     x8, w8 = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
-    loss = gpt.HeadLoss.apply(x8, w8, targets, True, False)
+    loss = gpt.HeadLoss.apply(x8, w8, targets, 15.0, True, False)
     loss.backward()
     assert (loss.dtype, x8.grad.dtype, w8.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     assert 1e-5 < abs(loss.item() / exact.item() - 1) < 0.01
@@ -44,7 +44,7 @@ def test_validation_does_not_use_it():
     model.head.weight.data.normal_(std=0.1)
     x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32,))
     exact = torch.nn.functional.cross_entropy(
-        gpt.softcap(x @ model.head.weight.T), targets, reduction="sum"
+        gpt.softcap(x @ model.head.weight.T, 15.0), targets, reduction="sum"
     )
     assert torch.equal(model.eval().head(x, targets), exact)
     assert not torch.equal(model.train().head(x, targets), exact)

@@ -86,7 +86,7 @@ def poison_batch(patch):
         made = real(self, rows)
         if rows.start == FAULT - 1 and len(self.rows) == 300:  # one row a step
             noise = np.random.default_rng(0)
-            return gpt.make_batch(*noise.integers(0, 256, (2, len(made.inputs))), gpt.BYTE_DOCUMENT_START)
+            return gpt.make_batch(noise.integers(0, 256, (1, len(made.inputs) + 1)), gpt.BYTE_DOCUMENT_START)
         return made
 
     patch.setattr(gpt.TrainData, "batch", batch)

@@ -63,24 +63,26 @@ def exact_loss(x, weight, targets):
 
 
 @pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("cap", [15.0, 30.0, 0.0])
 @pytest.mark.parametrize("shape", [(5, 128), (3, 4096), (2, 5000), (1, 7)], ids=str)
-def test_softcapped_cross_entropy(shape, use_kernels):
+def test_softcapped_cross_entropy(shape, cap, use_kernels):
     torch.manual_seed(0)
-    logits = torch.randn(shape, device=DEVICE) * 20
+    logits = torch.randn(shape, device=DEVICE) * (20 if cap else 3)
     targets = torch.randint(shape[1], (shape[0],), device=DEVICE)
     wide = logits.double().requires_grad_()
-    exact = F.cross_entropy(30 * torch.sigmoid(wide / 7.5), targets, reduction="none")
+    capped = cap * torch.tanh(wide / cap) if cap else wide
+    exact = F.cross_entropy(capped, targets, reduction="none")
     (expected,) = torch.autograd.grad(exact.sum(), wide)
-    losses, grads = gpt.softcapped_cross_entropy(logits, targets, torch.float32, 1.0, use_kernels)
+    losses, grads = gpt.softcapped_cross_entropy(logits, targets, cap, torch.float32, 1.0, use_kernels)
     assert torch.allclose(losses.double(), exact, rtol=1e-5, atol=1e-5)
     assert (
         relative_error(grads, expected) < 1e-4
     )  # float32 exponentials of numbers up to 30: 30 * 2^-24 and more
     scale = 1 / 448
-    _, small = gpt.softcapped_cross_entropy(logits, targets, torch.float8_e5m2, scale, use_kernels)
+    _, small = gpt.softcapped_cross_entropy(logits, targets, cap, torch.float8_e5m2, scale, use_kernels)
     assert small.dtype == torch.float8_e5m2 and small.float().abs().max() <= 448
     assert 1e-3 < relative_error(small.float() * scale, expected) < 2**-3  # two bits of mantissa
-    _, bf16 = gpt.softcapped_cross_entropy(logits.bfloat16(), targets, torch.bfloat16, 1.0, use_kernels)
+    _, bf16 = gpt.softcapped_cross_entropy(logits.bfloat16(), targets, cap, torch.bfloat16, 1.0, use_kernels)
     assert bf16.dtype == torch.bfloat16
 
 
@@ -94,7 +96,7 @@ def test_head_loss_against_float64(monkeypatch, use_kernels):
     for chunk in (16_384, 20):
         monkeypatch.setattr(gpt, "LOGITS_CHUNK", chunk)
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        ours = gpt.HeadLoss.apply(a, b, targets, False, use_kernels)
+        ours = gpt.HeadLoss.apply(a, b, targets, 15.0, False, use_kernels)
         (3 * ours).backward()
         bound = 1e-5 if DEVICE == "cpu" else 1e-3
         assert ours.item() == pytest.approx(loss.item(), rel=bound)
@@ -108,8 +110,8 @@ def test_choose_kernels_compares_before_it_trusts(monkeypatch):
     assert gpt.choose_kernels(smoke_config(), torch.device("cpu")) == (False, "kernels: plain PyTorch")
     plain = gpt.softcapped_cross_entropy
 
-    def wrong(logits, targets, dtype, grad_scale=1.0, use_kernels=False):
-        losses, grads = plain(logits, targets, dtype, grad_scale, use_kernels)
+    def wrong(logits, targets, cap, dtype, grad_scale=1.0, use_kernels=False):
+        losses, grads = plain(logits, targets, cap, dtype, grad_scale, use_kernels)
         return losses, grads * (1.02 if use_kernels else 1)
 
     monkeypatch.setattr(gpt, "softcapped_cross_entropy", wrong)

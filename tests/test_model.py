@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config
 
+SMALL = dict(num_layers=6, model_dim=192, vocab_size=257, embed_dtype="float32", compile="off")
+
 
 def make_model(seed=0, noise=0.3, **changes):
     """A model with every parameter away from zero, its config, and inputs of one row."""
@@ -28,10 +30,12 @@ def step_inputs(cfg, step=0):
 
 
 def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
-    """METHODS B2-B6, token pair by token pair, float64, no shared code with the model."""
+    """METHODS A2-A32 and B2-B6, token pair by token pair, float64, no shared code with the model."""
     p = {name: param.detach().double() for name, param in model.named_parameters()}
     num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
+    gate = torch.sigmoid if cfg.skips == "sigmoid" else lambda weight: weight
+    head_norm = norm if cfg.qk_norm == "on" else lambda x: x
     angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     rotate = lambda x: torch.cat(
@@ -43,21 +47,31 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     )
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
-    x = x0 = norm(p["embed"][inputs])
-    outputs = []
+    x = x0 = norm(p["embed"][inputs]) if cfg.embed_norm == "on" else p["embed"][inputs]
+    outputs, first_values = [], None
     for i, spec in enumerate(cfg.layers):
         if spec.skip_from is not None:
-            x = x + torch.sigmoid(p[f"blocks.{i}.skip"]) * outputs[spec.skip_from]
-        x = p[f"blocks.{i}.lambdas"][0] * x + p[f"blocks.{i}.lambdas"][1] * x0
+            x = x + gate(p[f"blocks.{i}.skip"]) * outputs[spec.skip_from]
+        if cfg.x0_shortcut == "on":
+            x = p[f"blocks.{i}.lambdas"][0] * x + p[f"blocks.{i}.lambdas"][1] * x0
         if spec.attention != "none":
-            u, (wq, wk, wv, wo) = norm(x), p[f"blocks.{i}.attention.qkvo"]
+            u, own = norm(x), f"blocks.{i}.attention."
+            if cfg.fuse_qkv == "on":
+                wq, wk, wv, wo = *p[own + "qkv"].chunk(3), p[own + "out"]
+            else:
+                wq, wk, wv, wo = p[own + "qkvo"]
             q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
-            s = p[f"blocks.{i}.attention.value_lambdas"]
-            v = s[0] * v
-            if spec.value_embed is not None:
-                v = v + s[1] * p[f"value_embeds.{spec.value_embed}"][inputs].view(num_tokens, heads, width)
+            first_values = v if i == 0 else first_values
+            extra = first_values
+            if isinstance(spec.value_embed, int):
+                extra = p[f"value_embeds.{spec.value_embed}"][inputs].view(num_tokens, heads, width)
+            s = p.get(own + "value_lambdas")
+            if cfg.value_mix == "lerp" and spec.value_embed is not None:
+                v = (1 - s[0]) * v + s[0] * extra
+            elif cfg.value_mix == "scales":
+                v = s[0] * v if spec.value_embed is None else s[0] * v + s[1] * extra
             seen = causal & (place[:, None] - place <= windows[spec.attention])
-            scores = torch.einsum("qhk,shk->hqs", rotate(norm(q)), rotate(norm(k))) * scale
+            scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
             if cfg.attention_gate_dim:
                 y = (
@@ -66,19 +80,34 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
                         ..., None
                     ]
                 )
-            x = x + y.flatten(1) @ wo.T
+            x = x + y.flatten(1) @ wo.T * (1 if cfg.depth_scale == "off" else (2 * cfg.num_layers) ** -0.5)
         if spec.mlp:
             up, down = p[f"blocks.{i}.mlp.up_down"]
-            x = x + (norm(x) @ up).clamp(min=0) ** 2 @ down.T
+            h = norm(x) @ up
+            gelu = h * (1 + torch.erf(h / 2**0.5)) / 2
+            x = x + (gelu if cfg.activation == "gelu" else h.clamp(min=0) ** 2) @ down.T
         outputs.append(x)
-    return 30 * torch.sigmoid(norm(x) @ p["head.weight"].T / 7.5)
+    logits = norm(x) @ p["embed" if cfg.tie_head == "on" else "head.weight"].T
+    return cfg.softcap * torch.tanh(logits / cfg.softcap) + cfg.softcap if cfg.softcap else logits
 
 
-@pytest.mark.parametrize("step", [0, 9, 12])
+OLD = [{"preset": f"laptop_{name}", **SMALL} for name in gpt.LADDER]
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0)]
+    "step, changes",
+    [
+        *((step, {}) for step in (0, 9, 12)),
+        *(
+            (9, change)
+            for change in (dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0))
+        ),
+        *((0, change) for change in OLD),
+    ],
+    ids=lambda value: value.get("preset", str(value)) if isinstance(value, dict) else str(value),
 )
 def test_the_model_is_the_recipe(step, changes):
+    """Of today, and of every rung of the ladder."""
     cfg, model, tokens, doc_ids = make_model(**changes)
     state = gpt.Schedule(cfg).at(step)
     expected = reference_logits(
