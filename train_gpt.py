@@ -308,9 +308,9 @@ class Rung(typing.NamedTuple):
 # Left out are records that only made the same mathematics faster: 6 (2024-10-18, orthogonalisation shared
 # out over the ranks), 7 and 25 (newer PyTorch), 16 (2024-12-10, windows in blocks: with record 17 here), 22
 # to 24 (2025-05, gradients reduced and scattered during backward; the loss becomes a sum over tokens, the
-# unit of adam_eps here). Record 1 (45 minutes) is GPT-2 as it was: learned positions, LayerNorm, biases. Record 2
-# also divided each gradient by its norm, soon found useless. Records 22 to 27 divided logits by sqrt(768)
-# more and gave the head as much higher a learning rate: the same steps.
+# unit of adam_eps here). Record 1 (45 minutes) is GPT-2 as it was: learned positions, LayerNorm, biases.
+# Record 2 also divided each gradient by its norm, soon found useless. Records 22 to 27 divided logits by
+# sqrt(768) more and gave the head as much higher a learning rate: the same steps.
 LADDER: dict[str, Rung] = {
     "2024-06-06_adamw_rotary": Rung(
         31.4, "AdamW, rotary, RMSNorm without gain, trapezoidal learning rate", dict(

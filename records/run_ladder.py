@@ -82,7 +82,9 @@ def main() -> None:
         for index, (preset, seed) in enumerate(bar):
             bar.set_description(f"{slug(preset)}, seed {seed}")
             command = [sys.executable, str(script), f"--preset={preset}", f"--record={slug(preset)}",
-                       f"--seed={seed}", f"--records_dir={args.records_dir}", *shlex.split(args.extra)]
+                       f"--seed={seed}", *shlex.split(args.extra)]
+            if args.records_dir != ROOT / "records":
+                command.append(f"--records_dir={args.records_dir}")
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"run_ladder.py: {shlex.join(command)} ended with status {done.returncode}:\n"

@@ -56,7 +56,7 @@ def test_headers_from_elsewhere_mean_gpt2(tmp_path):
 
 def all_rows(cfg):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    return data, [data.tokens_of(i) for i in range(data.num_batches)]
+    return data, [data.tokens_of(i) for i in range(data.num_rows)]
 
 
 def test_rows_follow_the_published_packing(shards):
