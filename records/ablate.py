@@ -1,0 +1,57 @@
+"""What is a mechanism worth? A preset without it, over seeds, against the preset as it is.
+
+    python records/ablate.py --preset=laptop --mechanisms=value_embeds,softcap --seeds=5
+    python records/ablate.py --preset=laptop                # all mechanisms (train_gpt.py --list_presets)
+
+Prints, for every mechanism, the change of the final validation loss when it is switched off, paired by seed,
+with its 95 % confidence interval: above zero, the mechanism helps. Runs are kept in logs/ablate and not run
+again.
+"""
+
+import hashlib
+import json
+import shlex
+from pathlib import Path
+
+import results
+
+import train_gpt as gpt
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Final validation loss by seed."""
+    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    return {result["seed"]: result["final_val_loss"] for result in found}
+
+
+def main() -> None:
+    """Run what is missing, print the table."""
+    parser = results.make_parser(__doc__)
+    parser.add_argument("--preset", default="laptop")
+    parser.add_argument("--mechanisms", default=",".join(gpt.MECHANISMS), help="as a,b (default: all)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--extra", default="", help="further options of train_gpt.py for all runs")
+    parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
+    args = parser.parse_args()
+    source, names = (results.ROOT / "train_gpt.py").read_bytes(), args.mechanisms.split(",")
+    for name in set(names) - set(gpt.MECHANISMS):
+        raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
+                                  f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
+    kind = hashlib.sha256(source + args.preset.encode() + args.extra.encode()).hexdigest()[:12]
+    folders = {name: args.logs_dir / kind / name for name in ("nothing", *names)}
+    options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *shlex.split(args.extra),
+                      *([f"--without={name}"] if name in names else [])] for name, folder in folders.items()}
+    results.run_missing([(name, seed, options[name]) for seed in range(args.seeds) for name in folders],
+                        lambda name: set(read_losses(folders[name])), source, "ablate.py")
+    losses = {name: read_losses(folder) for name, folder in folders.items()}
+    base = results.summarize(list(losses["nothing"].values()))
+    print(f"{args.preset}: loss {base.mean:.4f} +- {base.sd:.4f} over {base.n} seeds\n")
+    print("| without | loss changes by | 95 % interval | n | p |\n|---|---|---|---|---|")
+    effects = {name: results.compare(losses[name], losses["nothing"]) for name in names}
+    for name, effect in sorted(effects.items(), key=lambda item: -item[1].mean):
+        print(f"| {name} | {effect.mean:+.4f} | {effect.low:+.4f} to {effect.high:+.4f} | {effect.n} "
+              f"| {effect.p:.2g} |")
+
+
+if __name__ == "__main__":
+    results.run_guarded(main)

@@ -1,0 +1,110 @@
+"""Draw record folders: validation loss against training time and against tokens, as PNG and SVG.
+
+    python records/plot.py records/laptop/*_target records/laptop/*_sigmoid_skips --out=curves
+
+A line for every run, a colour for every folder, the target dashed. The picture of the ladder is drawn by
+make_leaderboard.py with plot_ladder() of this file.
+"""
+
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib
+import results
+
+import train_gpt as gpt
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+plt.rcParams.update({"svg.hashsalt": "records", "font.size": 8, "axes.spines.top": False,
+                     "axes.spines.right": False})
+GREY, BLUE, RED = "#8a8f98", "#2563eb", "#dc2626"
+
+
+def count_tokens(result: dict) -> list[float]:
+    """Millions of training tokens seen at each validation of a run."""
+    cfg = gpt.config_from_dict(result["config"])
+    spans = gpt.Schedule(cfg).spans()
+    return [sum((stage.tokens_per_step or cfg.tokens_per_step) * max(0, min(end, step) - start)
+                for stage, start, end in spans) / 1e6 for step, _, _ in result["val_points"]]
+
+
+def save(figure: plt.Figure, out: Path) -> None:
+    """Write a figure as PNG and SVG: the same bytes whenever it is drawn."""
+    figure.savefig(out.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+    figure.savefig(out.with_suffix(".png"), dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+def plot_curves(records: list[results.Record], target: float | None, out: Path) -> None:
+    """Loss against time and against tokens."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for index, record in enumerate(records):
+        for result in record.results:
+            steps, losses, milliseconds = zip(*result["val_points"])
+            name = record.folder.name if result is record.results[0] else None
+            for panel, xs in zip(panels, ([ms / 1000 for ms in milliseconds], count_tokens(result))):
+                panel.plot(xs[1:], losses[1:], color=f"C{index % 10}", linewidth=1, label=name)
+    for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
+        panel.set_xlabel(label)
+        if target is not None:
+            panel.axhline(target, color=GREY, linestyle="--", linewidth=1)
+    panels[0].set_ylabel("validation loss")
+    panels[0].legend(frameon=False)
+    save(figure, out)
+
+
+def plot_ladder(rungs: list, target_run: results.Record, target: float, out: Path) -> None:
+    """Three columns over the rungs: published minutes, loss after equal tokens, seconds to the target.
+
+    rungs: make_leaderboard.Rung; hollow points have not reached the target.
+    """
+    height = 0.2 * len(rungs) + 1.0
+    figure, panels = plt.subplots(1, 3, figsize=(9.5, height), sharey=True, width_ratios=(1, 1.6, 1))
+    figure.subplots_adjust(left=0.2, right=0.99, top=1 - 0.55 / height, bottom=0.3 / height, wspace=0.08)
+    places = range(len(rungs))
+    panels[0].barh(places, [rung.minutes for rung in rungs], color=GREY, height=0.6)
+    panels[0].set(xscale="log", xlim=(2, None), yticks=places, yticklabels=[rung.name for rung in rungs],
+                  ylim=(-0.7, len(rungs) - 0.3))
+    panels[0].set_xticks([3, 10, 30], ["3", "10", "30"])
+    panels[0].set_xticks([], minor=True)
+    panels[0].set_title("published: minutes to 3.28\non 8xH100", loc="left", fontsize=8)
+    for place, rung in enumerate(rungs):
+        losses = list(rung.record.losses.values())
+        is_below = rung.summary.mean <= target
+        panels[1].plot(losses, [place] * len(losses), ".", color=BLUE, alpha=0.4, markersize=4)
+        panels[1].plot(rung.summary.mean, place, "o", color=BLUE, markersize=5,
+                       markerfacecolor=BLUE if is_below else "white")
+        if not math.isnan(rung.seconds):
+            panels[2].barh(place, rung.seconds, color=BLUE, height=0.6)
+        else:
+            panels[2].text(0.02, place, f"{rung.num_reached} of {rung.summary.n} seeds reach it", color=GREY,
+                           va="center", fontsize=7, transform=panels[2].get_yaxis_transform())
+    panels[1].axvline(target, color=RED, linestyle="--", linewidth=1)
+    panels[1].set_title("laptop: validation loss after equal tokens\n(dots: seeds; dashed: the target)",
+                        loc="left", fontsize=8)
+    seconds = statistics.median(result["train_time_ms"] / 1000 for result in target_run.results)
+    panels[2].axvline(seconds, color=RED, linestyle="--", linewidth=1)
+    panels[2].set_xlim(0, None)
+    panels[2].set_title("laptop: seconds to the target\n(dashed: the first rung)", loc="left", fontsize=8)
+    panels[0].invert_yaxis()
+    save(figure, out)
+
+
+def main() -> None:
+    """Draw the folders' curves."""
+    parser = results.make_parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="record folders of one track")
+    parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
+    args = parser.parse_args()
+    records = [results.read_record(folder) for folder in args.folders]
+    track = records[0].results[0]["track"]
+    everything = results.read_track(track, args.folders[0].absolute().parent.parent)
+    plot_curves(records, results.find_target(track, everything), args.out)
+    print(f"{args.out.with_suffix('.png')} and {args.out.with_suffix('.svg')}")
+
+
+if __name__ == "__main__":
+    results.run_guarded(main)

@@ -1,0 +1,77 @@
+"""Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
+
+    python records/replay.py records/laptop/2026-11-21_muon    # every run of the folder
+    python records/replay.py --random=1                        # one of all; CI does this
+    python records/replay.py --all                             # all, hours
+
+The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On
+another machine, or another version, bits may differ, so the record is passed over with a line that says why;
+--force runs it all the same. Exits with status 1 where a loss differs.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import results
+from tqdm import tqdm
+
+import train_gpt as gpt
+
+
+def find_differences(result: dict) -> str:
+    """What of this machine is not as recorded, where that may change bits."""
+    rt = gpt.start_runtime(gpt.make_config({"preset": result["preset"], "device": "cpu"}), is_alone=True)
+    there, here = results.describe_machine(result), results.describe_machine(
+        dict(hardware=gpt.describe_hardware(rt), versions=gpt.describe_versions()))
+    return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here if here[key] != there[key])
+
+
+def replay(folder: Path, result: dict) -> tuple[bool, str]:
+    """(whether all validation losses came out as recorded, a line that says so)."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, str(folder / "train_gpt.py"), *result["argv"],
+                   f"--records_dir={out}", f"--logs_dir={out}"]
+        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+        if done.returncode:
+            return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
+        (path,) = Path(out).rglob("*.json")
+        ours = [[step, loss] for step, loss, _ in json.loads(path.read_text())["val_points"]]
+    theirs = [[step, loss] for step, loss, _ in result["val_points"]]
+    if ours == theirs:
+        return True, f"{theirs[-1][1]!r} again, bit for bit"
+    step = next(a[0] for a, b in zip(ours, theirs) if a != b)
+    return False, f"ends at {ours[-1][1]!r} instead of {theirs[-1][1]!r}; they part at step {step} or before"
+
+
+def main() -> None:
+    """Replay what is asked for."""
+    parser = results.make_parser(__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="record folders")
+    parser.add_argument("--random", type=int, default=0, help="so many runs, chosen among all records")
+    parser.add_argument("--all", action="store_true", help="every run of every record")
+    parser.add_argument("--force", action="store_true", help="also where the machine is another")
+    args = parser.parse_args()
+    folders = args.folders or sorted({path.parent for path in results.RECORDS.glob("*/*/*.json")})
+    if not (args.folders or args.all or args.random):
+        raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
+    runs = [(folder, result) for folder in folders for result in results.read_record(folder).results]
+    if args.random:
+        runs = random.sample(runs, min(args.random, len(runs)))
+    failed = 0
+    for folder, result in tqdm(runs, unit="run", disable=len(runs) == 1):
+        differences = find_differences(result)  # of CPU, threads or version
+        if differences and not args.force:
+            line = f"passed over ({differences})"
+        else:
+            is_same, line = replay(folder, result)
+            failed += not is_same
+        tqdm.write(f"{folder.name}, seed {result['seed']}: {line}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    results.run_guarded(main)

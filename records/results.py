@@ -1,0 +1,175 @@
+"""What the tools of this folder share: reading results, their statistics, running what is missing."""
+
+import argparse
+import hashlib
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from scipy import stats
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # train_gpt.py
+PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
+TARGET_PRESET = "laptop_target"  # whose records set the target of track laptop
+
+
+class RecordError(Exception):
+    """Records that cannot be used as asked: the line says which and what to do."""
+
+
+class Record(NamedTuple):
+    """The results of a folder: one script, one config, several seeds."""
+
+    folder: Path
+    results: list[dict]  # one for each seed, in their order
+    num_replays: int  # further results of the same seeds
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Final validation loss by seed."""
+        return {result["seed"]: result["final_val_loss"] for result in self.results}
+
+
+def read_record(folder: Path) -> Record:
+    """Read a record folder; RecordError where there is none, or where its runs are not of one kind."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not found:
+        raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left")
+    digest = hashlib.sha256((folder / "train_gpt.py").read_bytes()).hexdigest()
+    for result in found:
+        if result["script_sha256"] != digest:
+            raise RecordError(f"{folder} mixes scripts: seed {result['seed']} is of another train_gpt.py "
+                              "than the folder's; put its files into a folder of their own")
+        if settings(result) != settings(found[0]):
+            raise RecordError(f"{folder} mixes configs: seed {result['seed']} differs from seed "
+                              f"{found[0]['seed']}; put its files into a folder of their own")
+    by_seed: dict[int, dict] = {}
+    for result in found:
+        by_seed.setdefault(result["seed"], result)
+    return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(found) - len(by_seed))
+
+
+def settings(result: dict) -> dict:
+    """What runs of one record share: the config but for the seed and where files go."""
+    free = {"seed", "records_dir", "logs_dir", "checkpoint_dir"}
+    return {name: value for name, value in result["config"].items() if name not in free}
+
+
+def read_track(track: str, records_dir: Path = RECORDS) -> list[Record]:
+    """All records of a track, by folder name."""
+    return [read_record(path.parent) for path in sorted((records_dir / track).glob("*/train_gpt.py"))]
+
+
+def find_target(track: str, records: list[Record]) -> float | None:
+    """The loss to reach: published, or the mean of the records that set it, to two decimals."""
+    if track in PUBLISHED_TARGETS:
+        return PUBLISHED_TARGETS[track]
+    setting = [r for r in records if r.results[0]["preset"] == TARGET_PRESET]
+    return round(statistics.mean(setting[0].losses.values()), 2) if setting else None
+
+
+class Summary(NamedTuple):
+    """Statistics of a sample."""
+
+    n: int
+    mean: float
+    sd: float  # of one run; nan of one
+    p: float  # one-sided t-test: the chance of so low a mean if the true one were the target
+
+
+def summarize(values: list[float], target: float | None = None) -> Summary:
+    """Mean, standard deviation and, against a target, the p of a mean below it."""
+    sd = statistics.stdev(values) if len(values) > 1 else math.nan
+    p = math.nan
+    if target is not None and len(values) > 1:
+        p = float(stats.ttest_1samp(values, target, alternative="less").pvalue)
+    return Summary(len(values), statistics.mean(values), sd, p)
+
+
+class Effect(NamedTuple):
+    """A paired difference over the seeds two records share, with its 95 % confidence interval."""
+
+    n: int
+    mean: float
+    low: float
+    high: float
+    p: float  # two-sided
+
+
+def compare(ours: dict[int, float], theirs: dict[int, float]) -> Effect:
+    """Ours minus theirs, paired by seed; bounds are nan for a single pair."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        raise RecordError("the two records share no seed: run the same seeds of both")
+    differences = [ours[seed] - theirs[seed] for seed in seeds]
+    mean = statistics.mean(differences)
+    if len(seeds) == 1:
+        return Effect(1, mean, math.nan, math.nan, math.nan)
+    test = stats.ttest_1samp(differences, 0.0)
+    interval = test.confidence_interval(0.95)
+    return Effect(len(seeds), mean, float(interval.low), float(interval.high), float(test.pvalue))
+
+
+def find_crossing(result: dict, target: float) -> tuple[float, float] | None:
+    """(step, seconds) at which a run's validation loss falls to the target, interpolated; or None."""
+    points = result["val_points"]
+    for (step0, loss0, ms0), (step1, loss1, ms1) in zip(points, points[1:]):
+        if loss1 <= target < loss0:
+            share = (loss0 - target) / (loss0 - loss1)
+            return step0 + share * (step1 - step0), (ms0 + share * (ms1 - ms0)) / 1000
+    return None
+
+
+def describe_machine(result: dict) -> dict:
+    """What must agree for times to be comparable, and on a CPU for losses to be the same bits."""
+    hardware = {key: result["hardware"].get(key) for key in ("device", "ranks", "cpu", "threads", "gpu")}
+    return {**hardware, "torch": result["versions"]["torch"]}
+
+
+def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
+                source: bytes, program: str) -> None:
+    """Run a script for every (name, seed, options) whose seed is not done yet, with time left on a bar.
+
+    The script is run from a copy: an edit meanwhile must not change the later runs.
+    """
+    missing = [run for run in runs if run[1] not in find_done(run[0])]
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, tqdm(missing, unit="run", dynamic_ncols=True) as bar:
+        script = Path(folder, "train_gpt.py")
+        script.write_bytes(source)
+        for index, (name, seed, options) in enumerate(bar):
+            bar.set_description(f"{name}, seed {seed}")
+            command, start = [sys.executable, str(script), *options, f"--seed={seed}"], time.monotonic()
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same "
+                                  f"command of {program} goes on from here. It said:\n{done.stderr.strip()}")
+            seconds.setdefault(name, []).append(time.monotonic() - start)
+            usual = statistics.mean(map(statistics.mean, seconds.values()))
+            left = sum(statistics.mean(seconds.get(later[0], [usual])) for later in missing[index + 1 :])
+            bar.set_postfix_str(f"about {left / 60:.0f} min left")
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run_guarded(body: Callable[[], None]) -> None:
+    """Do it; a RecordError ends with status 2 and its line."""
+    try:
+        body()
+    except RecordError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
