@@ -2513,9 +2513,11 @@ class TrainData:
                 shard = next(shards, None)
                 if shard is None:
                     missing = (self.num_rows - len(self.rows)) * self.seq_len
+                    whole = "; --row_start=anywhere uses documents whole, however long they are"
                     raise InputError(
                         f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
-                        "more (data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations")
+                        "more (data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations"
+                        f"{whole if self.cfg.row_start == 'document' else ''}")
                 self.shards.append(shard)
                 row = find_row(Row(len(self.shards) - 1, 0, -1, 0), max_doc_len)
             self.rows.append(row)

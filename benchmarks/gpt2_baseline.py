@@ -3,14 +3,15 @@
 
     python benchmarks/gpt2_baseline.py --seconds 95 --lr 3e-3
 
-LayerNorm, GELU, learned positions, biases, tied head, AdamW (betas 0.9, 0.95, decay 0.1), clipping,
-warm-up and cosine over the time budget: nanoGPT's recipe, at the width and depth of the preset, on the same
-shards and the same validation tokens, in bfloat16 autocast with the same allocator settings. Prints a line;
-the lr is for you to sweep.
+LayerNorm, GELU, learned positions, biases, tied head, AdamW (decay 0.1), clipping, warm-up and cosine over
+the budget: nanoGPT's recipe, at the width and depth of the preset, on the same shards and the same
+validation tokens, in bfloat16 autocast with the same allocator settings. Prints a line; the lr is for you to
+sweep. peer.py runs it at its customary CPU size.
 """
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -70,11 +71,12 @@ class PlainGPT(nn.Module):
 
 
 def main() -> None:
-    """Train for the given seconds, validate on the preset's validation tokens, print one line."""
+    """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=95.0, help="training time (default %(default)s)")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument(
         "--context", type=int, default=512, help="tokens of one sequence (default %(default)s)"
@@ -83,22 +85,25 @@ def main() -> None:
         "--tokens_per_step", type=int, default=4096, help="tokens of one step (default %(default)s)"
     )
     parser.add_argument("--num_heads", type=int, default=4, help="attention heads (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW (default %(default)s)")
+    parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()
-    cfg = gpt.make_config({"preset": "laptop", "device": "cpu"})
+    cfg = gpt.make_config(
+        {"preset": "laptop", "device": "cpu", **gpt.parse_argv(shlex.split(args.options))[0]}
+    )
     rt = gpt.start_runtime(cfg)
     gpt.ensure_embedded_corpus(cfg, rt)
     train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).tokens
     val = gpt.ValData(cfg).tokens.astype(np.int64)
-    torch.manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
+    torch.manual_seed(cfg.seed)
+    rng = np.random.default_rng(cfg.seed)
     model = PlainGPT(cfg, args.context, args.num_heads)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     optimizer = torch.optim.AdamW(
         [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
         lr=args.lr,
-        betas=(0.9, 0.95),
+        betas=(0.9, args.beta2),
         fused=True,
     )
 
@@ -112,10 +117,13 @@ def main() -> None:
             return model(tokens[:, :-1], tokens[:, 1:])
 
     loss_of(sample()).backward()  # warm-up, as the preset has
-    start, steps, bar = time.perf_counter(), 0, tqdm(total=round(args.seconds), unit="s", disable=None)
-    while (elapsed := time.perf_counter() - start) < args.seconds:
-        done = elapsed / args.seconds
-        factor = min(done / 0.03, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    start, steps, bar = time.perf_counter(), 0, tqdm(total=100, unit="%", disable=None)
+
+    def share_done() -> float:
+        return steps / args.steps if args.steps else (time.perf_counter() - start) / args.seconds
+
+    while (done := share_done()) < 1:
+        factor = min((done + 1e-3) / 0.05, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * factor
         optimizer.zero_grad()
@@ -123,8 +131,9 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
-        bar.update(round(elapsed) - bar.n)
+        bar.update(round(100 * done) - bar.n)
     bar.close()
+    seconds = time.perf_counter() - start
     with torch.no_grad():
         rows = torch.from_numpy(
             np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy()
@@ -132,8 +141,8 @@ def main() -> None:
         val_loss = torch.stack([loss_of(part) for part in rows.split(16) if len(part) == 16]).mean().item()
     params = sum(p.numel() for p in model.parameters())
     print(
-        f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {args.seed}: "
-        f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {args.seconds:.0f} s"
+        f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
+        f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s"
     )
 
 
