@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up and train:  ./run.sh [--field=value ...]      every option of train_gpt.py; NPROC=k overrides the process count
 # Set up and test:   ./run.sh test [pytest arguments]
+# Set up and run a tool:  ./run.sh records/replay.py --random=1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -27,8 +28,9 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python; makes
   "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
 }
 
-if [[ ${1:-} == test ]]; then
+if [[ ${1:-} == test || ${1:-} == *.py ]]; then
   choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton
+  if [[ $1 == *.py ]]; then exec "$python" "$@"; fi
   exec "$python" -m pytest "${@:2}"
 fi
 

@@ -4,8 +4,8 @@
     python benchmarks/peer.py            # about six minutes on two cores; prints a table for RESULTS.md
 
 The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
-0.9, 0.99), float32: gpt2_baseline.py at that size. The text: Python's reference documentation as every CPython
-brings it (pydoc_data), 0.7 MB, its last tenth for validation. Both are timed from start to end of Python.
+0.9, 0.99), float32: gpt2_baseline.py at that size. The text: Python's reference documentation as every
+CPython brings it (pydoc_data), 0.7 MB, its last tenth for validation. Both are timed from start to end.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
 
     python records/replay.py records/laptop/2026-11-21_muon    # every run of the folder
-    python records/replay.py --random=1                        # one of all; CI does this
+    python records/replay.py --random=1 --most_seconds=60      # one of all that took no longer; CI does this
     python records/replay.py --all                             # all, hours
 
 The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On
@@ -52,13 +52,15 @@ def main() -> None:
     parser = results.make_parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders")
     parser.add_argument("--random", type=int, default=0, help="so many runs, chosen among all records")
+    parser.add_argument("--most_seconds", type=float, default=float("inf"), help="of recorded training time")
     parser.add_argument("--all", action="store_true", help="every run of every record")
     parser.add_argument("--force", action="store_true", help="also where the machine is another")
     args = parser.parse_args()
     folders = args.folders or sorted({path.parent for path in results.RECORDS.glob("*/*/*.json")})
     if not (args.folders or args.all or args.random):
         raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
-    runs = [(folder, result) for folder in folders for result in results.read_record(folder).results]
+    runs = [(folder, result) for folder in folders for result in results.read_record(folder).results
+            if result["train_time_ms"] <= 1000 * args.most_seconds]
     if args.random:
         runs = random.sample(runs, min(args.random, len(runs)))
     failed = 0
