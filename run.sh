@@ -28,9 +28,9 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python; makes
   "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
 }
 
-if [[ ${1:-} == test || ${1:-} == *.py ]]; then
+if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton
-  if [[ $1 == *.py ]]; then exec "$python" "$@"; fi
+  if [[ $1 != test ]]; then exec "$python" "$@"; fi
   exec "$python" -m pytest "${@:2}"
 fi
 

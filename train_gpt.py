@@ -214,7 +214,8 @@ class TrainConfig:
     """Data, budget, devices and output."""
 
     preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
-    without: str = option("", "mechanisms to switch off, as a,b (--list_presets names them)")
+    without: str = option("", "mechanisms to switch off, as a,b (--list_presets names them); options given "
+                              "beside it win")
     only_with: str = option("", "switch off all mechanisms but these, as a,b")
     track: str = option("track_1", "folder under records/ in which this run may compete")
     record: str = option("", "name of a record run; its script, log and result go to records_dir")
@@ -239,7 +240,8 @@ class TrainConfig:
     row_start: str = option("document", "where training rows begin; anywhere: where the last one ended",
                             choices=("document", "anywhere"))
     document_mask: str = switch("on", "a token sees its own document only, not the whole row")
-    max_doc_len: int = option(2048, "training documents are cut to this many tokens", low=2)
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens, where rows begin with "
+                                    "one", low=2)
     warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
     comm_bin_mb: float = option(64.0, "most MB of like parameters in one message between ranks", low=0.0)
     comm_timeout: float = option(60.0, "seconds until a dead or stalled rank has ended the run", low=1.0)
@@ -310,7 +312,8 @@ class Rung(typing.NamedTuple):
 # to 24 (2025-05, gradients reduced and scattered during backward; the loss becomes a sum over tokens, the
 # unit of adam_eps here). Record 1 (45 minutes) is GPT-2 as it was: learned positions, LayerNorm, biases.
 # Record 2 also divided each gradient by its norm, soon found useless. Records 22 to 27 divided logits by
-# sqrt(768) more and gave the head as much higher a learning rate: the same steps.
+# sqrt(768) more and gave the head as much higher a learning rate: the same steps. FP8 scales and the norm's
+# epsilon are record 32's throughout; Adam's moments are bfloat16 where embeddings are, from record 18.
 LADDER: dict[str, Rung] = {
     "2024-06-06_adamw_rotary": Rung(
         31.4, "AdamW, rotary, RMSNorm without gain, trapezoidal learning rate", dict(
@@ -371,11 +374,11 @@ LADDER: dict[str, Rung] = {
     "2024-12-08_mirrored_values": Rung(
         3.95, "upper and lower half share value embeddings, two weights; momentum as an average", dict(
             num_iterations=1480, value_pattern="mirrored", num_value_embeds=6, value_mix="scales",
-            momentum_form="ema")),
+            momentum_form="ema", cooldown_frac=600 / 1480)),
     "2024-12-17_sparse_values": Rung(
         3.57, "three value embeddings, half of rotary, a slot without attention, windows in blocks", dict(
             num_iterations=1490, value_pattern="ends", num_value_embeds=3, rotary="half", rotary_base=1024,
-            drop_attention="on", stages=grow_window(128, 14, last=0.5)),
+            drop_attention="on", stages=grow_window(128, 14, last=0.5), cooldown_frac=600 / 1490),
         dict(stages=grow_window(64, 5, last=0.5))),
     "2025-01-04_softcap_15": Rung(
         3.4, "softcap 15, bfloat16 embeddings", dict(
@@ -459,7 +462,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    # constants of the medium track's record 18 for what exists here, of its record 2 for all else
+    # Constants of the medium track's record 18 for what exists here, of its record 2 for all else: matrices
+    # (there NorMuon), embedding and head (there tied at first), whose rates record 18's stages double.
     "track_2": ("track_1", "the medium track: 16 slots of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
         track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
         num_value_embeds=5, fp8_head="off", yarn_max_window=1664,
@@ -468,7 +472,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
                                skip_from={9: 6, 10: 4, 11: 2}.get(i)) for i in range(16)),
         num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
         max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7,
-        matrix_lr=0.025, embed_lr=0.3, value_embed_lr=0.3, head_lr=0.003,
+        matrix_lr=0.025 / 2, embed_lr=0.3 / 2, head_lr=0.003 / 2, value_embed_lr=0.3,
         stages=(Stage(1, 384, 128, 131_072), Stage(1, 896, 384, 262_144, lr_factor=1.52),
                 Stage(1, 1408, 640, 393_216, lr_factor=1.73),
                 *(Stage(1, 128 * blocks, 128 * min(11, blocks // 2), lr_factor=2.0)
@@ -520,13 +524,14 @@ MECHANISMS: dict[str, dict] = {
 
 def switch_off(cfg: "Config") -> dict:
     """Field values that take away what --without names, or all that --only_with does not."""
-    named = {field: getattr(cfg, field).split(",") if getattr(cfg, field) else []
+    named = {field: [name for name in getattr(cfg, field).split(",") if name]
              for field in ("without", "only_with")}
     for field, names in named.items():
         for name in set(names) - set(MECHANISMS):
             raise InputError(f"--{field}={getattr(cfg, field)}: {name} is not a mechanism: "
                              f"{suggest(name, MECHANISMS)} (--list_presets)")
-    taken = set(named["without"]) | (set(MECHANISMS) - set(named["only_with"]) if cfg.only_with else set())
+    others = set(MECHANISMS) - set(named["only_with"]) if named["only_with"] else set()
+    taken = set(named["without"]) | others
     changes = {}
     for name in MECHANISMS:
         for field, value in MECHANISMS[name].items() if name in taken else ():
@@ -669,15 +674,27 @@ def format_presets() -> str:
 
 
 def make_config(overrides: dict) -> Config:
-    """Preset, then overrides, then derived layers; every impossibility is an InputError."""
+    """Preset, overrides, what --without takes away, layers from patterns; or an InputError."""
     name = overrides.get("preset", "auto")
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    values = {**preset_overrides(name), **overrides, "preset": name}
-    cfg = Config(**values)
+    preset = Config(**{**preset_overrides(name), "preset": name})
+    given = dataclasses.replace(preset, **{**overrides, "preset": name})
+    for field in ("value_pattern", "window_pattern", "drop_attention", "drop_mlp"):
+        if given.layers and getattr(given, field) != getattr(preset, field):
+            raise InputError(f"--{field}={getattr(given, field)} changes nothing where --layers spells out "
+                             "the slots: change those")
+    cfg = fill_layers(given)
     if cfg.without or cfg.only_with:
-        cfg = Config(**{**values, **switch_off(cfg), **overrides})
+        kept = {field: value for field, value in overrides.items()
+                if field not in ("preset", "layers", "stages")}
+        cfg = fill_layers(dataclasses.replace(given, **{**switch_off(given), **kept}))
+    return cfg
+
+
+def fill_layers(cfg: Config) -> Config:
+    """The config with its layers, from patterns where they are not spelled out, and checked."""
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg))
     check_config(cfg)
@@ -737,10 +754,14 @@ def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
     for i, spec in enumerate(cfg.layers):
         demand(spec.attention in ("long", "short", "none"),
                f"--layers slot {i} has attention={spec.attention}", "choose long, short or none")
-        demand(spec.skip_from is None or 0 <= spec.skip_from < i,
+        demand(spec.skip_from is None or isinstance(spec.skip_from, int) and 0 <= spec.skip_from < i,
                f"--layers slot {i} has skip_from={spec.skip_from}", "name an earlier slot")
-        demand(spec.value_embed in (None, "first" if i and cfg.layers[0].attention != "none" else None,
-                                    *range(cfg.num_value_embeds)),
+        demand(spec.skip_from is None or cfg.skips != "off",
+               f"--layers slot {i} has skip_from={spec.skip_from}, and --skips=off", "give --without=skips")
+        demand(spec.value_embed != "first" or i > 0 and cfg.layers[0].attention != "none",
+               f"--layers slot {i} has value_embed=first",
+               "slot 0, whose values these are, has to come before and to have attention")
+        demand(spec.value_embed in (None, "first", *range(cfg.num_value_embeds)),
                f"--layers slot {i} has value_embed={spec.value_embed}",
                f"num_value_embeds is {cfg.num_value_embeds}")
 
@@ -801,10 +822,12 @@ def count_flops(cfg: Config) -> int:
     keys = tokens = 0.0
     for stage, start, end in schedule.spans():
         weight = (end - start) * (stage.tokens_per_step or cfg.tokens_per_step)
-        longest = stage.max_doc_len or cfg.max_doc_len
+        longest = cfg.seq_len
+        if cfg.row_start == "document" and cfg.document_mask == "on":
+            longest = min(longest, stage.max_doc_len or cfg.max_doc_len)
         windows = [getattr(stage, f"window_{spec.attention}")
                    for spec in cfg.layers if spec.attention != "none"]
-        keys += weight * sum(min(window, longest, cfg.seq_len) for window in windows)
+        keys += weight * sum(min(window, longest) for window in windows)
         tokens += weight
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
 
@@ -2779,9 +2802,10 @@ class Schedule:
         else:
             exponents = np.arange(2 * quarter) / (2 * quarter)
         frequencies = (1 / cfg.rotary_base) ** exponents
-        scale, old = cfg.attention_scale or cfg.head_dim**-0.5, cfg.stages[0].window_long
+        scale, old = cfg.attention_scale or cfg.head_dim**-0.5, None
         for stage in cfg.stages:
-            new = min(stage.window_long, cfg.yarn_max_window) or old
+            new = min(stage.window_long, cfg.yarn_max_window) or 1  # the same always, where there is no YaRN
+            old = old or new
             rotations = old * frequencies / (2 * math.pi)
             weight = np.clip((rotations - 1) / (32 - 1), 0, 1)
             frequencies = frequencies * (old / new + weight * (1 - old / new))
@@ -3151,10 +3175,11 @@ def find_result(facts: dict, cfg: Config) -> str:
 
 def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
     """Raise InputError where a checkpoint does not fit this run."""
-    theirs, ours = facts["config"], json.loads(json.dumps(dataclasses.asdict(cfg)))
+    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    theirs = {**{name: field.default for name, field in config_fields().items()}, **facts["config"]}
     for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
-        if name != "fp8_head" and ours[name] != theirs.get(name):
-            shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
+        if name != "fp8_head" and ours[name] != theirs[name]:
+            shown = [value if name != "layers" else "others" for value in (theirs[name], ours[name])]
             raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
                              f"{shown[1]} here: give that run's options, or start anew without --resume")
     step = facts["progress"]["step"]
@@ -3581,8 +3606,9 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     trainer.load_state_dict(facts, tensors)
     trainer.progress.resumed_at.append(trainer.progress.step)
     ours, theirs = json.loads(json.dumps(dataclasses.asdict(trainer.cfg))), facts["config"]
-    fields = (*(field.name for field in dataclasses.fields(OptimConfig)), "dtype", "num_iterations", "seed",
-              "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len", "train_files", "stages")
+    fields = (*(field.name for field in dataclasses.fields(OptimConfig)), "dtype", "residual_dtype",
+              "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len",
+              "row_start", "document_mask", "train_files", "stages")
     others = [f"{name} was {theirs.get(name)}" for name in fields if ours[name] != theirs.get(name)]
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
@@ -3843,7 +3869,10 @@ def write_sample(values: dict) -> None:
     rt = start_runtime(cfg, is_alone=True)
     with torch.device("meta"):
         model = GPT(cfg, dtype=rt.dtype)
-    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, assign=True)
+    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
+                          assign=True)
+    if cfg.tie_head == "on":
+        model.head.weight = model.embed
     model.to(rt.device).eval()
     document_start = tokenizer.document_start if tokenizer else 50256
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

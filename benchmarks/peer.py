@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import numpy as np
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,7 @@ def write_text(folder: Path) -> list[str]:
     tokens = gpt.encode_bytes("\n\n".join(topics[name] for name in sorted(topics)).encode())
     cut = len(tokens) * 9 // 10
     for name, part in (("train_0", tokens[:cut]), ("val_0", tokens[cut:])):
-        part = [gpt.BYTE_DOCUMENT_START, *part]
+        part = np.concatenate(([gpt.BYTE_DOCUMENT_START], part)).astype(np.uint16)
         gpt.write_shard(folder / f"{name}.bin", part, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--val_tokens=65536"]
 

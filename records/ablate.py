@@ -38,7 +38,7 @@ def main() -> None:
         raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
                                   f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
     kind = hashlib.sha256(source + args.preset.encode() + args.extra.encode()).hexdigest()[:12]
-    folders = {name: args.logs_dir / kind / name for name in ("nothing", *names)}
+    folders = {name: args.logs_dir.resolve() / kind / name for name in ("nothing", *names)}
     options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *shlex.split(args.extra),
                       *([f"--without={name}"] if name in names else [])] for name, folder in folders.items()}
     results.run_missing([(name, seed, options[name]) for seed in range(args.seeds) for name in folders],

@@ -24,8 +24,9 @@ Every folder holds the script that ran, and for each run its log and its result.
 """
 LADDER_NOTE = """Every rung is a preset, `laptop_<date>_<name>`: the published change in the laptop's sizes.
 All rungs train on {tokens:,} tokens of the source of PyTorch; {machine}.
-The target, {target:g}, is the mean loss of the first rung after {target_tokens:,} tokens, which take it
-{target_minutes:.1f} minutes of training (`laptop_target`, {n} seeds, sd {sd:.3f}). Loss is in nats per byte;
+The target, {target:g}, is the mean loss, to two decimals, of the first rung after {target_tokens:,}
+tokens, which take it {target_minutes:.1f} minutes of training (`laptop_target`, {n} seeds, sd {sd:.3f}).
+Loss in nats per byte;
 p: one-sided t-test of the mean against the target; "against the rung before": paired by seed, with the 95 %
 confidence interval; "to the target": interpolated between validations, the median where all seeds reach it.
 What helped a model a hundred times larger on eight hundred times the tokens need not help here: the last
@@ -59,12 +60,15 @@ class Rung(NamedTuple):
 
 def read_rungs(records: list[results.Record], target: float) -> list[Rung]:
     """The rungs among a track's records, in the order of the ladder."""
-    by_preset = {record.results[0]["preset"]: record for record in records}
     rungs, before = [], None
     for name, rung in gpt.LADDER.items():
-        record = by_preset.get(f"laptop_{name}")
+        record = results.find_rung(f"laptop_{name}", records)
         if record is None:
             continue
+        machine = results.describe_machine(record.results[0])
+        if before and machine != results.describe_machine(before.results[0]):
+            raise results.RecordError(f"{record.folder} ran on another machine than {before.folder}: "
+                                      "run the whole ladder on one")
         crossings = [results.find_crossing(result, target) for result in record.results]
         reached = [crossing for crossing in crossings if crossing]
         steps, seconds = (statistics.median(values) for values in zip(*reached)) if (
@@ -135,7 +139,7 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
         text += f"\n## {track}\n\n"
         if found:
             rungs, ladder_target = found, target
-            setting = next(r for r in records if r.results[0]["preset"] == results.TARGET_PRESET)
+            setting = results.find_rung(results.TARGET_PRESET, records)
             text += format_ladder(rungs, setting, target)
             lines = format_lines(rungs, setting, target)
         others = [r for r in records if r not in [rung.record for rung in rungs]]

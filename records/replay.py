@@ -24,9 +24,10 @@ import train_gpt as gpt
 
 def find_differences(result: dict) -> str:
     """What of this machine is not as recorded, where that may change bits."""
-    rt = gpt.start_runtime(gpt.make_config({"preset": result["preset"], "device": "cpu"}), is_alone=True)
+    cfg = gpt.make_config({"preset": "smoke", "device": result["config"]["device"]})
+    hardware = gpt.describe_hardware(gpt.start_runtime(cfg, is_alone=True))
     there, here = results.describe_machine(result), results.describe_machine(
-        dict(hardware=gpt.describe_hardware(rt), versions=gpt.describe_versions()))
+        dict(hardware=hardware, versions=gpt.describe_versions()))
     return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here if here[key] != there[key])
 
 
@@ -34,7 +35,7 @@ def replay(folder: Path, result: dict) -> tuple[bool, str]:
     """(whether all validation losses came out as recorded, a line that says so)."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(folder / "train_gpt.py"), *result["argv"],
-                   f"--records_dir={out}", f"--logs_dir={out}"]
+                   *(f"--{name}_dir={out}" for name in ("records", "logs", "checkpoint"))]
         done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
@@ -43,7 +44,7 @@ def replay(folder: Path, result: dict) -> tuple[bool, str]:
     theirs = [[step, loss] for step, loss, _ in result["val_points"]]
     if ours == theirs:
         return True, f"{theirs[-1][1]!r} again, bit for bit"
-    step = next(a[0] for a, b in zip(ours, theirs) if a != b)
+    step = next((a[0] for a, b in zip(ours, theirs) if a != b), min(len(ours), len(theirs)))
     return False, f"ends at {ours[-1][1]!r} instead of {theirs[-1][1]!r}; they part at step {step} or before"
 
 

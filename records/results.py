@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # train_gpt.py
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
-TARGET_PRESET = "laptop_target"  # whose records set the target of track laptop
+TARGET_PRESET = "laptop_target"  # whose record, of that name, sets the target of track laptop
 
 
 class RecordError(Exception):
@@ -44,16 +44,17 @@ class Record(NamedTuple):
 def read_record(folder: Path) -> Record:
     """Read a record folder; RecordError where there is none, or where its runs are not of one kind."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not found:
+    if not found or not (folder / "train_gpt.py").exists():
         raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left")
     digest = hashlib.sha256((folder / "train_gpt.py").read_bytes()).hexdigest()
     for result in found:
         if result["script_sha256"] != digest:
             raise RecordError(f"{folder} mixes scripts: seed {result['seed']} is of another train_gpt.py "
                               "than the folder's; put its files into a folder of their own")
-        if settings(result) != settings(found[0]):
-            raise RecordError(f"{folder} mixes configs: seed {result['seed']} differs from seed "
-                              f"{found[0]['seed']}; put its files into a folder of their own")
+        for what, facts in (("configs", settings), ("machines", describe_machine)):
+            if facts(result) != facts(found[0]):
+                raise RecordError(f"{folder} mixes {what}: seed {result['seed']} differs from seed "
+                                  f"{found[0]['seed']}; put its files into a folder of their own")
     by_seed: dict[int, dict] = {}
     for result in found:
         by_seed.setdefault(result["seed"], result)
@@ -61,8 +62,9 @@ def read_record(folder: Path) -> Record:
 
 
 def settings(result: dict) -> dict:
-    """What runs of one record share: the config but for the seed and where files go."""
-    free = {"seed", "records_dir", "logs_dir", "checkpoint_dir"}
+    """What runs of one record share: the config but for the seed and for what a run leaves behind."""
+    free = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume", "time_limit",
+            "telemetry_every", "print_every"}
     return {name: value for name, value in result["config"].items() if name not in free}
 
 
@@ -75,8 +77,21 @@ def find_target(track: str, records: list[Record]) -> float | None:
     """The loss to reach: published, or the mean of the records that set it, to two decimals."""
     if track in PUBLISHED_TARGETS:
         return PUBLISHED_TARGETS[track]
-    setting = [r for r in records if r.results[0]["preset"] == TARGET_PRESET]
-    return round(statistics.mean(setting[0].losses.values()), 2) if setting else None
+    setting = find_rung(TARGET_PRESET, records)
+    return round(statistics.mean(setting.losses.values()), 2) if setting else None
+
+
+def name_rung(preset: str) -> str:
+    """The name of the records of a preset of the ladder: without track and date."""
+    return preset.removeprefix("laptop_").lstrip("0123456789-").lstrip("_")
+
+
+def find_rung(preset: str, records: list[Record]) -> Record | None:
+    """The record that run_ladder.py has made of a preset; others may use it with other options."""
+    for record in records:
+        if record.results[0]["preset"] == preset and record.folder.name[11:] == name_rung(preset):
+            return record
+    return None
 
 
 class Summary(NamedTuple):
