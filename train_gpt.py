@@ -137,6 +137,9 @@ class Stage:
 class ModelConfig:
     """Shape of the network."""
 
+    depth: int = option(0, "shape, batch, steps and rates from this number of layers; 0: from their options",
+                        low=0, high=64)
+    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", low=0.1)
     num_layers: int = option(12, "layer slots", low=1)
     num_heads: int = option(6, "attention heads per layer", low=1)
     head_dim: int = option(128, "channels per head", low=8)
@@ -149,6 +152,9 @@ class ModelConfig:
     embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
     init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", low=0.0)
     zero_init: str = switch("on", "matrices that write into the residual stream begin at zero")
+    output_gain: str = option("auto", "learned gains on what layers write begin at zero, instead of the "
+                              "matrices; auto: with rules that keep norms", choices=("auto", "on", "off"))
+    norm_gain: str = switch("off", "learned gains, 1 at first, of the norms before attention and MLP")
     activation: str = option("relu_squared", "of the MLP", choices=("relu_squared", "gelu"))
     qk_norm: str = switch("on", "normalise each head's queries and keys")
     rotary: str = option("half", "channels that turn with position; half: the others never do",
@@ -175,6 +181,8 @@ class ModelConfig:
     drop_mlp: str = switch("on", "the first slot has no MLP")
     softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", low=0)
     fp8_head: str = option("auto", "FP8 matmuls in the head while training", choices=("auto", "on", "off"))
+    fp8_linear: str = option("auto", "the same in attention and MLP, with scales measured in every step; "
+                             "auto: from 1536 channels", choices=("auto", "on", "off"))
     layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: from the patterns above")
 
 
@@ -182,7 +190,14 @@ class ModelConfig:
 class OptimConfig:
     """Update rules and their learning rates."""
 
-    matrix_rule: str = option("muon", "update rule of the matrices in the blocks", choices=("muon", "adamw"))
+    matrix_rule: str = option("muon", "update rule of the matrices in the blocks; those in h keep each "
+                              "matrix's norm", choices=("muon", "normuon", "muonh", "normuonh", "adamh",
+                                                        "adamw"))
+    orthogonalize: str = option("newton_schulz", "how muon rules make singular values equal",
+                                choices=("newton_schulz", "polar_express", "precise"))
+    matrix_betas: tuple[float, float] = option(
+        (0.9, 0.95), "betas of adamw and adamh on matrices, as a,b; the second also of normuon", low=0.0,
+        high=0.9999)
     matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm)", low=0.0)
     mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", low=0.0)
     muon_scale: str = option("spectral", "size of a step: spectral norm sqrt(max(1, rows/columns)); rms 1 "
@@ -190,8 +205,12 @@ class OptimConfig:
                              choices=("spectral", "rms", "measured_rms"))
     momentum_form: str = option("ema", "of Muon: m = mu m + (1 - mu) g, or m = mu m + g",
                                 choices=("ema", "sum"))
-    matrix_weight_decay: float = option(0.0, "decoupled decay of block matrices, per learning rate", low=0.0)
-    adam_weight_decay: float = option(0.0, "the same of embeddings and head", low=0.0)
+    decay: str = option("decoupled", "W (1 - lr wd); cautious: only where the step has that direction",
+                        choices=("none", "decoupled", "cautious"))
+    decay_schedule: str = option("constant", "how wd changes: not, like the learning rate, along a cosine",
+                                 choices=("constant", "lr", "cosine"))
+    matrix_weight_decay: float = option(0.0, "wd of block matrices; 0: none", low=0.0)
+    adam_weight_decay: float = option(0.0, "wd of embeddings and head; 0: none", low=0.0)
     momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
     momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
@@ -199,6 +218,7 @@ class OptimConfig:
     value_embed_lr: float = option(0.6, "peak Adam learning rate of the value embeddings", low=0.0)
     head_lr: float = option(0.008, "peak Adam learning rate of the head", low=0.0)
     scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
+    gain_lr: float = option(0.1, "peak Adam learning rate of gains of norms and outputs", low=0.0)
     adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
     grad_grid: float = option(0.0, "round gradients to multiples of this: sums are then exact, and the same "
                                    "to the last bit on any number of ranks; 0: off", low=0.0)
@@ -206,6 +226,10 @@ class OptimConfig:
     adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
     lr_warmup_frac: float = option(0.0, "share of the run where rates rise linearly", low=0.0, high=1.0)
     cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
+    matrix_warmup_frac: float = option(0.0, "lr_warmup_frac of block matrices, where larger", low=0.0,
+                                       high=1.0)
+    matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of block matrices; -1: the same", low=-1.0,
+                                         high=1.0)
     final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
 
 
@@ -276,6 +300,11 @@ class SampleConfig:
 @dataclass(frozen=True)
 class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
     """All fields of a run, flat: names are unique, so --field=value needs no path."""
+
+    @property
+    def has_output_gain(self) -> bool:
+        """Whether layers begin with zero gains instead of zero matrices."""
+        return self.output_gain == "on" or self.output_gain == "auto" and RULES[self.matrix_rule].keeps_norm
 
     @property
     def padded_vocab_size(self) -> int:
@@ -462,6 +491,11 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+    "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
+        matrix_rule="normuonh", orthogonalize="polar_express", output_gain="on", norm_gain="on",
+        init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)),
+    **{f"d{depth}": ("track_1", f"{depth} layers, all else from that number (--depth)", dict(depth=depth))
+       for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for what exists here, of its record 2 for all else: matrices
     # (there NorMuon), embedding and head (there tied at first), whose rates record 18's stages double.
     "track_2": ("track_1", "the medium track: 16 slots of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
@@ -576,6 +610,36 @@ def choose_value_embed(cfg: ModelConfig, slot: int) -> int | str | None:
     return slot if slot < num_values else num_values - 1 - from_end if from_end < num_values else None
 
 
+def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, keeps_norm: bool) -> dict:
+    """Field values of a model of so many layers of 64 channels each, trained on tokens_per_param.
+
+    Batch, rates and decay follow from the size against that of 12 layers. A rule that keeps norms takes
+    smaller steps the deeper the model, and no decay. Source: nanochat, and MuonH of 2026-02.
+    """
+    def size(layers: int) -> tuple[int, int]:
+        width = -(-64 * layers // 128) * 128
+        return width, 12 * layers * width**2 + vocab_size * width
+
+    (width, num_params), reference = size(depth), size(12)[1]
+    batch = 2 ** round(math.log2(2**19 * (num_params / reference) ** 0.383))
+    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
+    num_iterations = max(1, int(tokens_per_param * num_params / batch))
+    least = max(num_params, size(8)[1])  # below, the rule for the decay explodes
+    return dict(
+        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
+        layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
+                               value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
+        stages=(Stage(1, 2048, 512),), seq_len=16_384, micro_batch_tokens=32_768, max_doc_len=2048,
+        tokens_per_step=batch, num_iterations=num_iterations, lr_warmup_frac=min(0.1, 40 / num_iterations),
+        momentum_end=0.97, momentum_warmup_steps=400, cooldown_frac=0.65, final_lr_frac=0.05,
+        matrix_lr=0.02 * batch_scale * (12 / depth if keeps_norm else 1), decay="cautious",
+        matrix_weight_decay=0.0 if keeps_norm else 0.28 * (
+            2 ** round(math.log2(2**19 * (least / reference) ** 0.383)) / 2**19) ** 0.5 * reference / least,
+        decay_schedule="cosine", embed_lr=0.3 * width_scale * batch_scale,
+        value_embed_lr=0.15 * width_scale * batch_scale, head_lr=0.008 * width_scale * batch_scale,
+        scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale, adam_eps=1e-10)
+
+
 def config_fields() -> dict[str, dataclasses.Field]:
     """All fields by name, in the order of --help."""
     return {f.name: f for part in CONFIG_PARTS for f in dataclasses.fields(part)}
@@ -679,7 +743,12 @@ def make_config(overrides: dict) -> Config:
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    preset = Config(**{**preset_overrides(name), "preset": name})
+    values = {**preset_overrides(name), "preset": name}
+    chosen = Config(**{**values, **overrides})
+    if chosen.depth:
+        values |= scale_by_depth(chosen.depth, chosen.tokens_per_param, chosen.vocab_size,
+                                 RULES[chosen.matrix_rule].keeps_norm)
+    preset = Config(**values)
     given = dataclasses.replace(preset, **{**overrides, "preset": name})
     for field in ("value_pattern", "window_pattern", "drop_attention", "drop_mlp"):
         if given.layers and getattr(given, field) != getattr(preset, field):
@@ -724,6 +793,9 @@ def check_config(cfg: Config) -> None:
                f"--{name}={getattr(cfg, name)} is not a plain name",
                "use lower-case letters, digits, '_', '-' and '.'")
     check_layers(cfg, demand)
+    demand(not (RULES[cfg.matrix_rule].keeps_norm and cfg.matrix_weight_decay),
+           f"--matrix_weight_decay={cfg.matrix_weight_decay} has no effect, --matrix_rule={cfg.matrix_rule} "
+           "keeps the norms", "give --matrix_weight_decay=0")
     demand(math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two",
            f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}")
     demand(any(stage.share > 0 for stage in cfg.stages),
@@ -925,6 +997,7 @@ class Runtime:
     use_compile: bool
     use_flex: bool  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
     use_fp8: bool  # FP8 matmuls in the head while training
+    use_fp8_linear: bool  # the same in attention and MLP
     use_kernels: bool  # our Triton kernels, else their plain forms
     peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
     notes: tuple[str, ...]  # choices made here, printed once
@@ -1036,10 +1109,13 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
     use_flex = use_compile and device.type == "cuda"
     notes.append(f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
                  f"torch.compile {'on' if use_compile else 'off'}")
-    use_fp8, fp8_note = choose_fp8(cfg, device)
+    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head")
+    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear")
     use_kernels, kernels_note = choose_kernels(cfg, device)
+    notes += [fp8_note, fp8_linear_note, kernels_note]
     return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-                use_kernels=use_kernels, peak_flops=rates[dtype], notes=(*notes, fp8_note, kernels_note))
+                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=rates[dtype],
+                notes=tuple(notes))
 
 
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
@@ -1586,9 +1662,9 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_d
 
 
 # ==== FP8 ==================================================================================================
-# The head and its loss, in 8 bits where the device multiplies them: e4m3 for activations and weights, e5m2
-# for gradients, divided by static scales before the cast. Training only; validation always multiplies in the
-# activation dtype. Source: record 32.
+# Matmuls in 8 bits where the device has them: e4m3 for activations and weights, e5m2 for gradients. The head
+# and its loss have static scales (record 32), the linears of the blocks scales measured from each tensor
+# (nanochat). Training only; validation always multiplies in the activation dtype, with the same weights.
 
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
@@ -1612,11 +1688,50 @@ def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return (x / scale).clamp_(-limit, limit).to(dtype)
 
 
-def scaled_matmul(a: Tensor, b: Tensor, scale_a: float, scale_b: float, out_dtype: torch.dtype,
-                  fast: bool) -> Tensor:
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor,
+                  out_dtype: torch.dtype, fast: bool) -> Tensor:
     """(a * scale_a) @ (b * scale_b).T in FP8. a (M, K), b (N, K), both row-major -> (M, N)."""
-    scales = (torch.full((), s, dtype=torch.float32, device=a.device) for s in (scale_a, scale_b))
+    scales = (scale if isinstance(scale, Tensor) else torch.full(
+        (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x scaled so that its largest entry is the largest of an FP8 dtype, and what undoes it, float32 ()."""
+    limit = torch.finfo(dtype).max
+    scale = (limit / x.abs().max().double().clamp(min=1e-12)).float()  # the same compiled and not
+    return (x.float() * scale).clamp_(-limit, limit).to(dtype).contiguous(), scale.reciprocal()
+
+
+class LinearFP8(torch.autograd.Function):
+    """x W^T whose three matmuls are in FP8; the casts of x and W are kept for backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        """x (..., K), weight (N, K) of any float dtype -> (..., N) in x.dtype."""
+        x8, x_scale = measure_and_cast(x.flatten(0, -2), torch.float8_e4m3fn)
+        w8, w_scale = measure_and_cast(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        ctx.weight_dtype = weight.dtype
+        y = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """grad (..., N) -> gradients of x (..., K) and weight (N, K)."""
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        grad8, scale = measure_and_cast(grad.flatten(0, -2), torch.float8_e5m2)
+        grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
+        grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), scale, x_scale, grad.dtype, False)
+        return grad_x.unflatten(0, grad.shape[:-1]), grad_w.to(ctx.weight_dtype)
+
+
+def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
+    """x (..., K) times weight (N, K) transposed, (..., N): in FP8 where asked to and the sizes allow it."""
+    sizes = (x.numel() // x.size(-1), *weight.shape)
+    if use_fp8 and min(weight.shape) >= 128 and all(size % 16 == 0 for size in sizes):
+        return LinearFP8.apply(x, weight)
+    return x @ weight.type_as(x).T
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1681,26 +1796,32 @@ def multiply_fp8(w: Tensor, dim: int) -> Callable:
     return multiply
 
 
-def choose_fp8(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """(whether the head trains in FP8, one line saying why), by running the real matmuls once."""
-    if cfg.fp8_head == "off":
-        return False, "fp8 head: off (--fp8_head=off)"
-    if cfg.fp8_head == "auto" and device.type == "cpu":
-        return False, "fp8 head: off (no CPU multiplies FP8 faster than bfloat16; --fp8_head=on forces it)"
+def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str]:
+    """(whether head or linears train in FP8, one line saying why), by running the real matmuls once."""
+    name, wish = field.replace("_", " "), getattr(cfg, field)
+    if wish == "off":
+        return False, f"{name}: off (--{field}=off)"
+    if wish == "auto" and device.type == "cpu":
+        return False, f"{name}: off (no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it)"
+    if wish == "auto" and field == "fp8_linear" and cfg.model_dim < 1536:
+        return False, f"{name}: off (measuring costs more than it gains below 1536 channels)"
     try:
         if cfg.model_dim % 16:
             raise RuntimeError(f"model_dim={cfg.model_dim} is not a multiple of 16")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        targets = torch.zeros(32, device=device, dtype=torch.int64)
-        HeadLoss.apply(x, w, targets, cfg.softcap, True, False).backward()
+        if field == "fp8_linear":
+            LinearFP8.apply(x, w).sum().backward()
+        else:
+            targets = torch.zeros(32, device=device, dtype=torch.int64)
+            HeadLoss.apply(x, w, targets, cfg.softcap, True, False).backward()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0][:120]
-        if cfg.fp8_head == "on":
-            raise InputError(f"--fp8_head=on but FP8 matmuls fail on this device ({reason}): "
-                             "use --fp8_head=auto or off") from None
-        return False, f"fp8 head: off, {device.type} multiplies in the activation dtype ({reason})"
-    return True, "fp8 head: on"
+        if wish == "on":
+            raise InputError(f"--{field}=on but FP8 matmuls fail on this device ({reason}): "
+                             f"use --{field}=auto or off") from None
+        return False, f"{name}: off, {device.type} multiplies in the activation dtype ({reason})"
+    return True, f"{name}: on"
 
 
 # ==== UPDATE RULES =========================================================================================
@@ -1721,20 +1842,36 @@ class Knobs(typing.NamedTuple):
     use_kernels: bool = False
     muon_scale: str = "spectral"
     momentum_form: str = "ema"
+    orthogonalize: str = "newton_schulz"
+    decay: str = "decoupled"
 
 
-def orthogonalize(x: Tensor, dtype: torch.dtype, num_steps: int = 5, use_kernels: bool = False) -> Tensor:
-    """Newton-Schulz: push the singular values of each matrix of x (U, rows, columns) to about 0.7 - 1.2.
+# a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
+ITERATIONS = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values about 0.7 to 1.2
+    "polar_express": (  # the record of 2025-09-29, for singular values of 1.02 times the norm and below
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    "precise": ((2.0, -1.5, 0.5),) * 12,  # where steps count and time does not: towards 1 from below
+}
 
-    The quintic a X + b (X X^T) X + c (X X^T)^2 X in `dtype`, on the wide side. Returns x.shape in `dtype`.
-    Source: Muon; the form of record 11.
+
+def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
+                  use_kernels: bool = False) -> Tensor:
+    """Push the singular values of each matrix of x (U, rows, columns) towards 1, keeping its vectors.
+
+    An odd polynomial in X, iterated in `dtype` on the wide side (ITERATIONS). Returns x.shape in `dtype`.
+    Source: Muon; the form of record 11; Polar Express.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(-2) > x.size(-1)
     x = x.to(dtype)
     x = x.mT if tall else x  # (U, short, long)
-    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(dtype)
-    for _ in range(num_steps):
+    norm = x.float().norm(dim=(-2, -1), keepdim=True)
+    x = x / (norm * 1.02 + 1e-6 if method == "polar_express" else norm + 1e-7).to(dtype)
+    for a, b, c in ITERATIONS[method]:
         gram = symmetric_product(x, use_kernels=use_kernels)  # (U, short, short)
         gram = symmetric_product(gram, gram, c, b, use_kernels)
         x = torch.baddbmm(x, gram, x, beta=a)  # (U, short, long)
@@ -1749,59 +1886,163 @@ def scale_step(step: Tensor, muon_scale: str) -> Tensor | float:
     return max(rows, columns) ** 0.5 if muon_scale == "rms" else max(1, rows / columns) ** 0.5
 
 
-def init_muon(param: Tensor) -> dict[str, Tensor]:
-    """State of update_muon: the momentum, like the parameter."""
+def init_momentum(param: Tensor) -> dict[str, Tensor]:
+    """State of choose_direction: the momentum, like the parameter."""
     return dict(momentum=torch.zeros_like(param))
 
 
-def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                knobs: Knobs) -> None:
-    """Orthogonalised Nesterov momentum, and decoupled decay.
-
-    param, grad (U, rows, columns); lr (U or 1, 1, 1) per step, in spectral norm or as knobs.muon_scale says;
-    decay like lr, a share of the weight. Source: Muon, and records 3 to 32.
-    """
+def choose_direction(grad: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
+    """Nesterov momentum, made orthogonal (U, rows, columns). Source: Muon."""
     momentum = state["momentum"]
     grad = (grad * knobs.grad_scale).to(momentum.dtype)
     if knobs.momentum_form == "ema":
         grad = grad * (1 - knobs.momentum)
     momentum.mul_(knobs.momentum).add_(grad)
-    direction = momentum * knobs.momentum + grad
-    step = orthogonalize(direction, knobs.dtype, use_kernels=knobs.use_kernels)
-    param.mul_(1 - decay).sub_(step * (lr * scale_step(step, knobs.muon_scale)))
+    return orthogonalize(momentum * knobs.momentum + grad, knobs.dtype, knobs.orthogonalize,
+                         knobs.use_kernels)
+
+
+def init_balance(param: Tensor) -> dict[str, Tensor]:
+    """State of balance: a mean square for each row, or each column of a wide matrix, in float32."""
+    rows, columns = param.shape[-2:]
+    shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
+    return dict(mean_square=param.new_zeros(shape, dtype=torch.float32))
+
+
+def balance(step: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
+    """Give the rows, or the columns of a wide matrix, of step (U, rows, columns) equal size over time.
+
+    The norm of the step stays. Source: NorMuon, the record of 2025-10-24.
+    """
+    rows, columns = step.shape[-2:]
+    step = step.float()
+    mean_square = step.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
+    state["mean_square"].lerp_(mean_square, 1 - knobs.betas[1])
+    balanced = step * state["mean_square"].clamp(min=1e-10).rsqrt()
+    return balanced * (measure_norm(step) / measure_norm(balanced).clamp(min=1e-10))
 
 
 def init_adam(param: Tensor) -> dict[str, Tensor]:
-    """State of update_adam: both moments, like the parameter."""
+    """State of choose_adam_direction: both moments, like the parameter."""
     return dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
 
-def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                knobs: Knobs) -> None:
-    """Adam with bias correction and decoupled decay (AdamW), computed in float32.
-
-    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
-    of the weight. Source: record 32.
-    """
+def choose_adam_direction(grad: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
+    """Adam's step with bias correction, in float32, of any shape."""
     beta1, beta2 = knobs.betas
     grad = grad.float() * knobs.grad_scale
     exp_avg = state["exp_avg"].float() * beta1 + grad * (1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].float() * beta2 + grad.square() * (1 - beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
-    step = exp_avg / knobs.bias_correction1 / ((exp_avg_sq / knobs.bias_correction2).sqrt() + knobs.eps)
-    param.copy_(param.float() * (1 - decay) - step * lr)
+    return exp_avg / knobs.bias_correction1 / ((exp_avg_sq / knobs.bias_correction2).sqrt() + knobs.eps)
+
+
+def take_step(param: Tensor, step: Tensor, lr: Tensor, decay: Tensor, knobs: Knobs) -> None:
+    """Subtract lr * step and the decay. lr broadcasts against the parameter; decay is lr times wd.
+
+    Cautious decay acts only where it has the direction of the step. Source: AdamW; the record of 2025-11-10.
+    """
+    weight = param.float()
+    if knobs.decay == "cautious":
+        weight = weight * (1 - decay * (step * weight > 0))
+    elif knobs.decay == "decoupled":
+        weight = weight * (1 - decay)
+    param.copy_(weight - step * lr)
+
+
+def init_radius(param: Tensor) -> dict[str, Tensor]:
+    """State of rotate: the norm of every matrix (U, 1, 1) in float32, which it keeps."""
+    return dict(radius=measure_norm(param))
+
+
+def measure_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of every matrix of x (U, rows, columns), float32 (U, 1, 1)."""
+    return x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt()
+
+
+def rotate(param: Tensor, step: Tensor, state: dict[str, Tensor], lr: Tensor) -> None:
+    """W <- R N(W - lr R N(step)), N(X) = X / |X|: every matrix stays on the sphere of its first norm R.
+
+    A step at a right angle to W turns it by arctan(lr) radians; the size of `step` does not matter. Without
+    gradient nothing moves. Source: Hyperball.
+    """
+    radius, step = state["radius"], step.float()
+    weight = param.float() - step * (lr * radius / measure_norm(step).clamp(min=1e-10))
+    param.copy_(weight * (radius / measure_norm(weight).clamp(min=1e-10)))
+
+
+def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
+    """Orthogonalised Nesterov momentum. param, grad (U, rows, columns); state as init_momentum.
+
+    lr (U or 1, 1, 1) per step, in spectral norm or as knobs.muon_scale says; decay like lr, a share of the
+    weight. Source: Muon, and records 3 to 32.
+    """
+    step = choose_direction(grad, state, knobs)
+    take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
+
+
+def update_normuon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                   knobs: Knobs) -> None:
+    """update_muon with rows of equal size. Source: NorMuon."""
+    step = balance(choose_direction(grad, state, knobs), state, knobs)
+    take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
+
+
+def update_muonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
+                 knobs: Knobs) -> None:
+    """Muon's direction on the sphere: lr in radians per step. Source: MuonH."""
+    rotate(param, choose_direction(grad, state, knobs), state, lr)
+
+
+def update_normuonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
+                    knobs: Knobs) -> None:
+    """NorMuon's direction on the sphere: lr in radians per step. Source: NorMuonH."""
+    rotate(param, balance(choose_direction(grad, state, knobs), state, knobs), state, lr)
+
+
+def update_adamh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
+                 knobs: Knobs) -> None:
+    """Adam's direction on the sphere: lr in radians per step. Source: AdamH."""
+    rotate(param, choose_adam_direction(grad, state, knobs), state, lr)
+
+
+def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                knobs: Knobs) -> None:
+    """Adam with bias correction and decay (AdamW), computed in float32.
+
+    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
+    of the weight. Source: record 32.
+    """
+    take_step(param, choose_adam_direction(grad, state, knobs), lr, decay, knobs)
 
 
 class Rule(typing.NamedTuple):
-    """An update rule: how to start, how to step, and whether it must see whole matrices."""
+    """An update rule: its step, what it keeps in mind, and whether it must see whole matrices."""
 
-    init: Callable
     update: Callable
-    per_matrix: bool
+    states: tuple[Callable, ...]
+    per_matrix: bool = True
+
+    def init(self, param: Tensor) -> dict[str, Tensor]:
+        """The state for parameters (U, ...)."""
+        return {name: tensor for state in self.states for name, tensor in state(param).items()}
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether matrices stay on their spheres: then there is no decay, and a zero matrix is stuck."""
+        return init_radius in self.states
 
 
-RULES = {"muon": Rule(init_muon, update_muon, True), "adamw": Rule(init_adam, update_adam, False)}
+RULES = {
+    "muon": Rule(update_muon, (init_momentum,)),
+    "normuon": Rule(update_normuon, (init_momentum, init_balance)),
+    "muonh": Rule(update_muonh, (init_momentum, init_radius)),
+    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius)),
+    "adamh": Rule(update_adamh, (init_adam, init_radius)),
+    "adamw": Rule(update_adam, (init_adam,), per_matrix=False),
+}
 
 # ==== OPTIMIZER ============================================================================================
 # Parameters live in banks: one tensor per group of like parameters, a second one for their gradients. A bank
@@ -1818,7 +2059,7 @@ ALIGNMENT = 32  # elements: parameters of elementwise banks begin on 64 bytes at
 class ParamSpec:
     """How one parameter is trained; set beside the parameter by declare()."""
 
-    group: str  # matrix | embed | value_embed | head | scalar: learning rate and rule come from the config
+    group: str  # a name in group_hypers(), which says rule and learning rate
     lr_mul: float | tuple[float, ...] = 1.0  # or of each matrix of a stack
     wd_mul: float = 1.0
 
@@ -1829,8 +2070,10 @@ class GroupHyper:
 
     rule: str
     lr: float
+    betas: tuple[float, float]
     weight_decay: float = 0.0
     every: int = 1  # steps from one update to the next
+    is_matrix: bool = False  # its learning rate follows the schedule of matrices
 
 
 def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
@@ -1842,14 +2085,20 @@ def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
 
 
 def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
-    """The group table: rule, peak learning rate, decay and steps between updates."""
-    decay, every = cfg.adam_weight_decay, cfg.adam_every
+    """The group table: rule, peak learning rate, betas, decay, steps between updates."""
+    def adam(lr: float, decay: float = 0.0) -> GroupHyper:
+        return GroupHyper("adamw", lr, cfg.adam_betas, decay, cfg.adam_every)
+
+    matrix = GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_betas, cfg.matrix_weight_decay,
+                        is_matrix=True)
     return {
-        "matrix": GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_weight_decay),
-        "embed": GroupHyper("adamw", cfg.embed_lr, decay, every),
-        "value_embed": GroupHyper("adamw", cfg.value_embed_lr, decay, every),
-        "head": GroupHyper("adamw", cfg.head_lr, decay, every),
-        "scalar": GroupHyper("adamw", cfg.scalar_lr, every=every),
+        "matrix": matrix,
+        "gate": adam(cfg.scalar_lr) if RULES[cfg.matrix_rule].keeps_norm else matrix,  # it begins at zero
+        "embed": adam(cfg.embed_lr, cfg.adam_weight_decay),
+        "value_embed": adam(cfg.value_embed_lr, cfg.adam_weight_decay),
+        "head": adam(cfg.head_lr, cfg.adam_weight_decay),
+        "scalar": adam(cfg.scalar_lr),
+        "gain": adam(cfg.gain_lr),
     }
 
 
@@ -1877,7 +2126,8 @@ class Bin:
         """Send the gradients; called as soon as the last of them is final."""
         self.wait_reduced = start_reduce_scatter(self.grads, self.rt)
 
-    def update(self, update: Callable, lr_factor: float, knobs: Knobs, probe: "Probe") -> None:
+    def update(self, update: Callable, lr_factor: float, decay_factor: float, knobs: Knobs,
+               probe: "Probe") -> None:
         """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
         probe.mark("communication")
         grad = self.wait_reduced()  # (U/N, *unit)
@@ -1885,7 +2135,8 @@ class Bin:
         lr = self.lr_mul * (self.hyper.lr * lr_factor)
         before = probe.note_gradient(self, grad)
         if len(self.shard):
-            update(self.shard, grad, self.state, lr, lr * self.wd_mul * self.hyper.weight_decay, knobs)
+            decay = lr * self.wd_mul * (self.hyper.weight_decay * decay_factor)
+            update(self.shard, grad, self.state, lr, decay, knobs)
         probe.note_update(self, before)
         self.wait_gathered = start_all_gather(self.params, self.rt)
         self.clear()
@@ -2027,6 +2278,11 @@ def build_bank(named: list[tuple[str, nn.Parameter]], group: str, hyper: GroupHy
         multipliers[1, units] = param.spec.wd_mul
         offset += size
     broadcast_from_main(params, rt)
+    if RULES[hyper.rule].keeps_norm:
+        for name, units in extents.items():
+            if not measure_norm(params[units]).all():
+                raise InputError(f"--matrix_rule={hyper.rule} keeps the norm of every matrix, and one of "
+                                 f"{name} is zero: --output_gain=on or --zero_init=off")
     most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
     bins = {(start, end): Bin(f"{named[0][0]}:{start}", params[start:end], grads[start:end],
                               multipliers[:, start:end], group, hyper, rt)
@@ -2092,26 +2348,29 @@ class Optimizer:
         self.launched.append(bin)
 
     @torch.no_grad()
-    def step(self, lr_factor: float, momentum: float, tokens_per_step: int) -> None:
+    def step(self, lr_factor: float, momentum: float, tokens_per_step: int,
+             matrix_lr_factor: float | None = None, decay_factor: float = 1.0) -> None:
         """Update every parameter that is due from gradients summed over tokens_per_step tokens of all ranks.
 
         Bins are updated in the order in which their gradients left; parameters are valid after finish().
+        Matrices have a factor of their own where one is given.
         """
+        matrix_lr_factor = lr_factor if matrix_lr_factor is None else matrix_lr_factor
         for bin in self.bins:
             bin.tokens += tokens_per_step
             if self._is_due(bin) and bin not in self.launched:
                 self._launch(bin)
         self.step_count += 1
         for bin in self.launched:
-            bin.update(self.updates[bin.hyper.rule], lr_factor, self._make_knobs(bin, momentum),
-                       self.probe)
+            bin.update(self.updates[bin.hyper.rule], matrix_lr_factor if bin.hyper.is_matrix else lr_factor,
+                       decay_factor, self._make_knobs(bin, momentum), self.probe)
         self.launched, self.is_armed = [], False
 
     def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:
-        (beta1, beta2), num_updates = self.cfg.adam_betas, self.step_count // bin.hyper.every
+        cfg, (beta1, beta2), num_updates = self.cfg, bin.hyper.betas, self.step_count // bin.hyper.every
         scalars = momentum, GRAD_TOKENS / bin.tokens, 1 - beta1**num_updates, 1 - beta2**num_updates
-        return Knobs(*map(torch.tensor, scalars), self.cfg.adam_betas, self.cfg.adam_eps, self.rt.dtype,
-                     self.rt.use_kernels, self.cfg.muon_scale, self.cfg.momentum_form)
+        return Knobs(*map(torch.tensor, scalars), bin.hyper.betas, cfg.adam_eps, self.rt.dtype,
+                     self.rt.use_kernels, cfg.muon_scale, cfg.momentum_form, cfg.orthogonalize, cfg.decay)
 
     def finish(self) -> None:
         """Wait for all parameters of the last step."""
@@ -2228,14 +2487,17 @@ def init_matrix(*shape: int, fan_in: int, std: float) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention with QK-norm, rotary, value embeddings and a sparse gate. Source: record 32."""
 
-    def __init__(self, cfg: ModelConfig, spec: LayerSpec):
+    use_fp8 = False  # while training
+
+    def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
         self.has_qk_norm, self.is_lerp = cfg.qk_norm == "on", cfg.value_mix == "lerp"
         self.depth_scale = (2 * cfg.num_layers) ** -0.5 if cfg.depth_scale == "on" else 1.0
-        dim = cfg.model_dim
+        dim, is_zero = cfg.model_dim, cfg.zero_init == "on" and not cfg.has_output_gain
         qkv = init_matrix(3, dim, dim, fan_in=dim, std=cfg.init_std)
-        out = init_matrix(1, dim, dim, fan_in=dim, std=cfg.init_std * (cfg.zero_init == "off"))
+        out = init_matrix(1, dim, dim, fan_in=dim, std=0.0 if is_zero else cfg.init_std)
+        self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         if cfg.fuse_qkv == "on":
             self.qkv, self.out = declare(qkv.flatten(0, 1), "matrix"), declare(out[0], "matrix")
         else:
@@ -2245,14 +2507,13 @@ class Attention(nn.Module):
             self.value_lambdas = declare(torch.full((num_lambdas,), 0.5), "scalar")
         if self.gate_dim:
             self.gate = declare(
-                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "matrix")
+                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "gate")
 
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def matrices(self) -> tuple[Tensor, Tensor]:
         """Those of Q, K and V (3D, D), and that of the output (D, D)."""
         if hasattr(self, "qkv"):
-            return self.qkv.to(dtype), self.out.to(dtype)
-        qkvo = self.qkvo.to(dtype)
-        return qkvo[:3].flatten(0, 1), qkvo[3]
+            return self.qkv, self.out
+        return self.qkvo[:3].flatten(0, 1), self.qkvo[3]
 
     def mix_values(self, v: Tensor, value_embed: Tensor | None) -> Tensor:
         """Values v (T, H, K) with the value embeddings (T, D) of this slot, where it has some."""
@@ -2264,43 +2525,52 @@ class Attention(nn.Module):
 
     def make_values(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> values (T, D) before they are mixed with others."""
-        return x @ self.matrices(x.dtype)[0][-x.size(1) :].T
+        return x @ self.matrices()[0][-x.size(1) :].type_as(x).T
 
     def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor,
                 step: StepInputs) -> Tensor:
         """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
-        to_qkv, to_out = self.matrices(x.dtype)
-        qkv = (x @ to_qkv.T).unflatten(1, (3, self.num_heads, self.head_dim))  # (T, 3, H, K)
+        (to_qkv, to_out), use_fp8 = self.matrices(), self.use_fp8 and self.training
+        qkv = multiply_linear(x, to_qkv, use_fp8)  # (T, 3D)
+        qkv = qkv.unflatten(1, (3, self.num_heads, self.head_dim))  # (T, 3, H, K)
         qk = rms_norm(qkv[:, :2]) if self.has_qk_norm else qkv[:, :2]
         q, k = apply_rotary(qk, step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
         y = attend(q, k, self.mix_values(qkv[:, 2], value_embed), mask)  # (T, H, K)
         if self.gate_dim:
             y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # by (T, H, 1)
-        y = y.flatten(1) @ to_out.T  # (T, D)
-        return y * self.depth_scale if self.depth_scale != 1 else y
+        y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
+        y = y * self.depth_scale if self.depth_scale != 1 else y
+        return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
 class MLP(nn.Module):
     """Linear, activation, linear; both matrices stored (D, hidden), one batch for the optimizer."""
 
+    use_fp8 = False  # while training
+
     def __init__(self, cfg: Config):
         super().__init__()
         self.activation = {"relu_squared": relu_squared, "gelu": F.gelu}[cfg.activation]
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
+        is_zero = cfg.zero_init == "on" and not cfg.has_output_gain
         up = init_matrix(dim, hidden, fan_in=dim, std=cfg.init_std)
-        down = init_matrix(dim, hidden, fan_in=hidden, std=cfg.init_std * (cfg.zero_init == "off"))
+        down = init_matrix(dim, hidden, fan_in=dim if cfg.has_output_gain else hidden,
+                           std=0.0 if is_zero else cfg.init_std)
+        self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         self.up_down = declare(torch.stack((up, down)), "matrix", lr_mul=(cfg.mlp_up_lr_mul, 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
-        up, down = self.up_down.type_as(x)
-        return self.activation(x @ up) @ down.T  # (T, D)
+        (up, down), use_fp8 = self.up_down, self.use_fp8 and self.training
+        y = self.activation(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+        y = multiply_linear(y, down, use_fp8)  # (T, D)
+        return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
 class Block(nn.Module):
     """One layer slot: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
 
-    def __init__(self, cfg: ModelConfig, spec: LayerSpec):
+    def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.spec, self.has_plain_skip = spec, cfg.skips == "plain"
         self.lambdas = None  # of the stream and of x0
@@ -2309,16 +2579,27 @@ class Block(nn.Module):
         self.skip = None if spec.skip_from is None else declare(torch.tensor([cfg.skip_init]), "scalar")
         self.attention = None if spec.attention == "none" else Attention(cfg, spec)
         self.mlp = MLP(cfg) if spec.mlp else None
+        self.attention_gain = self.mlp_gain = None  # (D,) of the norms
+        if cfg.norm_gain == "on":
+            self.attention_gain, self.mlp_gain = (
+                declare(torch.ones(cfg.model_dim), "gain") if part else None
+                for part in (self.attention, self.mlp))
 
     def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, value_embed: Tensor | None,
                 mask: BlockMask | Tensor | None, step: StepInputs) -> Tensor:
         """x, x0, skip, value_embed (T, D) -> (T, D)."""
         x = self.mix_inputs(x, x0, skip)
         if self.attention is not None:
-            x = x + self.attention(rms_norm(x).to(step.dtype), value_embed, mask, step)
+            x = x + self.attention(self.normalize(x, self.attention_gain, step), value_embed, mask, step)
         if self.mlp is not None:
-            x = x + self.mlp(rms_norm(x).to(step.dtype))
+            x = x + self.mlp(self.normalize(x, self.mlp_gain, step))
         return x
+
+    @staticmethod
+    def normalize(x: Tensor, gain: Tensor | None, step: StepInputs) -> Tensor:
+        """The stream x (T, D) as attention or MLP reads it (T, D), in the dtype of activations."""
+        x = rms_norm(x).to(step.dtype)
+        return x if gain is None else x * gain.type_as(x)
 
     def mix_inputs(self, x: Tensor, x0: Tensor, skip: Tensor | None = None) -> Tensor:
         """x, x0, skip (T, D) -> the stream (T, D) that this slot reads."""
@@ -2354,7 +2635,8 @@ class GPT(nn.Module):
     """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
     def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
-                 dtype: torch.dtype = torch.float32, use_kernels: bool = False):
+                 dtype: torch.dtype = torch.float32, use_kernels: bool = False,
+                 use_fp8_linear: bool = False):
         super().__init__()
         self.specs, self.use_flex, self.dtype = cfg.layers, use_flex, dtype
         self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
@@ -2369,6 +2651,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
         self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
         self.has_first_values = "first" in used
+        self.set_fp8_linear(use_fp8_linear)
+
+    def set_fp8_linear(self, use_fp8: bool) -> None:
+        """Whether attention and MLP multiply in FP8 while training."""
+        self.use_fp8_linear = use_fp8
+        for block in self.blocks:
+            for part in (block.attention, block.mlp):
+                if part is not None:
+                    part.use_fp8 = use_fp8
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
@@ -2383,8 +2674,8 @@ class GPT(nn.Module):
                   for i, table in self.value_embeds.items()}
         if self.has_first_values:  # record 9; computed twice, so that a block need not return them
             first = self.blocks[0]
-            values["first"] = first.attention.make_values(
-                rms_norm(first.mix_inputs(x, x0)).to(self.dtype))  # (T, D)
+            values["first"] = first.attention.make_values(  # (T, D)
+                first.normalize(first.mix_inputs(x, x0), first.attention_gain, step))
         outputs = []
         for block, spec, mask in zip(self.blocks, self.specs, masks):
             skip = None if spec.skip_from is None else outputs[spec.skip_from]
@@ -2779,6 +3070,8 @@ class StepState(typing.NamedTuple):
     stage_index: int
     stage: Stage
     lr_factor: float
+    matrix_lr_factor: float
+    decay_factor: float
     momentum: float
     frequencies: np.ndarray  # (K/2,) radians per token, after YaRN
     attention_scale: float
@@ -2825,18 +3118,22 @@ class Schedule:
         return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start)
                    for stage, start, end in self.spans())
 
-    def lr_factor(self, step: int, stage: Stage) -> float:
+    def lr_factor(self, step: int, stage: Stage, is_matrix: bool = False) -> float:
         """A linear rise over lr_warmup_frac of the run, the stage's value, a linear fall to final_lr_frac.
 
         The fall takes the last cooldown_frac of the run; its end is a share of the peak, not of the stage's.
         """
-        left, warmup = 1 - step / self.num_iterations, self.cfg.lr_warmup_frac * self.num_iterations
-        if step + 1 < warmup:
-            return stage.lr_factor * (step + 1) / warmup
-        if self.cfg.cooldown_frac == 0 or left > self.cfg.cooldown_frac:
+        cfg, left, warmup = self.cfg, 1 - step / self.num_iterations, self.cfg.lr_warmup_frac
+        cooldown = cfg.cooldown_frac
+        if is_matrix:
+            warmup = max(warmup, cfg.matrix_warmup_frac)
+            cooldown = cooldown if cfg.matrix_cooldown_frac < 0 else cfg.matrix_cooldown_frac
+        if step + 1 < warmup * self.num_iterations:
+            return stage.lr_factor * (step + 1) / (warmup * self.num_iterations)
+        if cooldown == 0 or left > cooldown:
             return stage.lr_factor
-        weight = left / self.cfg.cooldown_frac
-        return stage.lr_factor * weight + self.cfg.final_lr_frac * (1 - weight)
+        weight = left / cooldown
+        return stage.lr_factor * weight + cfg.final_lr_frac * (1 - weight)
 
     def at(self, step: int) -> StepState:
         """The state at a step; at num_iterations, the final validation, a last stage of share 0 holds."""
@@ -2847,7 +3144,11 @@ class Schedule:
         stage, cfg = self.cfg.stages[index], self.cfg
         rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
         momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
-        return StepState(index, stage, self.lr_factor(step, stage), momentum, *self.rotary[index])
+        lr_factor, matrix_lr_factor = (self.lr_factor(step, stage, is_matrix) for is_matrix in (False, True))
+        decay_factor = dict(constant=1.0, lr=matrix_lr_factor,
+                            cosine=0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations))
+        return StepState(index, stage, lr_factor, matrix_lr_factor, decay_factor[cfg.decay_schedule],
+                         momentum, *self.rotary[index])
 
 
 def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime,
@@ -3178,7 +3479,7 @@ def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
     ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
     theirs = {**{name: field.default for name, field in config_fields().items()}, **facts["config"]}
     for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
-        if name != "fp8_head" and ours[name] != theirs[name]:
+        if not name.startswith("fp8_") and ours[name] != theirs[name]:
             shown = [value if name != "layers" else "others" for value in (theirs[name], ours[name])]
             raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
                              f"{shown[1]} here: give that run's options, or start anew without --resume")
@@ -3288,7 +3589,7 @@ class Trainer:
     def __init__(self, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
         torch.manual_seed(cfg.seed)
-        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels).to(rt.device)
+        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels, rt.use_fp8_linear).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         for prefix, part in model.compiled_parts():
             self.optimizer.wait_before(
@@ -3325,7 +3626,8 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
-        self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step)
+        self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step,
+                            state.matrix_lr_factor * lr_scale, state.decay_factor)
         mark("")
         return total / (tokens_per_step // self.rt.world_size)
 
@@ -3346,6 +3648,9 @@ class Trainer:
         """Give up the next low precision; says which, or nothing where none is left."""
         if self.model.head.use_fp8:
             self.model.head.use_fp8, lowered = False, "the head leaves FP8"
+        elif self.model.use_fp8_linear:
+            self.model.set_fp8_linear(False)
+            lowered = "the linears leave FP8"
         elif self.rt.dtype == torch.bfloat16:
             self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
             self.model.dtype, lowered = torch.float32, "activations become float32"
@@ -3856,7 +4161,8 @@ def write_sample(values: dict) -> None:
         raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     facts, tensors = read_checkpoint(Path(values["sample"]))
-    plain = dict(kernels="off", compile="off", fp8_head="off", device="auto", dtype="float32")
+    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", device="auto",
+                 dtype="float32")
     cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, "seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:

@@ -76,6 +76,7 @@ def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
         use_compile=False,
         use_flex=False,
         use_fp8=False,
+        use_fp8_linear=False,
         use_kernels=False,
         peak_flops=1e9,
         notes=(),
