@@ -20,7 +20,7 @@ import results  # noqa: E402
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
 STEPS = 200
-BUDGET = ["--preset=laptop", f"--num_iterations={STEPS}", "--momentum_warmup_steps=40", "--val_loss_every=40"]
+BUDGET = ["--preset=laptop", "--momentum_warmup_steps=40", "--val_loss_every=40"]
 RULES = {  # name: options, learning rate in the middle of its grid
     "muon": ([], 0.05),
     "muon, Polar Express": (["--orthogonalize=polar_express"], 0.05),
@@ -40,7 +40,7 @@ def list_runs(rules: list[str], seeds: range, rates: dict[str, list[float]], ext
               ) -> list[tuple[str, int, list[str]]]:
     """(folder, seed, options) of the runs of rules at rates, seed by seed."""
     return [(f"{kind}_{name.replace(', ', '_').replace(' ', '_')}_{rate:g}", seed,
-             [*BUDGET, *RULES[name][0], f"--matrix_lr={rate}", *extra])
+             [*BUDGET, f"--num_iterations={STEPS}", *RULES[name][0], f"--matrix_lr={rate}", *extra])
             for seed in seeds for name in rules for rate in rates[name]]
 
 
