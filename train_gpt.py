@@ -617,6 +617,7 @@ def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, keeps_n
     smaller steps the deeper the model, and no decay. Source: nanochat, and MuonH of 2026-02.
     """
     def size(layers: int) -> tuple[int, int]:
+        """(width, parameters that count)."""
         width = -(-64 * layers // 128) * 128
         return width, 12 * layers * width**2 + vocab_size * width
 
@@ -2087,6 +2088,7 @@ def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
 def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
     """The group table: rule, peak learning rate, betas, decay, steps between updates."""
     def adam(lr: float, decay: float = 0.0) -> GroupHyper:
+        """A group that Adam trains."""
         return GroupHyper("adamw", lr, cfg.adam_betas, decay, cfg.adam_every)
 
     matrix = GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_betas, cfg.matrix_weight_decay,
@@ -2303,6 +2305,7 @@ class Optimizer:
                       for group, named in group_parameters(model, hypers)]
         self.owners = {name: bank.owners(name) for bank in self.banks for name in bank.extents}
         self.bins = [bin for bank in self.banks for bin in bank.bins.values()]
+        self.groups = [group for group in hypers if group in {bin.group for bin in self.bins}]
         # a rank must send all gradients and all parameters once, but for its own share of either
         self.minimum_bytes = 2 * sum(p.nbytes for p in model.parameters()) * (1 - 1 / rt.world_size)
         self.updates = {rule: rt.compile(RULES[rule].update)
@@ -3786,7 +3789,8 @@ class Guard:
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log = trainer, log
         # groups that are not updated in every step make no norm to compare from step to step
-        self.intervals = [hyper.every for hyper in group_hypers(trainer.cfg).values()]
+        hypers = group_hypers(trainer.cfg)
+        self.intervals = [hypers[group].every for group in trainer.optimizer.groups]
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.is_on = trainer.cfg.guard == "on"
         self.pending: list[tuple[int, Callable[[], Tensor]]] = []  # (step, its sums): not yet judged
@@ -4026,7 +4030,7 @@ class Run:
         cfg, rt, progress = self.cfg, self.rt, self.progress
         state = self.trainer.schedule.at(progress.step)
         is_measured, optimizer = self.telemetry.start_step(), self.trainer.optimizer
-        probe = optimizer.probe = Probe(group_hypers(cfg) if is_measured or self.guard.is_on else (),
+        probe = optimizer.probe = Probe(optimizer.groups if is_measured or self.guard.is_on else (),
                                         rt.device, is_measured)
         loss = self.trainer.train_step(self.batches, state)
         optimizer.probe = Probe()

@@ -85,6 +85,7 @@ def main() -> None:
         "--tokens_per_step", type=int, default=4096, help="tokens of one step (default %(default)s)"
     )
     parser.add_argument("--num_heads", type=int, default=4, help="attention heads (default %(default)s)")
+    parser.add_argument("--warmup", type=float, default=0.03, help="share of it (default %(default)s)")
     parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW (default %(default)s)")
     parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()
@@ -123,7 +124,7 @@ def main() -> None:
         return steps / args.steps if args.steps else (time.perf_counter() - start) / args.seconds
 
     while (done := share_done()) < 1:
-        factor = min((done + 1e-3) / 0.05, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        factor = min((done + 1e-4) / args.warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * factor
         optimizer.zero_grad()

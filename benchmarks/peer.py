@@ -46,9 +46,10 @@ def time_process(command: list[str]) -> tuple[float, str]:
 def run_peer(data: list[str], seed: int) -> tuple[float, float]:
     """(whole-process seconds, validation loss) of the peer."""
     size = ["--num_layers=4", "--model_dim=128", "--num_heads=4", "--head_dim=32", "--dtype=float32"]
+    options = shlex.join([*size, *data, f"--seed={seed}"])
     seconds, text = time_process(
-        ["benchmarks/gpt2_baseline.py", "--steps=2000", "--lr=1e-3", "--beta2=0.99", "--context=64",
-         "--tokens_per_step=768", f"--options={shlex.join([*size, *data, f'--seed={seed}'])}"])
+        ["benchmarks/gpt2_baseline.py", "--steps=2000", "--lr=1e-3", "--beta2=0.99", "--warmup=0.05",
+         "--context=64", "--tokens_per_step=768", f"--options={options}"])
     return seconds, float(text.split("val_loss ")[1].split(",")[0])
 
 

@@ -1,7 +1,7 @@
 """Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
 
     python records/replay.py records/laptop/2026-11-21_muon    # every run of the folder
-    python records/replay.py --random=1 --most_seconds=60      # one of all that took no longer; CI does this
+    python records/replay.py --random=1 --most_seconds=45      # one of all that took no longer; CI does this
     python records/replay.py --all                             # all, hours
 
 The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On

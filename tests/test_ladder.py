@@ -476,7 +476,7 @@ def test_learning_rate_warm_up_and_decay_of_embeddings():
     assert factors == pytest.approx([1 / 256, 0.5, 1, 1, 1, 1 / 2048])
     hypers = gpt.group_hypers(resolve("2024-06-06_adamw_rotary"))
     assert {name: hyper.weight_decay for name, hyper in hypers.items()} == dict(
-        matrix=0.1, embed=0.1, value_embed=0.1, head=0.1, scalar=0.0
+        matrix=0.1, gate=0.1, embed=0.1, value_embed=0.1, head=0.1, scalar=0.0, gain=0.0
     )
 
 

@@ -41,7 +41,7 @@ def test_lines_and_their_fields(measured):
     line = next(line for line in lines if line["event"] == "telemetry")
     assert set(line) == {"event", "step", "train_time_ms", "loss", "loss_ema", "loss_slope_per_1000_steps", "groups",
                          "layers", "logits", "fp8", "seconds"}  # fmt: skip
-    assert set(line["groups"]) == {"matrix", "embed", "value_embed", "head", "scalar"}
+    assert set(line["groups"]) == {"matrix", "gate", "embed", "value_embed", "head", "scalar"}
     assert set(line["groups"]["matrix"]) == {"grad_norm", "weight_norm", "update_ratio", "momentum_norm"}
     assert len(line["layers"]) == 3 and set(line["fp8"]) == {"x", "w", "grad"}
 
@@ -73,7 +73,7 @@ def test_the_numbers(shards):
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         blocks.clear()
         probe = trainer.optimizer.probe = gpt.Probe(
-            gpt.group_hypers(cfg), torch.device("cpu"), telemetry.start_step()
+            trainer.optimizer.groups, torch.device("cpu"), telemetry.start_step()
         )
         grads = {}
         arm = trainer.optimizer.step
@@ -98,7 +98,7 @@ def test_the_numbers(shards):
         assert facts["weight_norm"] == pytest.approx(weight, rel=1e-4)
         update = norm(after[name].detach() - params[name] for name in names)
         assert facts["update_ratio"] == pytest.approx(update / weight, rel=1e-4)
-        key = "momentum" if group == "matrix" else "exp_avg"
+        key = "momentum" if group in ("matrix", "gate") else "exp_avg"
         states = {bin: bin.state[key] for name in names for bin in trainer.optimizer.owners[name]}
         assert facts["momentum_norm"] == pytest.approx(norm(states.values()), rel=1e-4)
     first = blocks[0]  # of the first micro-batch, the one that is measured
@@ -131,7 +131,7 @@ def test_the_slope_of_the_loss(measured):
     for i, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
         telemetry.is_measuring = i == 3
         telemetry.end_step(
-            torch.tensor(loss), gpt.Probe(gpt.group_hypers(trainer.cfg), torch.device("cpu")), 0.0
+            torch.tensor(loss), gpt.Probe(trainer.optimizer.groups, torch.device("cpu")), 0.0
         )
     assert facts["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
 
