@@ -198,7 +198,8 @@ class OptimConfig:
     matrix_betas: tuple[float, float] = option(
         (0.9, 0.95), "betas of adamw and adamh on matrices, as a,b; the second also of normuon", low=0.0,
         high=0.9999)
-    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm)", low=0.0)
+    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm); "
+                              "--matrix_rule=RULE without it takes one that suits that rule", low=0.0)
     mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", low=0.0)
     muon_scale: str = option("spectral", "size of a step: spectral norm sqrt(max(1, rows/columns)); rms 1 "
                              "if all singular values are; rms 1 as measured",
@@ -253,6 +254,7 @@ class TrainConfig:
                           choices=("auto", "on", "off"))
     compile: str = option("auto", "torch.compile the model; auto: on CUDA", choices=("auto", "on", "off"))
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
+    epochs: int = option(1, "times that the training files may be read, if once is too short", low=1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", low=1)
     val_seq_len: int = option(262_144, "tokens of one validation sequence", low=128)
@@ -305,6 +307,11 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
     def has_output_gain(self) -> bool:
         """Whether layers begin with zero gains instead of zero matrices."""
         return self.output_gain == "on" or self.output_gain == "auto" and RULES[self.matrix_rule].keeps_norm
+
+    @property
+    def output_std(self) -> float:
+        """init_std of the matrices that write into the residual stream."""
+        return 0.0 if self.zero_init == "on" and not self.has_output_gain else self.init_std
 
     @property
     def padded_vocab_size(self) -> int:
@@ -491,6 +498,11 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+    "quick": ("laptop", "a smaller model in twenty seconds, also on little text of your own", dict(
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15, drop_attention="off",
+        num_iterations=340, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,
+        row_start="anywhere", val_tokens=40_960, val_loss_every=0, warmup_iterations=0,
+        momentum_start=0.8, momentum_end=0.8, final_lr_frac=0.0)),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
         matrix_rule="normuonh", orthogonalize="polar_express", output_gain="on", norm_gain="on",
         init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)),
@@ -751,6 +763,8 @@ def make_config(overrides: dict) -> Config:
                                  RULES[chosen.matrix_rule].keeps_norm)
     preset = Config(**values)
     given = dataclasses.replace(preset, **{**overrides, "preset": name})
+    if given.matrix_rule != preset.matrix_rule and "matrix_lr" not in overrides and not given.depth:
+        given = dataclasses.replace(given, matrix_lr=RULES[given.matrix_rule].suggest_lr(given.num_layers))
     for field in ("value_pattern", "window_pattern", "drop_attention", "drop_mlp"):
         if given.layers and getattr(given, field) != getattr(preset, field):
             raise InputError(f"--{field}={getattr(given, field)} changes nothing where --layers spells out "
@@ -1401,10 +1415,30 @@ BLOCK = 128  # tokens of one attention block: windows and documents are tested b
 DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewer masked products
 
 
+class RMSNorm(torch.autograd.Function):
+    """x (..., D) / its root mean square, with the gradient in closed form: a third of the passes over memory
+    where no compiler fuses them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        """x (..., D) -> (..., D)."""
+        mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.rsqrt(mean_square + 1.1920929e-07).type_as(x)  # (..., 1); float32's epsilon
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        """Take out of the gradient what would change the length: scale (g - y mean(g y))."""
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(dim=-1, keepdim=True, dtype=torch.float32).type_as(y)  # (..., 1)
+        return torch.addcmul(grad, y, along, value=-1) * scale
+
+
 def rms_norm(x: Tensor) -> Tensor:
     """Divide the last dimension by its root mean square. No gain; float32 epsilon for every dtype."""
-    return x * torch.rsqrt(
-        (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32) + 1.1920929e-07).type_as(x)
+    return RMSNorm.apply(x)
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -1432,7 +1466,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
     """The one definition of who sees whom. doc_ids (T,); window in tokens, itself excluded."""
-    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # causal, near, of one document
+    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Causal, near, of one document."""
         return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
 
     return mask_mod
@@ -1453,8 +1488,9 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
             & (first[:, None] == last) & (first == last[:, None]))
 
     def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """How many key blocks each query block sees, and all key blocks, those first."""
         counts = chosen.sum(dim=-1, dtype=torch.int32)  # (T/128,)
-        order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()  # chosen key blocks first
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
         return counts[None, None].contiguous(), order[None, None].contiguous()  # (1, 1, T/128[, T/128])
 
     return BlockMask.from_kv_blocks(*ordered(visible & ~full), *ordered(full), BLOCK_SIZE=BLOCK,
@@ -1480,9 +1516,11 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     spans = num_keys // size
 
     def blocks(x: Tensor) -> Tensor:
+        """Queries by block."""
         return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
 
     def widen(x: Tensor) -> Tensor:
+        """Keys or values by query block, with those of the blocks before it."""
         x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
         x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
         return x.transpose(1, 2)  # (T/C, H, M * C, K)
@@ -2024,6 +2062,7 @@ class Rule(typing.NamedTuple):
 
     update: Callable
     states: tuple[Callable, ...]
+    lr: float  # that suits 12 slots
     per_matrix: bool = True
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
@@ -2035,14 +2074,18 @@ class Rule(typing.NamedTuple):
         """Whether matrices stay on their spheres: then there is no decay, and a zero matrix is stuck."""
         return init_radius in self.states
 
+    def suggest_lr(self, num_layers: int) -> float:
+        """A matrix_lr to begin with; where norms are kept, smaller the deeper (MuonH of 2026-02)."""
+        return self.lr * 12 / num_layers if self.keeps_norm else self.lr
+
 
 RULES = {
-    "muon": Rule(update_muon, (init_momentum,)),
-    "normuon": Rule(update_normuon, (init_momentum, init_balance)),
-    "muonh": Rule(update_muonh, (init_momentum, init_radius)),
-    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius)),
-    "adamh": Rule(update_adamh, (init_adam, init_radius)),
-    "adamw": Rule(update_adam, (init_adam,), per_matrix=False),
+    "muon": Rule(update_muon, (init_momentum,), 0.05),
+    "normuon": Rule(update_normuon, (init_momentum, init_balance), 0.05),
+    "muonh": Rule(update_muonh, (init_momentum, init_radius), 0.02),
+    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius), 0.02),
+    "adamh": Rule(update_adamh, (init_adam, init_radius), 0.004),
+    "adamw": Rule(update_adam, (init_adam,), 0.0018, per_matrix=False),
 }
 
 # ==== OPTIMIZER ============================================================================================
@@ -2481,10 +2524,20 @@ class StepInputs(typing.NamedTuple):
     dtype: torch.dtype = torch.float32  # of activations
 
 
-def init_matrix(*shape: int, fan_in: int, std: float) -> Tensor:
-    """Uniform with standard deviation std / sqrt(fan_in); 3^-0.5 is PyTorch's default. Source: record 19."""
-    bound = 3**0.5 * std * fan_in**-0.5
-    return torch.empty(*shape).uniform_(-bound, bound) if bound else torch.zeros(*shape)
+def init_matrices(shape: tuple[int, ...], *stds: float) -> Tensor:
+    """Uniform matrices (U, *shape), each with its standard deviation; 1/sqrt(3 inputs) is PyTorch's default.
+
+    Source: record 19.
+    """
+    matrices = torch.empty(len(stds), *shape)
+    for matrix, std in zip(matrices, stds):
+        draw(Tensor.uniform_, matrix, -(3**0.5) * std, 3**0.5 * std) if std else matrix.zero_()
+    return matrices
+
+
+def draw(fill: Callable, x: Tensor, *args: float) -> Tensor:
+    """Fill with random numbers; not on the meta device, where that would first import the compiler."""
+    return x if x.is_meta else fill(x, *args)
 
 
 class Attention(nn.Module):
@@ -2497,14 +2550,14 @@ class Attention(nn.Module):
         self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
         self.has_qk_norm, self.is_lerp = cfg.qk_norm == "on", cfg.value_mix == "lerp"
         self.depth_scale = (2 * cfg.num_layers) ** -0.5 if cfg.depth_scale == "on" else 1.0
-        dim, is_zero = cfg.model_dim, cfg.zero_init == "on" and not cfg.has_output_gain
-        qkv = init_matrix(3, dim, dim, fan_in=dim, std=cfg.init_std)
-        out = init_matrix(1, dim, dim, fan_in=dim, std=0.0 if is_zero else cfg.init_std)
+        dim = cfg.model_dim
+        matrices = init_matrices((dim, dim), *[cfg.init_std * dim**-0.5] * 3, cfg.output_std * dim**-0.5)
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         if cfg.fuse_qkv == "on":
-            self.qkv, self.out = declare(qkv.flatten(0, 1), "matrix"), declare(out[0], "matrix")
+            self.qkv = declare(matrices[:3].flatten(0, 1).clone(), "matrix")  # (3D, D)
+            self.out = declare(matrices[3].clone(), "matrix")  # (D, D)
         else:
-            self.qkvo = declare(torch.cat((qkv, out)), "matrix")  # (4, D, D)
+            self.qkvo = declare(matrices, "matrix")  # (4, D, D)
         if spec.value_embed is not None or not self.is_lerp:
             num_lambdas = 1 if spec.value_embed is None or self.is_lerp else 2
             self.value_lambdas = declare(torch.full((num_lambdas,), 0.5), "scalar")
@@ -2555,12 +2608,10 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = {"relu_squared": relu_squared, "gelu": F.gelu}[cfg.activation]
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
-        is_zero = cfg.zero_init == "on" and not cfg.has_output_gain
-        up = init_matrix(dim, hidden, fan_in=dim, std=cfg.init_std)
-        down = init_matrix(dim, hidden, fan_in=dim if cfg.has_output_gain else hidden,
-                           std=0.0 if is_zero else cfg.init_std)
+        down_inputs = dim if cfg.has_output_gain else hidden
+        matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5, cfg.output_std * down_inputs**-0.5)
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
-        self.up_down = declare(torch.stack((up, down)), "matrix", lr_mul=(cfg.mlp_up_lr_mul, 1.0))
+        self.up_down = declare(matrices, "matrix", lr_mul=(cfg.mlp_up_lr_mul, 1.0))  # (2, D, 4D)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
@@ -2645,12 +2696,13 @@ class GPT(nn.Module):
         self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
         is_tied = cfg.tie_head == "on"  # then it begins as a matrix that multiplies, not as one to read
-        embed = torch.randn(table) if not is_tied else init_matrix(
-            *table, fan_in=cfg.model_dim, std=cfg.init_std)
+        embed = (init_matrices(table, cfg.init_std * cfg.model_dim**-0.5)[0] if is_tied
+                 else draw(Tensor.normal_, torch.empty(table)))
         self.embed = declare(embed.to(storage), "embed")  # (V, D)
         used = {spec.value_embed for spec in cfg.layers}
-        self.value_embeds = nn.ParameterDict({str(i): declare(torch.randn(table).to(storage), "value_embed")
-                                              for i in sorted(used - {None, "first"})})
+        self.value_embeds = nn.ParameterDict({
+            str(i): declare(draw(Tensor.normal_, torch.empty(table)).to(storage), "value_embed")
+            for i in sorted(used - {None, "first"})})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
         self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
         self.has_first_values = "first" in used
@@ -2817,10 +2869,17 @@ class TrainData:
                 self.first_row.append(self.first_row[-1] + demands[-1][0] if demands else 0)
                 demands.append((rows, stage.max_doc_len or cfg.max_doc_len))
         self.num_rows = sum(rows for rows, _ in demands)
-        unopened = iter(tqdm(paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False))
-        self._plan(demands, (open_shard(path, cfg.vocab_size) for path in unopened))
+        self._plan(demands, self._walk_shards(paths))
 
-    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[Shard]) -> None:
+    def _walk_shards(self, paths: list[str]) -> Iterator[int]:
+        """Numbers of the shards in the order of reading, each opened when first asked for."""
+        for path in tqdm(paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False):
+            self.shards.append(open_shard(path, self.cfg.vocab_size))
+            yield len(self.shards) - 1
+        for _ in range(1, self.cfg.epochs):
+            yield from range(len(paths))
+
+    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[int]) -> None:
         """Walk the shards in order; a row that a shard cannot fill begins anew in the next one."""
         find_row = self._find_tokens if self.cfg.row_start == "anywhere" else self._find_documents
         row = None
@@ -2833,10 +2892,10 @@ class TrainData:
                     whole = "; --row_start=anywhere uses documents whole, however long they are"
                     raise InputError(
                         f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
-                        "more (data/cached_fineweb10B.py N, data/text.py PATH...) or lower --num_iterations"
+                        "more (data/cached_fineweb10B.py N, data/text.py PATH...), read it again "
+                        f"(--epochs={self.cfg.epochs + 1}) or lower --num_iterations"
                         f"{whole if self.cfg.row_start == 'document' else ''}")
-                self.shards.append(shard)
-                row = find_row(Row(len(self.shards) - 1, 0, -1, 0), max_doc_len)
+                row = find_row(Row(shard, 0, -1, 0), max_doc_len)
             self.rows.append(row)
 
     def _find_documents(self, before: Row, max_doc_len: int) -> Row | None:
@@ -3689,6 +3748,8 @@ class Trainer:
 
     def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
         """Run every shape and window once or more, then put parameters and rule state back exactly."""
+        if not self.cfg.warmup_iterations:
+            return
         saved = self.optimizer.snapshot()
         for _, start, end in self.schedule.spans():
             steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)  # of every kind

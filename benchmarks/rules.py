@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """The update rules side by side on the laptop track: each with its learning rate tuned on a grid of its own.
 
-    ./run.sh benchmarks/rules.py              # an hour on two cores: tunes, then runs the best over seeds
-    ./run.sh benchmarks/rules.py --depths     # half an hour: how the best rate moves from 4 to 12 layers
+    ./run.sh benchmarks/rules.py              # 40 minutes on two cores: tunes, then the best over seeds
+    ./run.sh benchmarks/rules.py --depths     # 15 minutes: how the best rate moves from 4 to 12 layers
+    ./run.sh benchmarks/rules.py --laptop     # half an hour: every rule on preset laptop, no rate given
 
-Every rule gets the same number of steps, tokens and rates tried. Runs are kept in logs/rules and not run
-again. Prints tables for RESULTS.md and draws rules.png and rules.svg.
+Every rule gets the same steps, tokens and number of rates. The first two train the model of preset quick on
+the data of track laptop. Runs are kept in logs/rules and not run again. Prints tables for RESULTS.md and
+draws rules.png and rules.svg. Seconds only mean something on a machine that does nothing else.
 """
 
 import hashlib
@@ -18,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
 import plot  # noqa: E402
 import results  # noqa: E402
 
+import train_gpt as gpt  # noqa: E402
+
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
-STEPS = 200
-BUDGET = ["--preset=laptop", "--momentum_warmup_steps=40", "--val_loss_every=40"]
+BUDGET = ["--preset=quick", "--val_loss_every=68", "--val_tokens=131072"]
 RULES = {  # name: options, learning rate in the middle of its grid
     "muon": ([], 0.05),
     "muon, Polar Express": (["--orthogonalize=polar_express"], 0.05),
@@ -32,7 +35,7 @@ RULES = {  # name: options, learning rate in the middle of its grid
     "adamh": (["--matrix_rule=adamh"], 0.01),
     "adamw": (["--matrix_rule=adamw"], 0.002),
 }
-GRID = (0.25, 0.5, 1.0, 2.0)
+GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 DEPTHS = (4, 8, 12)
 
 
@@ -40,7 +43,7 @@ def list_runs(rules: list[str], seeds: range, rates: dict[str, list[float]], ext
               ) -> list[tuple[str, int, list[str]]]:
     """(folder, seed, options) of the runs of rules at rates, seed by seed."""
     return [(f"{kind}_{name.replace(', ', '_').replace(' ', '_')}_{rate:g}", seed,
-             [*BUDGET, f"--num_iterations={STEPS}", *RULES[name][0], f"--matrix_lr={rate}", *extra])
+             [*BUDGET, *RULES[name][0], f"--matrix_lr={rate}", *extra])
             for seed in seeds for name in rules for rate in rates[name]]
 
 
@@ -70,6 +73,12 @@ def choose_rates(names: list[str], extra: list[str], kind: str, seeds: range, fo
     return {name: min(losses[name], key=losses[name].get) for name in names}, losses
 
 
+def time_step(result: dict) -> float:
+    """Milliseconds of an average step."""
+    step, _, train_time_ms = result["val_points"][-1]
+    return train_time_ms / step
+
+
 def compare_rules(num_seeds: int, folder: Path) -> None:
     """Tune on two seeds, run the best on all, print and draw."""
     names = list(RULES)
@@ -79,13 +88,13 @@ def compare_rules(num_seeds: int, folder: Path) -> None:
     by_name = dict(zip(names, found.values()))
     base = by_name["muon"]
     base_losses = {result["seed"]: result["final_val_loss"] for result in base}
-    base_step = statistics.median(result["train_time_ms"] / STEPS for result in base)
-    print(f"\n| rule | rate | loss after {STEPS} steps | sd | against muon | ms per step | of muon's |")
+    base_step = statistics.median(map(time_step, base))
+    print("\n| rule | rate | loss | sd | against muon | ms per step | of muon's |")
     print("|---|---|---|---|---|---|---|")
     for name, made in by_name.items():
         losses = {result["seed"]: result["final_val_loss"] for result in made}
         summary, effect = results.summarize(list(losses.values())), results.compare(losses, base_losses)
-        step = statistics.median(result["train_time_ms"] / STEPS for result in made)
+        step = statistics.median(map(time_step, made))
         difference = f"{effect.mean:+.3f} [{effect.low:+.3f}, {effect.high:+.3f}]" if name != "muon" else ""
         edge = " (edge of the grid)" if best[name] in (min(grids[name]), max(grids[name])) else ""
         print(f"| {name} | {best[name]:g}{edge} | {summary.mean:.3f} | {summary.sd:.3f} | {difference} "
@@ -104,7 +113,7 @@ def draw(grids: dict[str, dict[float, float]], by_name: dict[str, list[dict]]) -
             [point[axis] for point in result["val_points"]] for result in made))] for axis in (1, 2))
         panels[1].plot([ms / 1000 for ms in times[1:]], losses[1:], color=f"C{index}", linewidth=1)
     panels[0].set(xscale="log", xlabel="learning rate over the middle of its grid",
-                  ylabel=f"validation loss after {STEPS} steps")
+                  ylabel="validation loss at the end")
     panels[1].set(xlabel="training time (s), best rate, mean over seeds")
     panels[0].legend(frameon=False, fontsize=7)
     plot.save(figure, HERE / "rules")
@@ -123,14 +132,33 @@ def compare_depths(folder: Path) -> None:
     print("\n".join(print_rows))
 
 
+def compare_on_laptop(num_seeds: int, folder: Path) -> None:
+    """Every rule of the file on preset laptop, as --matrix_rule=RULE alone runs it."""
+    runs = [(f"laptop_{rule}", seed, ["--preset=laptop", f"--matrix_rule={rule}"])
+            for seed in range(num_seeds) for rule in gpt.RULES]
+    found = {name: statistics.mean(result["final_val_loss"] for result in made)
+             for name, made in run(runs, folder).items()}
+    print("\n| rule | loss of preset laptop | of muon's |")
+    print("|---|---|---|")
+    for rule in gpt.RULES:
+        loss = found[f"laptop_{rule}"]
+        print(f"| {rule} | {loss:.3f} | {loss / found['laptop_muon']:.3f} |")
+
+
 def main() -> None:
-    """Compare rules, or depths."""
+    """Compare rules, depths, or the whole preset."""
     parser = results.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="runs of every rule at its best rate")
     parser.add_argument("--depths", action="store_true", help="compare depths instead")
+    parser.add_argument("--laptop", action="store_true", help="run preset laptop instead")
     args = parser.parse_args()
     folder = LOGS / hashlib.sha256((results.ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
-    compare_depths(folder) if args.depths else compare_rules(args.seeds, folder)
+    if args.depths:
+        compare_depths(folder)
+    elif args.laptop:
+        compare_on_laptop(args.seeds, folder)
+    else:
+        compare_rules(args.seeds, folder)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ LADDER_HEAD = """
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 OTHERS_HEAD = """
-| folder | preset | n | loss | sd | p | training time |
-|---|---|---|---|---|---|---|
+| folder | preset | n | loss | sd | p | s to target | training time |
+|---|---|---|---|---|---|---|---|
 """
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
 
@@ -58,6 +58,16 @@ class Rung(NamedTuple):
     seconds: float
 
 
+def find_arrival(record: results.Record, target: float) -> tuple[int, float, float]:
+    """(runs that reach the target, median step and seconds at which; nan where not all do)."""
+    crossings = [results.find_crossing(result, target) for result in record.results]
+    reached = [crossing for crossing in crossings if crossing]
+    if len(reached) < len(crossings):
+        return len(reached), math.nan, math.nan
+    steps, seconds = map(statistics.median, zip(*reached))
+    return len(reached), steps, seconds
+
+
 def read_rungs(records: list[results.Record], target: float) -> list[Rung]:
     """The rungs among a track's records, in the order of the ladder."""
     rungs, before = [], None
@@ -69,13 +79,9 @@ def read_rungs(records: list[results.Record], target: float) -> list[Rung]:
         if before and machine != results.describe_machine(before.results[0]):
             raise results.RecordError(f"{record.folder} ran on another machine than {before.folder}: "
                                       "run the whole ladder on one")
-        crossings = [results.find_crossing(result, target) for result in record.results]
-        reached = [crossing for crossing in crossings if crossing]
-        steps, seconds = (statistics.median(values) for values in zip(*reached)) if (
-            len(reached) == len(crossings)) else (math.nan, math.nan)
         rungs.append(Rung(
             name, rung.change, rung.minutes, record, results.summarize(list(record.losses.values()), target),
-            before and results.compare(record.losses, before.losses), len(reached), steps, seconds))
+            before and results.compare(record.losses, before.losses), *find_arrival(record, target)))
         before = record
     return rungs
 
@@ -118,9 +124,11 @@ def format_other(record: results.Record, target: float | None) -> str:
     summary = results.summarize(list(record.losses.values()), target)
     seconds = statistics.mean(result["train_time_ms"] / 1000 for result in record.results)
     sd = "" if math.isnan(summary.sd) else f"{summary.sd:.3f}"
+    arrival = math.nan if target is None else find_arrival(record, target)[2]
     return (f"| [{record.folder.name}]({record.folder.parent.name}/{record.folder.name}) "
             f"| {record.results[0]['preset']} | {summary.n} | {summary.mean:.3f} | {sd} "
-            f"| {format_p(summary.p)} | {seconds:.1f} s |\n")
+            f"| {format_p(summary.p)} | {'' if math.isnan(arrival) else f'{arrival:.1f}'} "
+            f"| {seconds:.1f} s |\n")
 
 
 def format_machine(result: dict) -> str:
@@ -141,8 +149,8 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
             rungs, ladder_target = found, target
             setting = results.find_rung(results.TARGET_PRESET, records)
             text += format_ladder(rungs, setting, target)
-            lines = format_lines(rungs, setting, target)
-        others = [r for r in records if r not in [rung.record for rung in rungs]]
+            lines = format_lines(rungs, setting, target, records)
+        others = [r for r in records if r not in [rung.record for rung in found]]
         text += "### Other records\n" if found else ""
         text += OTHERS_HEAD + "".join(format_other(record, target) for record in others)
     return text, lines, rungs, setting, ladder_target
@@ -160,22 +168,32 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> 
     return f"{note}\n![the ladder](ladder.svg)\n{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
-def format_lines(rungs: list[Rung], setting: results.Record, target: float) -> str:
+def find_fastest(records: list[results.Record], target: float) -> tuple[results.Record, float] | None:
+    """The claim that holds (mean below the target, p < 0.01) and gets there first, with its seconds."""
+    holds = [(find_arrival(record, target)[2], record) for record in records
+             if results.summarize(list(record.losses.values()), target).p < 0.01]
+    seconds, record = min(((seconds, record) for seconds, record in holds if not math.isnan(seconds)),
+                          key=lambda pair: pair[0], default=(math.nan, None))
+    return (record, seconds) if record else None
+
+
+def format_lines(rungs: list[Rung], setting: results.Record, target: float, records: list[results.Record]
+                 ) -> str:
     """What the README says of the ladder."""
-    seconds = statistics.median(result["train_time_ms"] / 1000 for result in setting.results)
-    last, counts = rungs[-1], [judge(rung.effect) for rung in rungs]
-    fastest = min((rung for rung in rungs if not math.isnan(rung.seconds)), key=lambda rung: rung.seconds,
-                  default=None)
-    reached = (f"the last rung reaches it in {last.seconds:.0f} s (n = {last.summary.n})"
-               if not math.isnan(last.seconds) else
-               f"{last.num_reached} of {last.summary.n} runs of the last rung reach it")
-    fast = f"; the fastest is `{fastest.name}` with {fastest.seconds:.0f} s" if fastest else ""
+    slow, counts = find_arrival(setting, target)[2], [judge(rung.effect) for rung in rungs]
+    if math.isnan(slow):  # the target is its mean, so some of its runs end above it
+        slow = statistics.median(result["train_time_ms"] / 1000 for result in setting.results)
+    fastest, claim = find_fastest(records, target), ""
+    if fastest:
+        record, seconds = fastest
+        n, where = len(record.losses), f"records/{record.folder.parent.name}/{record.folder.name}"
+        claim = f"; [`{record.folder.name}`]({where}) takes {seconds:.0f} s (n = {n}, p < 0.01)"
     return (f"{MARKS[0]}\n![The ladder of records, run again on two CPU cores](records/ladder.svg)\n\n"
-            f"On two CPU cores the first rung (AdamW with rotary) takes {seconds:.0f} s to {target:g}; "
-            f"{reached}{fast}.\n"
-            f"Against the rung before it, {counts.count('helps')} rungs help at this scale, "
-            f"{counts.count('hurts')} hurt, of {counts.count('no effect shown')} no effect is shown: "
-            f"[records/README.md](records/README.md).\n{MARKS[1]}")
+            f"On two CPU cores the first rung (AdamW with rotary) takes {slow:.0f} s to {target:g}{claim}.\n"
+            f"At equal tokens its loss is {rungs[0].summary.mean:.2f}, that of the last rung "
+            f"{rungs[-1].summary.mean:.2f}.\nAgainst the rung before it, {counts.count('helps')} rungs help "
+            f"at this scale, {counts.count('hurts')} hurt, of {counts.count('no effect shown')} no effect "
+            f"is shown: [records/README.md](records/README.md).\n{MARKS[1]}")
 
 
 def replace_marked(readme: str, lines: str) -> str:

@@ -52,6 +52,8 @@ def assert_same_bits(ours: dict, theirs: dict) -> None:
 VARIANTS = {
     "muon": [],
     "adamw": ["--matrix_rule=adamw", "--matrix_lr=0.005"],
+    "hyperball": ["--matrix_rule=normuonh", "--norm_gain=on"],  # momentum, mean squares, radius
+    "hyperball, Adam": ["--matrix_rule=adamh"],
     "bfloat16": ["--dtype=bfloat16", "--embed_dtype=bfloat16"],
     "no grid": ["--grad_grid=0"],
     "adam_every": ["--adam_every=3"],  # 7, 14: no gradient may wait for a later step; saved at 9, 15
@@ -69,6 +71,8 @@ def test_a_resumed_run_is_the_run(shards, here, name):
         "step_000018.pt",
     ]
     end = tensors_of(saved[1])
+    rule = gpt.RULES[gpt.make_config(gpt.parse_argv([*TINY, *args])[0]).matrix_rule]
+    assert {f"blocks.1.attention.qkvo/{key}" for key in rule.init(torch.ones(4, 8, 8))} < set(end)
     again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")
     assert again == points and len(points) == 4
     assert_same_bits(tensors_of("other/smoke_seed0/step_000018.pt"), end)

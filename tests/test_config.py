@@ -9,7 +9,7 @@ from conftest import gpt, run_script
 
 
 def test_parameters_of_track_1_term_by_term():
-    """METHODS B1-B7, by hand."""
+    """Record 32, by hand."""
     dim, vocab = 768, 50_304
     assert vocab == math.ceil(50_257 / 128) * 128
     embedding = head = vocab * dim
@@ -37,7 +37,7 @@ def test_flops_of_track_1_term_by_term():
 
 
 def test_layers_of_the_record():
-    """METHODS B1, B3, B5, B6."""
+    """Slots, windows, value embeddings and skips of record 32."""
     layers = gpt.make_config({"preset": "track_1"}).layers
     assert [i for i, s in enumerate(layers) if s.attention == "none"] == [7]
     assert [i for i, s in enumerate(layers) if s.attention == "long"] == [0, 4, 11]

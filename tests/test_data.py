@@ -60,7 +60,7 @@ def all_rows(cfg):
 
 
 def test_rows_follow_the_published_packing(shards):
-    """METHODS B12, written again the slow way: fill with document slices, discard what is cut, next shard at the end."""
+    """Record 32's packing, written again the slow way: fill with document slices, discard what is cut, next shard at the end."""
     cfg = smoke_config(shards, num_iterations=40)
     data, rows = all_rows(cfg)
     expected = []
@@ -142,6 +142,22 @@ def test_too_few_tokens_say_how_many_and_what_to_do(shards):
         gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
     with pytest.raises(gpt.InputError, match="matches no file"):
         gpt.ValData(smoke_config(shards, val_files="nowhere/*.bin"))
+
+
+@pytest.mark.parametrize("row_start, steps", [("document", 150), ("anywhere", 220)])
+def test_files_may_be_read_again(shards, row_start, steps):
+    """The rows of a second epoch are those of the first; without it the run is refused, and told of it."""
+    changes = dict(num_iterations=steps, row_start=row_start)
+    cfg = smoke_config(shards, epochs=2, **changes)
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    first = next(i for i in range(1, data.num_rows) if data.rows[i] == data.rows[0])
+    tokens = sum(shard.ends(256 if row_start == "document" else 1 << 20)[-1] for shard in data.shards)
+    assert 0.7 * tokens // 512 < first <= tokens // 512  # a row loses the rest of its last document, here a quarter
+    assert data.rows[first:] == data.rows[: data.num_rows - first]
+    assert np.array_equal(data.tokens_of(first + 1), data.tokens_of(1))
+    with pytest.raises(gpt.InputError, match="--epochs=2"):
+        cfg = smoke_config(shards, **changes)
+        gpt.TrainData(cfg, gpt.Schedule(cfg))
 
 
 def test_validation_is_the_stream_itself(shards):

@@ -1,4 +1,4 @@
-"""The ladder of records: constants against a table typed from METHODS, and every old mechanism by itself."""
+"""The ladder of records: constants against a table typed from the published scripts, and every old mechanism by itself."""
 
 import dataclasses
 import math
@@ -287,7 +287,7 @@ def test_layers_of_the_records():
 
 
 def test_the_medium_track():
-    """METHODS D7 as far as the mechanisms exist, D1 otherwise."""
+    """Record 18 of the medium track as far as the mechanisms exist, its record 2 otherwise."""
     cfg = resolve("track_2")
     assert (cfg.num_layers, cfg.model_dim, cfg.num_heads, cfg.head_dim) == (16, 1024, 8, 128)
     assert [s.value_embed for s in cfg.layers] == [0, 1, 2, 3, 4, *[None] * 6, 0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""The model against a plain reading of METHODS B2-B6, and its invariants."""
+"""The model against a plain reading of the records, and its invariants."""
 
 import math
 
@@ -30,7 +30,7 @@ def step_inputs(cfg, step=0):
 
 
 def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
-    """METHODS A2-A32 and B2-B6, token pair by token pair, float64, no shared code with the model."""
+    """Records 2 to 32, token pair by token pair, float64, no shared code with the model."""
     p = {name: param.detach().double() for name, param in model.named_parameters()}
     num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
@@ -128,6 +128,17 @@ def test_the_model_is_the_recipe(step, changes):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
+def test_the_norm_and_its_gradient():
+    """x / sqrt(mean(x^2) + eps), differentiated by autograd; float64, so that only the formula can differ."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 16, dtype=torch.float64).requires_grad_()
+    plain = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+    grad = torch.randn_like(x)
+    (expected,), (ours,) = (torch.autograd.grad(y, x, grad) for y in (plain, gpt.rms_norm(x)))
+    assert torch.allclose(gpt.rms_norm(x), plain, atol=1e-6)  # the mean is taken in float32
+    assert torch.allclose(ours, expected, atol=1e-6)
+
+
 def test_a_future_token_changes_no_earlier_output():
     cfg, model, tokens, doc_ids = make_model()
     first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
@@ -163,7 +174,7 @@ def test_initial_loss_and_statistics():
     assert model.embed.std().item() == pytest.approx(1, abs=0.02)
     assert not model.head.weight.any()
     qkvo, up_down = model.blocks[1].attention.qkvo, model.blocks[1].mlp.up_down
-    for weight in (qkvo[:3], up_down[0]):  # METHODS B4, B5
+    for weight in (qkvo[:3], up_down[0]):
         assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)
         assert weight.abs().max().item() <= 3**0.5 * 0.5 * 256**-0.5
     assert not qkvo[3].any() and not up_down[1].any()

@@ -269,7 +269,7 @@ WORKED = {  # depth: width, parameters in millions, tokens a step, decay, steps 
 
 @pytest.mark.parametrize("depth", WORKED)
 def test_depth_makes_the_worked_values(depth):
-    """MUONH section 4, with its vocabulary of 32,768."""
+    """The published depth recipe, with its vocabulary of 32,768."""
     width, millions, batch, decay, steps_at_12, steps_at_8 = WORKED[depth]
     cfg = gpt.make_config({"preset": "track_1", "depth": depth, "vocab_size": 32_768})
     assert (cfg.num_layers, cfg.model_dim, cfg.num_heads, cfg.tokens_per_step) == (
@@ -299,6 +299,15 @@ def test_depth_scales_the_step_of_rules_that_keep_norms():
     keys = 3 * min(2048, 2048) + 9 * 512  # three long layers of twelve, and nine short ones
     assert derived["flops_per_token"] == 6 * (12 * 12 * width**2 + vocab * width) + 12 * width * keys
     assert derived["num_params"] == (8 * vocab * width + 12 * (12 * width**2 + heads * 12) + 12 * 2 + 12 + 6)
+
+
+def test_a_rule_without_a_rate_takes_one_that_suits_it():
+    """That of 12 slots, times 12 / depth where norms are kept; a rate that is given stays."""
+    rate = {name: gpt.make_config({"preset": "laptop", "matrix_rule": name}).matrix_lr for name in gpt.RULES}
+    assert rate["muon"] == rate["normuon"] == 0.05 and rate["adamw"] == gpt.RULES["adamw"].lr
+    assert rate["muonh"] == pytest.approx(gpt.RULES["muonh"].lr * 12 / 5)
+    assert smoke_config(matrix_rule="adamw", matrix_lr=0.3).matrix_lr == 0.3
+    assert gpt.make_config({"preset": "muonh"}).matrix_lr == 0.02
 
 
 def test_decay_follows_its_schedule():

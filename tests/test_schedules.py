@@ -1,4 +1,4 @@
-"""Schedules at 0, at boundaries and at the end, against METHODS B6 and B11."""
+"""Schedules at 0, at boundaries and at the end, against record 32."""
 
 import math
 
