@@ -4,6 +4,7 @@
 Result card
     track_1  271 M parameters, 656.7 M tokens of FineWeb, to 3.28 validation loss on 8xH100: not yet run here
     laptop   2.06 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
+    quick    0.85 M parameters, the same, twenty seconds; with --train_files also for little text of your own
 
 Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
@@ -2890,11 +2891,12 @@ class TrainData:
                 if shard is None:
                     missing = (self.num_rows - len(self.rows)) * self.seq_len
                     whole = "; --row_start=anywhere uses documents whole, however long they are"
+                    epochs = -(-self.cfg.epochs * self.num_rows // max(1, len(self.rows)))  # at least
+                    again = f", read it again (--epochs={epochs})" if self.rows else ""
                     raise InputError(
                         f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
-                        "more (data/cached_fineweb10B.py N, data/text.py PATH...), read it again "
-                        f"(--epochs={self.cfg.epochs + 1}) or lower --num_iterations"
-                        f"{whole if self.cfg.row_start == 'document' else ''}")
+                        f"more (data/cached_fineweb10B.py N, data/text.py PATH...){again} or lower "
+                        f"--num_iterations{whole if self.cfg.row_start == 'document' else ''}")
                 row = find_row(Row(shard, 0, -1, 0), max_doc_len)
             self.rows.append(row)
 
@@ -3045,6 +3047,8 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
                  shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
     """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
 
+    One file in sixteen is for validation; of few files, one document in sixteen.
+
     Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
     same bytes.
     """
@@ -3054,9 +3058,13 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
         for number, piece in enumerate(split_text(text, doc_bytes)):
             key = hashlib.sha256(f"{number} {name}".encode()).digest()
             splits["val" if is_validation(name) else "train"].append((key, encode(piece)))
+    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
+        entries = splits["train"] + splits["val"]
+        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
+                      val=[entry for entry in entries if entry[0][0] < 16])
     for split, entries in splits.items():
         if not entries:
-            raise InputError(f"{source}: no document for the {split} split: give more documents")
+            raise InputError(f"{source}: no document for the {split} split: give more text")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={},
                 fingerprint="")
     out.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
     python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens; needs tiktoken
 
-Then: ./run.sh --train_files='data/mine/train_*.bin' --val_files='data/mine/val_*.bin'
-One file in sixteen, chosen by the hash of its path, becomes validation. DIR/corpus.json tells what was made.
+The last line it prints is a command that trains on it. One file in sixteen, chosen by the hash of its path,
+becomes validation; of few files, one document in sixteen. DIR/corpus.json tells what was made.
 """
 
 import argparse
@@ -123,9 +123,13 @@ def main(argv: list[str] | None = None) -> int:
         f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
         f"validation tokens, fingerprint {info['fingerprint']}"
     )
+    preset = "quick" if tokens["train"] < 2_000_000 else "laptop" if args.tokenizer == "bytes" else "track_1"
+    cfg = gpt.make_config({"preset": preset})
+    seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // 128 * 128)
+    val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // max(1, seq_len) * seq_len)
     print(
-        f"train on it: ./run.sh --vocab_size={vocab_size} --train_files='{out}/train_*.bin' "
-        f"--val_files='{out}/val_*.bin'"
+        f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
+        f"--val_tokens={val_tokens} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'"
     )
     return 0
 

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, START, VOCAB, gpt, make_runtime, smoke_config
+from conftest import ROOT, START, VOCAB, gpt, make_runtime, run_script, smoke_config
 
 
 def write_raw(path, header, tokens):
@@ -241,6 +242,19 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
             is_validation = hashlib.sha256(f"sub/{file.name}".encode()).digest()[0] < 16
             is_here = {piece in pieces for piece in gpt.split_text(file.read_bytes(), 2047)}
             assert is_here == {is_validation == (split == "val")}
+
+
+def test_one_small_file_is_enough(tmp_path):
+    """Its documents are shared out, and the command that the tool prints trains on them."""
+    (tmp_path / "book.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(4000)))
+    done = run_tool("text.py", "book.txt", "--out", "mine", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((tmp_path / "mine" / "corpus.json").read_text())
+    assert info["documents"] == sum(info["tokens"].values()) - (tmp_path / "book.txt").stat().st_size
+    assert 0 < info["tokens"]["val"] < info["tokens"]["train"] / 6
+    command = shlex.split(done.stdout.splitlines()[-1].partition("./run.sh ")[2])
+    trained = run_script([*command, "--num_iterations=10", "--logs_dir=logs"], tmp_path)
+    assert trained.returncode == 0 and "step:10/10 val_loss" in trained.stdout, trained.stderr
 
 
 def test_the_same_texts_give_the_same_bytes(tmp_path):
