@@ -1691,14 +1691,12 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_d
                                                 cap, BLOCK=4096, num_warps=8)
         return losses, grads
     capped = softcap(logits, cap)  # (T, V)
-    log_total = torch.logsumexp(capped, dim=-1, keepdim=True)  # (T, 1)
-    grads = torch.exp(capped - log_total)
-    at_target = targets[:, None]
-    losses = (log_total - capped.gather(1, at_target))[:, 0]
-    grads.scatter_add_(1, at_target, torch.full_like(log_total, -1.0))
+    log_probs, at_target = torch.log_softmax(capped, dim=-1), targets[:, None]
+    losses = -log_probs.gather(1, at_target)  # (T, 1)
+    grads = log_probs.exp_().scatter_add_(1, at_target, torch.full_like(losses, -1.0))  # (T, V)
     if cap:
-        grads = grads * capped * (2 * cap - capped) / cap**2  # the slope of the cap
-    return losses, (grads / grad_scale).to(grad_dtype)
+        grads.mul_(capped).mul_((2 * cap - capped).mul_(1 / cap**2))  # the slope of the cap
+    return losses[:, 0], (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
 
 
 # ==== FP8 ==================================================================================================
