@@ -102,7 +102,7 @@ class RunStopped(RunError):
 
 
 def option(default, meaning: str, low=None, high=None, choices=None):
-    """Declare a config field; low and high are inclusive."""
+    """Declare a config field; low and high are inclusive, choices a tuple or a function that returns one."""
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
 
@@ -192,8 +192,7 @@ class OptimConfig:
     """Update rules and their learning rates."""
 
     matrix_rule: str = option("muon", "update rule of the matrices in the blocks; those in h keep each "
-                              "matrix's norm", choices=("muon", "normuon", "muonh", "normuonh", "adamh",
-                                                        "adamw"))
+                              "matrix's norm", choices=lambda: tuple(RULES))
     orthogonalize: str = option("newton_schulz", "how muon rules make singular values equal",
                                 choices=("newton_schulz", "polar_express", "precise"))
     matrix_betas: tuple[float, float] = option(
@@ -225,7 +224,7 @@ class OptimConfig:
     grad_grid: float = option(0.0, "round gradients to multiples of this: sums are then exact, and the same "
                                    "to the last bit on any number of ranks; 0: off", low=0.0)
     adam_every: int = option(1, "steps from one Adam update to the next; gradients are summed", low=1)
-    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=0.0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=1e-30)
     lr_warmup_frac: float = option(0.0, "share of the run where rates rise linearly", low=0.0, high=1.0)
     cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
     matrix_warmup_frac: float = option(0.0, "lr_warmup_frac of block matrices, where larger", low=0.0,
@@ -506,7 +505,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         momentum_start=0.8, momentum_end=0.8, final_lr_frac=0.0)),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
         matrix_rule="normuonh", orthogonalize="polar_express", output_gain="on", norm_gain="on",
-        init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)),
+        init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0,
+        embed_lr=0.3, value_embed_lr=0.3, head_lr=0.004)),
     **{f"d{depth}": ("track_1", f"{depth} layers, all else from that number (--depth)", dict(depth=depth))
        for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for what exists here, of its record 2 for all else: matrices
@@ -545,7 +545,7 @@ def change_slots(**changes) -> Callable:
 MECHANISMS: dict[str, dict] = {
     "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
     "momentum_warmup": dict(momentum_warmup_steps=0),
-    "cooldown": dict(cooldown_frac=0.0),
+    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "untied_head": dict(tie_head="on", embed_lr=0.0036),
     "embed_norm": dict(embed_norm="off"),
     "zero_init": dict(zero_init="off"),
@@ -623,35 +623,59 @@ def choose_value_embed(cfg: ModelConfig, slot: int) -> int | str | None:
     return slot if slot < num_values else num_values - 1 - from_end if from_end < num_values else None
 
 
-def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, keeps_norm: bool) -> dict:
+def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, rule: str, batch: int | None = None
+                   ) -> dict:
     """Field values of a model of so many layers of 64 channels each, trained on tokens_per_param.
 
-    Batch, rates and decay follow from the size against that of 12 layers. A rule that keeps norms takes
-    smaller steps the deeper the model, and no decay. Source: nanochat, and MuonH of 2026-02.
+    Batch (tokens), rates and decay follow from the size against that of 12 layers. A rule that keeps norms
+    has the gains and schedules of preset muonh, no decay, and smaller steps the deeper the model. Of the
+    published recipe betas and decay of each Adam group and momentum's fall at the end are left out. Source:
+    nanochat, and MuonH of 2026-02-03.
     """
     def size(layers: int) -> tuple[int, int]:
         """(width, parameters that count)."""
         width = -(-64 * layers // 128) * 128
         return width, 12 * layers * width**2 + vocab_size * width
 
+    def choose_batch(num_params: int) -> int:
+        """Tokens of a step."""
+        return 2 ** round(math.log2(2**19 * (num_params / reference) ** 0.383))
+
     (width, num_params), reference = size(depth), size(12)[1]
-    batch = 2 ** round(math.log2(2**19 * (num_params / reference) ** 0.383))
-    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
-    num_iterations = max(1, int(tokens_per_param * num_params / batch))
     least = max(num_params, size(8)[1])  # below, the rule for the decay explodes
-    return dict(
+    decay = 0.28 * ((batch or choose_batch(least)) / 2**19) ** 0.5 * reference / least
+    batch = batch or choose_batch(num_params)
+    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
+    num_iterations, keeps_norm = max(1, int(tokens_per_param * num_params / batch)), RULES[rule].keeps_norm
+    recipe = PRESETS["muonh"][2] if keeps_norm else dict(
+        lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
+        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
+        matrix_weight_decay=decay if "muon" in rule else 0.0, mlp_up_lr_mul=2.0 if "muon" in rule else 1.0,
+        embed_lr=0.3, value_embed_lr=0.15, head_lr=0.008)
+    rates = {name: recipe[name] * width_scale * batch_scale
+             for name in ("embed_lr", "value_embed_lr", "head_lr")}
+    matrix_lr = (0.02 if "muon" in rule else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
+    return {**recipe, **rates, **dict(
         num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
         layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
                                value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
         stages=(Stage(1, 2048, 512),), seq_len=16_384, micro_batch_tokens=32_768, max_doc_len=2048,
-        tokens_per_step=batch, num_iterations=num_iterations, lr_warmup_frac=min(0.1, 40 / num_iterations),
-        momentum_end=0.97, momentum_warmup_steps=400, cooldown_frac=0.65, final_lr_frac=0.05,
-        matrix_lr=0.02 * batch_scale * (12 / depth if keeps_norm else 1), decay="cautious",
-        matrix_weight_decay=0.0 if keeps_norm else 0.28 * (
-            2 ** round(math.log2(2**19 * (least / reference) ** 0.383)) / 2**19) ** 0.5 * reference / least,
-        decay_schedule="cosine", embed_lr=0.3 * width_scale * batch_scale,
-        value_embed_lr=0.15 * width_scale * batch_scale, head_lr=0.008 * width_scale * batch_scale,
-        scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale, adam_eps=1e-10)
+        tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
+        matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
+        adam_eps=1e-10 * GRAD_TOKENS)}
+
+
+def choose_lr(cfg: Config, preset: Config) -> float:
+    """matrix_lr where none is given: that of the preset, or where the rule is another, one that suits it."""
+    rule = RULES[cfg.matrix_rule]
+    if cfg.depth:
+        return cfg.matrix_lr
+    if cfg.matrix_rule == preset.matrix_rule or {cfg.matrix_rule, preset.matrix_rule} == {"muon", "normuon"}:
+        return cfg.matrix_lr * (preset.num_layers / cfg.num_layers if rule.keeps_norm else 1)
+    if "muon" in cfg.matrix_rule and not rule.keeps_norm and cfg.muon_scale != "spectral":
+        raise InputError(f"--matrix_rule={cfg.matrix_rule} has no known rate for --muon_scale="
+                         f"{cfg.muon_scale}: give --matrix_lr too, or --muon_scale=spectral")
+    return rule.suggest_lr(cfg.num_layers)
 
 
 def config_fields() -> dict[str, dataclasses.Field]:
@@ -685,12 +709,17 @@ def show_value(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def list_choices(field: dataclasses.Field) -> tuple[str, ...]:
+    """The values a field may have; empty where they are not listed."""
+    choices = field.metadata["choices"]
+    return choices() if callable(choices) else choices or ()
+
+
 def check_value(field: dataclasses.Field, value) -> None:
     """Raise InputError where a value leaves the field's range or choices."""
-    meta = field.metadata
-    if meta["choices"] and value not in meta["choices"]:
-        raise InputError(f"--{field.name}={value} is not one of {', '.join(meta['choices'])}: "
-                         "choose one of them")
+    meta, choices = field.metadata, list_choices(field)
+    if choices and value not in choices:
+        raise InputError(f"--{field.name}={value} is not one of {', '.join(choices)}: choose one of them")
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, (int, float)):
             continue
@@ -761,11 +790,11 @@ def make_config(overrides: dict) -> Config:
     chosen = Config(**{**values, **overrides})
     if chosen.depth:
         values |= scale_by_depth(chosen.depth, chosen.tokens_per_param, chosen.vocab_size,
-                                 RULES[chosen.matrix_rule].keeps_norm)
+                                 chosen.matrix_rule, overrides.get("tokens_per_step"))
     preset = Config(**values)
     given = dataclasses.replace(preset, **{**overrides, "preset": name})
-    if given.matrix_rule != preset.matrix_rule and "matrix_lr" not in overrides and not given.depth:
-        given = dataclasses.replace(given, matrix_lr=RULES[given.matrix_rule].suggest_lr(given.num_layers))
+    if "matrix_lr" not in overrides:
+        given = dataclasses.replace(given, matrix_lr=choose_lr(given, preset))
     for field in ("value_pattern", "window_pattern", "drop_attention", "drop_mlp"):
         if given.layers and getattr(given, field) != getattr(preset, field):
             raise InputError(f"--{field}={getattr(given, field)} changes nothing where --layers spells out "
@@ -789,10 +818,12 @@ def fill_layers(cfg: Config) -> Config:
 def check_config(cfg: Config) -> None:
     """Raise InputError for geometry that cannot work."""
     def demand(condition: bool, problem: str, remedy: str) -> None:
+        """What must hold."""
         if not condition:
             raise InputError(f"{problem}: {remedy}")
 
     def demand_multiple(name: str, value: int, of: str, unit: int) -> None:
+        """A value that must be a multiple of a unit."""
         down, up = value // unit * unit, -(-value // unit) * unit
         demand(value % unit == 0 and value > 0, f"--{name}={value} is not a multiple of {of}",
                f"the nearest are {' and '.join(str(v) for v in (down, up) if v > 0)}")
@@ -809,9 +840,7 @@ def check_config(cfg: Config) -> None:
                f"--{name}={getattr(cfg, name)} is not a plain name",
                "use lower-case letters, digits, '_', '-' and '.'")
     check_layers(cfg, demand)
-    demand(not (RULES[cfg.matrix_rule].keeps_norm and cfg.matrix_weight_decay),
-           f"--matrix_weight_decay={cfg.matrix_weight_decay} has no effect, --matrix_rule={cfg.matrix_rule} "
-           "keeps the norms", "give --matrix_weight_decay=0")
+    check_rule(cfg, demand)
     demand(math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two",
            f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}")
     demand(any(stage.share > 0 for stage in cfg.stages),
@@ -852,6 +881,24 @@ def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
         demand(spec.value_embed in (None, "first", *range(cfg.num_value_embeds)),
                f"--layers slot {i} has value_embed={spec.value_embed}",
                f"num_value_embeds is {cfg.num_value_embeds}")
+
+
+def check_rule(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
+    """Refuse options of the update rule that would do nothing, or something else than they say."""
+    rule = f"--matrix_rule={cfg.matrix_rule} keeps norms"
+    if RULES[cfg.matrix_rule].keeps_norm:
+        demand(not cfg.matrix_weight_decay,
+               f"--matrix_weight_decay={cfg.matrix_weight_decay} has no effect, {rule}",
+               "give --matrix_weight_decay=0")
+        demand(cfg.fuse_qkv == "off", f"--fuse_qkv=on makes one norm of those of Q, K and V, and {rule}",
+               "give --fuse_qkv=off")
+    demand(cfg.zero_init == "on" or not cfg.has_output_gain,
+           "--zero_init=off has no effect where layers begin with zero gains", "give --output_gain=off")
+    demand(cfg.decay != "none" or not (cfg.matrix_weight_decay or cfg.adam_weight_decay),
+           f"--decay=none beside a weight decay of {cfg.matrix_weight_decay or cfg.adam_weight_decay}",
+           "give --matrix_weight_decay=0 --adam_weight_decay=0")
+    demand(bool(cfg.depth) or cfg.tokens_per_param == Config.tokens_per_param,
+           f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth", "give --depth too")
 
 
 def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int, int]:
@@ -943,8 +990,7 @@ def format_help() -> str:
         lines += ["", part.__doc__.strip().rstrip(".") + ":"]
         for field in dataclasses.fields(part):
             meta = field.metadata
-            kind = ("|".join(meta["choices"]) if meta["choices"]
-                    else getattr(field.type, "__name__", "str").upper())
+            kind = "|".join(list_choices(field)) or getattr(field.type, "__name__", "str").upper()
             kind = "JSON" if field.name in ("layers", "stages") else kind
             bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
                       if meta[key] is not None]
@@ -1744,6 +1790,8 @@ def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class LinearFP8(torch.autograd.Function):
     """x W^T whose three matmuls are in FP8; the casts of x and W are kept for backward."""
 
+    LEAST = 128  # rows and columns of a weight for which casting pays
+
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K), weight (N, K) of any float dtype -> (..., N) in x.dtype."""
@@ -1767,7 +1815,7 @@ class LinearFP8(torch.autograd.Function):
 def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
     """x (..., K) times weight (N, K) transposed, (..., N): in FP8 where asked to and the sizes allow it."""
     sizes = (x.numel() // x.size(-1), *weight.shape)
-    if use_fp8 and min(weight.shape) >= 128 and all(size % 16 == 0 for size in sizes):
+    if use_fp8 and min(weight.shape) >= LinearFP8.LEAST and all(size % 16 == 0 for size in sizes):
         return LinearFP8.apply(x, weight)
     return x @ weight.type_as(x).T
 
@@ -1841,11 +1889,14 @@ def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str
         return False, f"{name}: off (--{field}=off)"
     if wish == "auto" and device.type == "cpu":
         return False, f"{name}: off (no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it)"
-    if wish == "auto" and field == "fp8_linear" and cfg.model_dim < 1536:
-        return False, f"{name}: off (measuring costs more than it gains below 1536 channels)"
+    if wish == "auto" and field == "fp8_linear" and (cfg.model_dim < 1536 or cfg.compile == "off"):
+        return False, f"{name}: off (measuring costs more than it gains below 1536 channels, or uncompiled)"
     try:
-        if cfg.model_dim % 16:
-            raise RuntimeError(f"model_dim={cfg.model_dim} is not a multiple of 16")
+        for option_name in ("model_dim", "padded_vocab_size") if field == "fp8_head" else ("model_dim",):
+            if getattr(cfg, option_name) % 16:
+                raise RuntimeError(f"{option_name}={getattr(cfg, option_name)} is not a multiple of 16")
+        if field == "fp8_linear" and cfg.model_dim < LinearFP8.LEAST:
+            raise RuntimeError(f"model_dim={cfg.model_dim} is below {LinearFP8.LEAST}")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         if field == "fp8_linear":
@@ -2003,7 +2054,7 @@ def rotate(param: Tensor, step: Tensor, state: dict[str, Tensor], lr: Tensor) ->
     """W <- R N(W - lr R N(step)), N(X) = X / |X|: every matrix stays on the sphere of its first norm R.
 
     A step at a right angle to W turns it by arctan(lr) radians; the size of `step` does not matter. Without
-    gradient nothing moves. Source: Hyperball.
+    gradient nothing moves. Source: Hyperball, arXiv 2606.16899.
     """
     radius, step = state["radius"], step.float()
     weight = param.float() - step * (lr * radius / measure_norm(step).clamp(min=1e-10))
@@ -2014,8 +2065,8 @@ def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
                 knobs: Knobs) -> None:
     """Orthogonalised Nesterov momentum. param, grad (U, rows, columns); state as init_momentum.
 
-    lr (U or 1, 1, 1) per step, in spectral norm or as knobs.muon_scale says; decay like lr, a share of the
-    weight. Source: Muon, and records 3 to 32.
+    lr (U or 1, 1, 1) is the size of a step in spectral norm, or as knobs.muon_scale says; decay (like lr)
+    the share of the weight taken away. Source: Muon, 2024-10; records 3 to 32.
     """
     step = choose_direction(grad, state, knobs)
     take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
@@ -2023,26 +2074,36 @@ def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tenso
 
 def update_normuon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
                    knobs: Knobs) -> None:
-    """update_muon with rows of equal size. Source: NorMuon."""
+    """update_muon with rows of equal size; the same shapes and units, state also as init_balance.
+
+    Source: NorMuon; the record of 2025-10-24.
+    """
     step = balance(choose_direction(grad, state, knobs), state, knobs)
     take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
 
 
 def update_muonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
                  knobs: Knobs) -> None:
-    """Muon's direction on the sphere: lr in radians per step. Source: MuonH."""
+    """Muon's direction on the sphere. param, grad (U, rows, columns); state as init_momentum, init_radius.
+
+    lr (U or 1, 1, 1) is the length of a step as a share of the norm: where it stands at a right angle, the
+    tangent of the angle it turns the matrix. Source: MuonH, nanochat's submission of 2026-02-03.
+    """
     rotate(param, choose_direction(grad, state, knobs), state, lr)
 
 
 def update_normuonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
                     knobs: Knobs) -> None:
-    """NorMuon's direction on the sphere: lr in radians per step. Source: NorMuonH."""
+    """update_muonh with rows of equal size; state also as init_balance. Source: the same submission."""
     rotate(param, balance(choose_direction(grad, state, knobs), state, knobs), state, lr)
 
 
 def update_adamh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
                  knobs: Knobs) -> None:
-    """Adam's direction on the sphere: lr in radians per step. Source: AdamH."""
+    """Adam's direction on the sphere: shapes and lr of update_muonh, state as init_adam and init_radius.
+
+    Source: AdamH, 2026-01.
+    """
     rotate(param, choose_adam_direction(grad, state, knobs), state, lr)
 
 
@@ -2326,7 +2387,8 @@ def build_bank(named: list[tuple[str, nn.Parameter]], group: str, hyper: GroupHy
         for name, units in extents.items():
             if not measure_norm(params[units]).all():
                 raise InputError(f"--matrix_rule={hyper.rule} keeps the norm of every matrix, and one of "
-                                 f"{name} is zero: --output_gain=on or --zero_init=off")
+                                 f"{name} is zero: give --output_gain=on or --zero_init=off, and --init_std "
+                                 "above 0")
     most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
     bins = {(start, end): Bin(f"{named[0][0]}:{start}", params[start:end], grads[start:end],
                               multipliers[:, start:end], group, hyper, rt)
@@ -2407,8 +2469,10 @@ class Optimizer:
                 self._launch(bin)
         self.step_count += 1
         for bin in self.launched:
-            bin.update(self.updates[bin.hyper.rule], matrix_lr_factor if bin.hyper.is_matrix else lr_factor,
-                       decay_factor, self._make_knobs(bin, momentum), self.probe)
+            factor = matrix_lr_factor if bin.hyper.is_matrix else lr_factor
+            bin.update(self.updates[bin.hyper.rule], factor,
+                       factor if self.cfg.decay_schedule == "lr" else decay_factor,
+                       self._make_knobs(bin, momentum), self.probe)
         self.launched, self.is_armed = [], False
 
     def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:

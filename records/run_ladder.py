@@ -1,7 +1,7 @@
 """Run the laptop ladder: every rung over several seeds, each run a record in records/laptop.
 
     python records/run_ladder.py                 # all of it: about two hours on two cores
-    python records/run_ladder.py --only=target,sigmoid_skips --end_seeds=12
+    python records/run_ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
 
 Seed by seed over all rungs, so that a machine whose speed drifts is unfair to none. What records_dir already
 holds is not run again: after an interruption the same command goes on.
@@ -17,9 +17,9 @@ import train_gpt as gpt
 
 
 def plan_runs(seeds: int, end_seeds: int, only: list[str]) -> list[tuple[str, int]]:
-    """(preset, seed) of every run in order: target, first and last rung over more seeds than the others."""
+    """(preset, seed) of every run in order: the first and the last rung over more seeds than the others."""
     rungs = [f"laptop_{name}" for name in gpt.LADDER]
-    counts = {results.TARGET_PRESET: end_seeds, **dict.fromkeys(rungs, seeds),
+    counts = {**dict.fromkeys([results.TARGET_PRESET, *rungs], seeds),
               rungs[0]: end_seeds, rungs[-1]: end_seeds}
     names = [results.name_rung(preset) for preset in counts]
     for name in set(only) - set(names):
@@ -46,7 +46,7 @@ def main() -> None:
     """Run what is missing."""
     parser = results.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every rung")
-    parser.add_argument("--end_seeds", type=int, default=8, help="seeds of target, first and last rung")
+    parser.add_argument("--end_seeds", type=int, default=8, help="seeds of the first and the last rung")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
     parser.add_argument("--script", type=Path, default=results.ROOT / "train_gpt.py", help="what to run")
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="where records go")

@@ -77,6 +77,15 @@ def test_a_failing_probe_turns_it_off_with_one_line():
     assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off")
 
 
+def test_sizes_that_cannot_be_cast_are_refused():
+    for field, changes, complaint in (
+        ("fp8_linear", dict(), "model_dim=64 is below 128"),
+        ("fp8_head", dict(vocab_multiple=1), "padded_vocab_size=257 is not a multiple of 16"),
+    ):
+        with pytest.raises(gpt.InputError, match=complaint):
+            gpt.choose_fp8(smoke_config(**{field: "on"}, **changes), torch.device("cpu"), field)
+
+
 @pytest.mark.parametrize("shape", [(48, 256), (3, 16, 256)], ids=str)
 def test_linear_in_fp8_is_within_its_rounding(shape):
     """Products of two e4m3 numbers err by 0.026 sqrt 2 rms at most, with an e5m2 gradient by 0.052 and 0.026."""

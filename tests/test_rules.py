@@ -140,10 +140,26 @@ class Stuck(nn.Module):
 
 @pytest.mark.parametrize("name", SPHERES)
 def test_a_zero_matrix_is_refused_by_name(name):
-    with pytest.raises(gpt.InputError, match="one of dead is zero: --output_gain=on"):
+    with pytest.raises(gpt.InputError, match="one of dead is zero: give --output_gain=on"):
         gpt.Optimizer(Stuck(), smoke_config(matrix_rule=name), make_runtime())
-    with pytest.raises(gpt.InputError, match="--matrix_weight_decay=0.1 has no effect"):
-        smoke_config(matrix_rule=name, matrix_weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (dict(matrix_rule="muonh", matrix_weight_decay=0.1), "matrix_weight_decay=0.1 has no effect"),
+        (dict(matrix_rule="adamh", fuse_qkv="on"), "one norm of those of Q, K and V.*fuse_qkv=off"),
+        (dict(matrix_rule="normuonh", zero_init="off"), "zero_init=off has no effect.*output_gain=off"),
+        (dict(decay="none", adam_weight_decay=0.1), "decay=none beside a weight decay of 0.1"),
+        (dict(tokens_per_param=8.0), "no effect without --depth"),
+        (dict(matrix_rule="muons"), "matrix_rule=muons is not one of muon, normuon, muonh"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(changes, complaint):
+    with pytest.raises(gpt.InputError, match=complaint):
+        for name, value in changes.items():
+            gpt.check_value(gpt.config_fields()[name], value)
+        smoke_config(**changes)
 
 
 def test_gates_and_gains_are_on_no_sphere():
@@ -177,7 +193,7 @@ def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes(
 def test_gains_do_what_they_say(gain):
     """Norm gains of 2 are inputs of attention and MLP times 2; output gains of 2 what they add, times 2."""
     torch.manual_seed(0)
-    cfg = smoke_config(output_gain="on", norm_gain="on", num_layers=1, zero_init="off")
+    cfg = smoke_config(output_gain="on", norm_gain="on", num_layers=1)
     block = gpt.Block(cfg, gpt.LayerSpec(attention="none"))
     x, step = torch.randn(16, 64), gpt.StepInputs((64, 64), *torch.zeros(2, 16, 2, 1, 32))
     block.mlp.output_gain.data.fill_(1.0)
@@ -296,9 +312,32 @@ def test_depth_scales_the_step_of_rules_that_keep_norms():
     assert gpt.make_config({"preset": "d24", "matrix_lr": 0.5, "num_iterations": 7}).num_iterations == 7
     derived = gpt.derive(gpt.make_config({"preset": "d12"}), 8)
     heads, width, vocab = 6, 768, 50_304
-    keys = 3 * min(2048, 2048) + 9 * 512  # three long layers of twelve, and nine short ones
+    keys = 3 * 2048 + 9 * 512  # three long layers of twelve, and nine short ones
     assert derived["flops_per_token"] == 6 * (12 * 12 * width**2 + vocab * width) + 12 * width * keys
     assert derived["num_params"] == (8 * vocab * width + 12 * (12 * width**2 + heads * 12) + 12 * 2 + 12 + 6)
+
+
+def test_depth_with_the_muonh_recipe():
+    """Gains and schedules stay those of preset muonh, whichever of the two is named first."""
+    recipe = gpt.PRESETS["muonh"][2]
+    for overrides in ({"preset": "muonh", "depth": 24}, {"preset": "d24", "matrix_rule": "normuonh"}):
+        cfg = gpt.make_config(overrides)
+        scaled = ("matrix_lr", "embed_lr", "value_embed_lr", "head_lr")
+        assert all(getattr(cfg, name) == value for name, value in recipe.items() if name not in scaled)
+        assert (cfg.momentum_end, cfg.momentum_warmup_steps, cfg.lr_warmup_frac) == (0.95, 300, 0)
+        assert cfg.matrix_lr == pytest.approx(0.02 * 2**0.5 / 2)
+        assert cfg.head_lr == pytest.approx(0.004 * 2**0.5 * 2**-0.5)  # twice the batch, twice the width
+    assert gpt.make_config({"preset": "muonh", "num_layers": 24}).matrix_lr == pytest.approx(0.01)
+
+
+def test_depth_with_other_rules_and_batches():
+    """Half the batch: twice the steps, rates by the root of it, so that lr wd tokens stays; Adam has its own rate."""
+    cfg = gpt.make_config({"preset": "track_1", "depth": 24, "vocab_size": 32_768, "tokens_per_step": 2**19})
+    assert (cfg.num_iterations, cfg.matrix_lr) == (16704, pytest.approx(0.02))
+    assert cfg.matrix_weight_decay == pytest.approx(0.060 / 2**0.5, abs=6e-4) and cfg.mlp_up_lr_mul == 2
+    adam = gpt.make_config({"preset": "d12", "matrix_rule": "adamw"})
+    assert (adam.matrix_lr, adam.matrix_weight_decay) == (pytest.approx(gpt.RULES["adamw"].lr), 0)
+    assert adam.adam_eps == pytest.approx(1e-10 * 49_152)
 
 
 def test_a_rule_without_a_rate_takes_one_that_suits_it():
@@ -308,6 +347,24 @@ def test_a_rule_without_a_rate_takes_one_that_suits_it():
     assert rate["muonh"] == pytest.approx(gpt.RULES["muonh"].lr * 12 / 5)
     assert smoke_config(matrix_rule="adamw", matrix_lr=0.3).matrix_lr == 0.3
     assert gpt.make_config({"preset": "muonh"}).matrix_lr == 0.02
+    track_2 = gpt.make_config({"preset": "track_2"})  # muon and normuon: the same units
+    assert gpt.make_config({"preset": "track_2", "matrix_rule": "normuon"}).matrix_lr == track_2.matrix_lr
+    with pytest.raises(gpt.InputError, match="muon_scale=measured_rms: give --matrix_lr too"):
+        gpt.make_config({"preset": "2024-06-06_adamw_rotary", "matrix_rule": "muon"})
+
+
+def test_decay_along_the_rate_is_along_each_groups_own():
+    """Rates of Adam's groups at half, of matrices at a quarter: W (1 - lr f wd f), and no gradient."""
+    changes = dict(decay_schedule="lr", matrix_weight_decay=0.5, adam_weight_decay=0.5, head_lr=0.1)
+    cfg = smoke_config(matrix_lr=0.1, zero_init="off", **changes)
+    model = gpt.GPT(cfg)
+    model.head.weight.data.fill_(1.0)
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    matrix = model.blocks[1].mlp.up_down
+    before = matrix.clone()
+    optimizer.step(0.5, 0.9, 2048, 0.25, 1.0)
+    assert torch.allclose(model.head.weight, torch.tensor(1 - 0.1 * 0.5 * 0.5 * 0.5))
+    assert torch.allclose(matrix, before * (1 - 0.1 * 0.25 * 0.5 * 0.25))
 
 
 def test_decay_follows_its_schedule():
