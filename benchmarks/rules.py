@@ -23,7 +23,7 @@ import results  # noqa: E402
 import train_gpt as gpt  # noqa: E402
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
-BUDGET = ["--preset=quick", "--val_loss_every=68", "--val_tokens=131072"]
+BUDGET = ["--preset=quick", "--num_iterations=240", "--val_loss_every=60"]
 RULES = {  # name: options, learning rate in the middle of its grid
     "muon": ([], 0.05),
     "muon, Polar Express": (["--orthogonalize=polar_express"], 0.05),
@@ -80,9 +80,9 @@ def time_step(result: dict) -> float:
 
 
 def compare_rules(num_seeds: int, folder: Path) -> None:
-    """Tune on two seeds, run the best on all, print and draw."""
+    """Tune on one seed, run the best on all, print and draw."""
     names = list(RULES)
-    best, grids = choose_rates(names, [], "rule", range(2), folder)
+    best, grids = choose_rates(names, [], "rule", range(1), folder)
     chosen = {name: [best[name]] for name in names}
     found = run(list_runs(names, range(num_seeds), chosen, [], "rule"), folder)
     by_name = dict(zip(names, found.values()))
