@@ -2102,7 +2102,7 @@ def update_adamh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tens
                  knobs: Knobs) -> None:
     """Adam's direction on the sphere: shapes and lr of update_muonh, state as init_adam and init_radius.
 
-    Source: AdamH, 2026-01.
+    Source: AdamH, of the optimizer track.
     """
     rotate(param, choose_adam_direction(grad, state, knobs), state, lr)
 
