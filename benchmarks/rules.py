@@ -33,7 +33,7 @@ RULES = {  # name: options, learning rate in the middle of its grid
     "muonh": (["--matrix_rule=muonh"], 0.04),
     "normuonh": (["--matrix_rule=normuonh"], 0.04),
     "adamh": (["--matrix_rule=adamh"], 0.01),
-    "adamw": (["--matrix_rule=adamw"], 0.002),
+    "adamw": (["--matrix_rule=adamw"], 0.008),
 }
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 DEPTHS = (4, 8, 12)
@@ -80,9 +80,9 @@ def time_step(result: dict) -> float:
 
 
 def compare_rules(num_seeds: int, folder: Path) -> None:
-    """Tune on one seed, run the best on all, print and draw."""
+    """Tune on two seeds, run the best on all, print and draw."""
     names = list(RULES)
-    best, grids = choose_rates(names, [], "rule", range(1), folder)
+    best, grids = choose_rates(names, [], "rule", range(2), folder)
     chosen = {name: [best[name]] for name in names}
     found = run(list_runs(names, range(num_seeds), chosen, [], "rule"), folder)
     by_name = dict(zip(names, found.values()))
