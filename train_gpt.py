@@ -2122,7 +2122,7 @@ class Rule(typing.NamedTuple):
 
     update: Callable
     states: tuple[Callable, ...]
-    lr: float  # to begin with, of 12 slots in a short run
+    lr: float  # to begin with, of 12 slots
     per_matrix: bool = True
 
     def init(self, param: Tensor) -> dict[str, Tensor]:
@@ -2142,8 +2142,8 @@ class Rule(typing.NamedTuple):
 RULES = {
     "muon": Rule(update_muon, (init_momentum,), 0.05),
     "normuon": Rule(update_normuon, (init_momentum, init_balance), 0.05),
-    "muonh": Rule(update_muonh, (init_momentum, init_radius), 0.04),
-    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius), 0.04),
+    "muonh": Rule(update_muonh, (init_momentum, init_radius), 0.02),
+    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius), 0.02),
     "adamh": Rule(update_adamh, (init_adam, init_radius), 0.004),
     "adamw": Rule(update_adam, (init_adam,), 0.0018, per_matrix=False),
 }
