@@ -2136,7 +2136,7 @@ class Rule(typing.NamedTuple):
 
     def suggest_lr(self, num_layers: int) -> float:
         """A matrix_lr to begin with; where norms are kept, smaller the deeper (MuonH of 2026-02)."""
-        return self.lr * 12 / num_layers if self.keeps_norm else self.lr
+        return self.lr * min(1, 12 / num_layers) if self.keeps_norm else self.lr
 
 
 RULES = {
@@ -2144,7 +2144,7 @@ RULES = {
     "normuon": Rule(update_normuon, (init_momentum, init_balance), 0.05),
     "muonh": Rule(update_muonh, (init_momentum, init_radius), 0.02),
     "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius), 0.02),
-    "adamh": Rule(update_adamh, (init_adam, init_radius), 0.004),
+    "adamh": Rule(update_adamh, (init_adam, init_radius), 0.005),
     "adamw": Rule(update_adam, (init_adam,), 0.0018, per_matrix=False),
 }
 

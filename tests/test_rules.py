@@ -341,10 +341,10 @@ def test_depth_with_other_rules_and_batches():
 
 
 def test_a_rule_without_a_rate_takes_one_that_suits_it():
-    """That of 12 slots, times 12 / depth where norms are kept; a rate that is given stays."""
+    """That of 12 slots, times 12 / depth in deeper models where norms are kept; a rate that is given stays."""
     rate = {name: gpt.make_config({"preset": "laptop", "matrix_rule": name}).matrix_lr for name in gpt.RULES}
     assert rate["muon"] == rate["normuon"] == 0.05 and rate["adamw"] == gpt.RULES["adamw"].lr
-    assert rate["muonh"] == pytest.approx(gpt.RULES["muonh"].lr * 12 / 5)
+    assert rate["muonh"] == gpt.RULES["muonh"].lr == 4 * gpt.RULES["muonh"].suggest_lr(48)
     assert smoke_config(matrix_rule="adamw", matrix_lr=0.3).matrix_lr == 0.3
     assert gpt.make_config({"preset": "muonh"}).matrix_lr == 0.02
     track_2 = gpt.make_config({"preset": "track_2"})  # muon and normuon: the same units
