@@ -543,7 +543,7 @@ def change_slots(**changes) -> Callable:
 
 # What --without switches off, and how; a function is applied to the field's value
 MECHANISMS: dict[str, dict] = {
-    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
+    "muon": dict(matrix_rule="adamw", matrix_lr=lambda _: RULES["adamw"].lr),
     "momentum_warmup": dict(momentum_warmup_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "untied_head": dict(tie_head="on", embed_lr=0.0036),
@@ -3124,20 +3124,19 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
         entries = splits["train"] + splits["val"]
         splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
                       val=[entry for entry in entries if entry[0][0] < 16])
-    for split, entries in splits.items():
-        if not entries:
-            raise InputError(f"{source}: no document for the {split} split: give more text")
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens={},
-                fingerprint="")
+    streams = {split: join_documents([tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])],
+                                     document_start) for split, entries in splits.items()}
+    for split, stream in streams.items():
+        if len(stream) <= BLOCK:
+            raise InputError(f"{source}: the {split} split has {len(stream)} tokens, fewer than the "
+                             f"{BLOCK + 1} of one attention block: give more text")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
+                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
     out.mkdir(parents=True, exist_ok=True)
     for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
         stale.unlink()
     written = []
-    for split, entries in splits.items():
-        starts = np.array([document_start], dtype=np.uint16)
-        stream = np.concatenate([part for _, tokens in sorted(entries, key=lambda e: e[0])
-                                 for part in (starts, tokens)])
-        info["tokens"][split] = len(stream)
+    for split, stream in streams.items():
         for number, begin in enumerate(range(0, len(stream), shard_tokens)):
             path = out / f"{split}_{number:06d}.bin"
             write_shard(path, stream[begin : begin + shard_tokens], vocab_size, document_start)
@@ -3145,6 +3144,12 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     info["fingerprint"] = fingerprint(written)
     write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
     return info
+
+
+def join_documents(documents: Iterable[np.ndarray], document_start: int) -> np.ndarray:
+    """One stream of tokens (uint16), each document behind a document start."""
+    start = np.array([document_start], dtype=np.uint16)
+    return np.concatenate([start[:0], *(part for tokens in documents for part in (start, tokens))])
 
 
 def torch_source_name() -> str:

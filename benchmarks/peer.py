@@ -51,8 +51,7 @@ def write_text(text: str, folder: Path) -> list[str]:
         pieces = list(gpt.split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
-        starts = np.array([gpt.BYTE_DOCUMENT_START], dtype=np.uint16)
-        stream = np.concatenate([tokens for piece in pieces for tokens in (starts, gpt.encode_bytes(piece))])
+        stream = gpt.join_documents(map(gpt.encode_bytes, pieces), gpt.BYTE_DOCUMENT_START)
         gpt.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--val_tokens=40960"]
 

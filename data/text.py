@@ -123,10 +123,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
         f"validation tokens, fingerprint {info['fingerprint']}"
     )
-    preset = "quick" if tokens["train"] < 2_000_000 else "laptop" if args.tokenizer == "bytes" else "track_1"
+    preset = "quick" if tokens["train"] < 2_000_000 else "auto"
     cfg = gpt.make_config({"preset": preset})
-    seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // 128 * 128)
-    val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // max(1, seq_len) * seq_len)
+    seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
+    val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
     print(
         f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
         f"--val_tokens={val_tokens} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'"

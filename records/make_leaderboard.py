@@ -122,13 +122,12 @@ def format_rung(rung: Rung) -> str:
 def format_other(record: results.Record, target: float | None) -> str:
     """A row of a record that is no rung."""
     summary = results.summarize(list(record.losses.values()), target)
-    seconds = statistics.mean(result["train_time_ms"] / 1000 for result in record.results)
     sd = "" if math.isnan(summary.sd) else f"{summary.sd:.3f}"
     arrival = math.nan if target is None else find_arrival(record, target)[2]
     return (f"| [{record.folder.name}]({record.folder.parent.name}/{record.folder.name}) "
             f"| {record.results[0]['preset']} | {summary.n} | {summary.mean:.3f} | {sd} "
             f"| {format_p(summary.p)} | {'' if math.isnan(arrival) else f'{arrival:.1f}'} "
-            f"| {seconds:.1f} s |\n")
+            f"| {time_runs(record):.1f} s |\n")
 
 
 def format_machine(result: dict) -> str:
@@ -161,35 +160,34 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> 
     tokens = [record.results[0]["config"]["derived"]["train_tokens"]
               for record in (rungs[-1].record, setting)]
     summary = results.summarize(list(setting.losses.values()))
-    minutes = statistics.median(result["train_time_ms"] for result in setting.results) / 60_000
     note = LADDER_NOTE.format(tokens=tokens[0], target=target, target_tokens=tokens[1], n=summary.n,
-                              sd=summary.sd, target_minutes=minutes,
+                              sd=summary.sd, target_minutes=time_runs(setting) / 60,
                               machine=format_machine(setting.results[0]))
     return f"{note}\n![the ladder](ladder.svg)\n{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
-def find_fastest(records: list[results.Record], target: float) -> tuple[results.Record, float] | None:
-    """The claim that holds (mean below the target, p < 0.01) and gets there first, with its seconds."""
-    holds = [(find_arrival(record, target)[2], record) for record in records
-             if results.summarize(list(record.losses.values()), target).p < 0.01]
-    seconds, record = min(((seconds, record) for seconds, record in holds if not math.isnan(seconds)),
-                          key=lambda pair: pair[0], default=(math.nan, None))
-    return (record, seconds) if record else None
+def time_runs(record: results.Record) -> float:
+    """Training seconds of a record, the median over its runs."""
+    return statistics.median(result["train_time_ms"] for result in record.results) / 1000
+
+
+def find_fastest(records: list[results.Record], target: float) -> results.Record | None:
+    """The fastest record whose claim holds: a mean below the target with p < 0.01."""
+    holds = [r for r in records if results.summarize(list(r.losses.values()), target).p < 0.01]
+    return min(holds, key=time_runs, default=None)
 
 
 def format_lines(rungs: list[Rung], setting: results.Record, target: float, records: list[results.Record]
                  ) -> str:
     """What the README says of the ladder."""
-    slow, counts = find_arrival(setting, target)[2], [judge(rung.effect) for rung in rungs]
-    if math.isnan(slow):  # the target is its mean, so some of its runs end above it
-        slow = statistics.median(result["train_time_ms"] / 1000 for result in setting.results)
-    fastest, claim = find_fastest(records, target), ""
+    counts, fastest, claim = [judge(rung.effect) for rung in rungs], find_fastest(records, target), ""
     if fastest:
-        record, seconds = fastest
-        n, where = len(record.losses), f"records/{record.folder.parent.name}/{record.folder.name}"
-        claim = f"; [`{record.folder.name}`]({where}) takes {seconds:.0f} s (n = {n}, p < 0.01)"
+        where = f"records/{fastest.folder.parent.name}/{fastest.folder.name}"
+        claim = (f"; [`{fastest.folder.name}`]({where}) takes {time_runs(fastest):.0f} s "
+                 f"(n = {len(fastest.losses)}, p < 0.01)")
     return (f"{MARKS[0]}\n![The ladder of records, run again on two CPU cores](records/ladder.svg)\n\n"
-            f"On two CPU cores the first rung (AdamW with rotary) takes {slow:.0f} s to {target:g}{claim}.\n"
+            f"On two CPU cores the first rung (AdamW with rotary) takes {time_runs(setting):.0f} s "
+            f"to {target:g}{claim}.\n"
             f"At equal tokens its loss is {rungs[0].summary.mean:.2f}, that of the last rung "
             f"{rungs[-1].summary.mean:.2f}.\nAgainst the rung before it, {counts.count('helps')} rungs help "
             f"at this scale, {counts.count('hurts')} hurt, of {counts.count('no effect shown')} no effect "

@@ -257,6 +257,13 @@ def test_one_small_file_is_enough(tmp_path):
     assert trained.returncode == 0 and "step:10/10 val_loss" in trained.stdout, trained.stderr
 
 
+def test_too_little_text_leaves_nothing(tmp_path):
+    (tmp_path / "note.txt").write_text("one line\n" * 9)
+    done = run_tool("text.py", "note.txt", "--out", "mine", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "give more text" in done.stderr
+    assert not (tmp_path / "mine").exists()
+
+
 def test_the_same_texts_give_the_same_bytes(tmp_path):
     texts = make_texts(tmp_path / "texts")
     for out in ("one", "two"):

@@ -152,6 +152,18 @@ def test_the_target_is_the_mean_of_the_records_that_set_it(make_record):
     assert rungs[1].effect.mean == 1.5
 
 
+def test_the_fastest_claim_is_one_that_holds(make_record):
+    """Below 1.39 with p < 0.01; faster ones whose mean is above, or whose p is not small, do not count."""
+    losses = dict(slow=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4] * 3)
+    times = dict(slow=90_000, fast=60_000, unsure=50_000, worse=40_000)
+    for name in losses:
+        folder = make_record(name, losses[name], train_time_ms=times[name])
+    records = results.read_track("laptop", folder.parent.parent)
+    fastest = make_leaderboard.find_fastest(records, 1.39)
+    assert fastest.folder.name == "2026-01-01_fast" and make_leaderboard.time_runs(fastest) == 60
+    assert make_leaderboard.find_fastest([r for r in records if r.folder.name.endswith("e")], 1.39) is None
+
+
 def test_curves_are_drawn_the_same_twice(real_record, tmp_path):
     for name in ("a", "b"):
         plot.plot_curves([results.read_record(real_record)], 3.0, tmp_path / name)
