@@ -1464,42 +1464,36 @@ DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewe
 
 class RMSNorm(torch.autograd.Function):
     """x (..., D) / its root mean square, with the gradient in closed form: a third of the passes over memory
-    where no compiler fuses them."""
+    where no compiler fuses them. Backward reads y, or x where that is at hand anyway."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, keeps_input: bool) -> Tensor:
         """x (..., D) -> (..., D)."""
         mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.rsqrt(mean_square + 1.1920929e-07).type_as(x)  # (..., 1); float32's epsilon
         y = x * scale
-        ctx.save_for_backward(y, scale)
+        ctx.keeps_input = keeps_input
+        ctx.save_for_backward(x if keeps_input else y, scale)
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         """Take out of the gradient what would change the length: scale (g - y mean(g y))."""
-        y, scale = ctx.saved_tensors
-        along = (grad * y).mean(dim=-1, keepdim=True, dtype=torch.float32).type_as(y)  # (..., 1)
-        return torch.addcmul(grad, y, along, value=-1) * scale
+        kept, scale = ctx.saved_tensors
+        along = (grad * kept).mean(dim=-1, keepdim=True, dtype=torch.float32).type_as(kept)  # (..., 1)
+        if ctx.keeps_input:
+            along = along * scale * scale
+        return torch.addcmul(grad, kept, along, value=-1) * scale, None
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x: Tensor, keeps_input: bool = False) -> Tensor:
     """Divide the last dimension by its root mean square. No gain; float32 epsilon for every dtype."""
-    return RMSNorm.apply(x)
+    return RMSNorm.apply(x, keeps_input)
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """max(0, x)^2, as a product: its backward needs no power."""
     return x * F.relu(x)
-
-
-def scale_by(x: Tensor, factor: Tensor) -> Tensor:
-    """x (T, ...) times one learned number, in x.dtype.
-
-    Its gradient is summed row by row, then over rows in the number's own precision: more exact than one sum
-    in bfloat16, and the same to the last bit on any number of CPU threads.
-    """
-    return x * factor.expand(x.size(0), *[1] * (x.dim() - 1)).type_as(x)  # by (T, 1, ...)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1524,24 +1518,30 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """Block mask for FlexAttention from the document range of each block; never a T x T matrix.
 
     doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window.
-    Blocks in which all pairs are visible skip the mask function. Source: records 12 and 16.
+    Blocks in which all pairs are visible skip the mask function. A query block sees an unbroken run of key
+    blocks that ends with its own, and those seen in full are one that ends before it, so counts give the
+    lists without a sort. Source: records 12 and 16.
     """
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
-    distance = (block[:, None] - block) * BLOCK  # (T/128, T/128) tokens from query block to key block
+    row = block[:, None]  # query blocks, in lists by key block those
+    distance = (row - block) * BLOCK  # (T/128, T/128) tokens from query block to key block
     overlap = (first[:, None] <= last) & (first <= last[:, None])
     visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
     full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
             & (first[:, None] == last) & (first == last[:, None]))
-
-    def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many key blocks each query block sees, and all key blocks, those first."""
-        counts = chosen.sum(dim=-1, dtype=torch.int32)  # (T/128,)
-        order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
-        return counts[None, None].contiguous(), order[None, None].contiguous()  # (1, 1, T/128[, T/128])
-
-    return BlockMask.from_kv_blocks(*ordered(visible & ~full), *ordered(full), BLOCK_SIZE=BLOCK,
-                                    mask_mod=make_mask_mod(doc_ids, window))
+    lists = []  # counts (1, 1, T/128) and blocks (1, 1, T/128, T/128): partial, full
+    for is_by_query, dim in ((True, 1), (False, 0)):
+        num_visible, num_full = (seen.sum(dim, dtype=torch.int32) for seen in (visible, full))  # (T/128,)
+        start, length = row + 1 - num_visible[:, None], num_full[:, None]
+        if is_by_query:
+            partial = torch.where(start + block < row - length, start + block, row)
+            unmasked = row - length + block
+        else:
+            partial, unmasked = torch.where(block == 0, row, row + length + block), row + 1 + block
+        for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
+            lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
+    return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), make_mask_mod(doc_ids, window))
 
 
 def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
@@ -1582,7 +1582,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Attention through FlexAttention. q, k, v (T, H, K) -> (T, H, K). Only fast when compiled."""
-    q, k, v = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))  # (1, H, T, K)
+    q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
     return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)  # (T, H, K)
 
 
@@ -1623,8 +1623,8 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def symmetric_kernel(x_ptr, add_ptr, out_ptr, M, K, alpha, beta, HAS_ADD: tl.constexpr,
-                         BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    def symmetric_kernel(x_ptr, add_ptr, out_ptr, M, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
+                         HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
         """One tile on or above the diagonal of alpha X X^T + beta A, stored there and mirrored."""
         i, j, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         if j < i:
@@ -1639,19 +1639,19 @@ if triton is not None:
             right = tl.load(x_ptr + cols[None, :] * K + depth[:, None],
                             mask=(cols[None, :] < M) & (depth[:, None] < K), other=0.0)
             total += tl.dot(left, right)
-        total *= alpha
+        total *= ALPHA
         inside = (rows[:, None] < M) & (cols[None, :] < M)
         here = unit * M * M + rows[:, None] * M + cols[None, :]
         if HAS_ADD:
-            total += beta * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
+            total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
         total = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, total, mask=inside)
         if j > i:  # a tile on the diagonal is whole as it is
             tl.store(out_ptr + unit * M * M + cols[None, :] * M + rows[:, None], total, mask=inside)
 
     @triton.jit
-    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, grad_scale, cap,
-                             BLOCK: tl.constexpr):
+    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, GRAD_SCALE: tl.constexpr,
+                             CAP: tl.constexpr, BLOCK: tl.constexpr):
         """One token: its loss and d loss / d logits. Capped logits are at most 2 cap: it serves as max."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
@@ -1661,16 +1661,16 @@ if triton is not None:
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf")).to(tl.float32)
-            total += tl.where(at < V, tl.exp(2 * cap / (1 + tl.exp(-2 * logits / cap)) - 2 * cap), 0.0)
-        log_total = tl.log(tl.sum(total, axis=0)) + 2 * cap
+            total += tl.where(at < V, tl.exp(2 * CAP / (1 + tl.exp(-2 * logits / CAP)) - 2 * CAP), 0.0)
+        log_total = tl.log(tl.sum(total, axis=0)) + 2 * CAP
         aim = tl.load(logits_ptr + target).to(tl.float32)
-        tl.store(losses_ptr + row, log_total - 2 * cap / (1 + tl.exp(-2 * aim / cap)))
+        tl.store(losses_ptr + row, log_total - 2 * CAP / (1 + tl.exp(-2 * aim / CAP)))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=0.0).to(tl.float32)
-            gate = 1 / (1 + tl.exp(-2 * logits / cap))
-            grad = tl.exp(2 * cap * gate - log_total) - tl.where(at == target, 1.0, 0.0)
-            grad = grad * 4 * gate * (1 - gate) / grad_scale  # the slope of the cap, whatever it is
+            gate = 1 / (1 + tl.exp(-2 * logits / CAP))
+            grad = tl.exp(2 * CAP * gate - log_total) - tl.where(at == target, 1.0, 0.0)
+            grad = grad * 4 * gate * (1 - gate) / GRAD_SCALE  # the slope of the cap, whatever it is
             tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
 
 
@@ -1750,6 +1750,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_d
 # and its loss have static scales (record 32), the linears of the blocks scales measured from each tensor
 # (nanochat). Training only; validation always multiplies in the activation dtype, with the same weights.
 
+FP8_LEAST = 128  # rows and columns of a weight for which casting pays
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
 
@@ -1783,14 +1784,12 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
 def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x scaled so that its largest entry is the largest of an FP8 dtype, and what undoes it, float32 ()."""
     limit = torch.finfo(dtype).max
-    scale = (limit / x.abs().max().double().clamp(min=1e-12)).float()  # the same compiled and not
+    scale = limit / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).clamp_(-limit, limit).to(dtype).contiguous(), scale.reciprocal()
 
 
 class LinearFP8(torch.autograd.Function):
     """x W^T whose three matmuls are in FP8; the casts of x and W are kept for backward."""
-
-    LEAST = 128  # rows and columns of a weight for which casting pays
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -1815,7 +1814,7 @@ class LinearFP8(torch.autograd.Function):
 def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
     """x (..., K) times weight (N, K) transposed, (..., N): in FP8 where asked to and the sizes allow it."""
     sizes = (x.numel() // x.size(-1), *weight.shape)
-    if use_fp8 and min(weight.shape) >= LinearFP8.LEAST and all(size % 16 == 0 for size in sizes):
+    if use_fp8 and min(weight.shape) >= FP8_LEAST and all(size % 16 == 0 for size in sizes):
         return LinearFP8.apply(x, weight)
     return x @ weight.type_as(x).T
 
@@ -1849,7 +1848,7 @@ class HeadLoss(torch.autograd.Function):
         return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None
 
 
-LOGITS_CHUNK = 16_384  # tokens whose logits exist at once
+LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
 
 
 def multiply_plain(w: Tensor) -> Callable:
@@ -1895,8 +1894,8 @@ def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str
         for option_name in ("model_dim", "padded_vocab_size") if field == "fp8_head" else ("model_dim",):
             if getattr(cfg, option_name) % 16:
                 raise RuntimeError(f"{option_name}={getattr(cfg, option_name)} is not a multiple of 16")
-        if field == "fp8_linear" and cfg.model_dim < LinearFP8.LEAST:
-            raise RuntimeError(f"model_dim={cfg.model_dim} is below {LinearFP8.LEAST}")
+        if field == "fp8_linear" and cfg.model_dim < FP8_LEAST:
+            raise RuntimeError(f"model_dim={cfg.model_dim} is below {FP8_LEAST}")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         if field == "fp8_linear":
@@ -2621,42 +2620,45 @@ class Attention(nn.Module):
             self.out = declare(matrices[3].clone(), "matrix")  # (D, D)
         else:
             self.qkvo = declare(matrices, "matrix")  # (4, D, D)
-        if spec.value_embed is not None or not self.is_lerp:
-            num_lambdas = 1 if spec.value_embed is None or self.is_lerp else 2
-            self.value_lambdas = declare(torch.full((num_lambdas,), 0.5), "scalar")
         if self.gate_dim:
             self.gate = declare(
                 torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "gate")
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Those of Q, K and V (3D, D), and that of the output (D, D)."""
         if hasattr(self, "qkv"):
-            return self.qkv, self.out
-        return self.qkvo[:3].flatten(0, 1), self.qkvo[3]
+            return self.qkv.to(dtype), self.out.to(dtype)
+        qkv, out = self.qkvo.to(dtype).split((3, 1))
+        return qkv.flatten(0, 1), out[0]
 
-    def mix_values(self, v: Tensor, value_embed: Tensor | None) -> Tensor:
-        """Values v (T, H, K) with the value embeddings (T, D) of this slot, where it has some."""
+    def mix_values(self, v: Tensor, value_embed: Tensor | None, scalars: dict[str, Tensor]) -> Tensor:
+        """Values v (T, D) with the value embeddings (T, D) of this slot, where it has some."""
         if self.is_lerp:
-            return v if value_embed is None else v + scale_by(value_embed.view_as(v) - v,
-                                                              self.value_lambdas[0])
-        v = scale_by(v, self.value_lambdas[0])
-        return v if value_embed is None else v + scale_by(value_embed.view_as(v), self.value_lambdas[1])
+            return v if value_embed is None else v + (value_embed - v) * scalars["value"].type_as(v)
+        v = v * scalars["value"].type_as(v)
+        return v if value_embed is None else v + value_embed * scalars["value_embed"].type_as(v)
 
     def make_values(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> values (T, D) before they are mixed with others."""
-        return x @ self.matrices()[0][-x.size(1) :].type_as(x).T
+        return x @ self.matrices(x.dtype)[0][-x.size(1) :].T
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mask: BlockMask | Tensor,
-                step: StepInputs) -> Tensor:
+    def forward(self, x: Tensor, value_embed: Tensor | None, scalars: dict[str, Tensor],
+                mask: BlockMask | Tensor, step: StepInputs) -> Tensor:
         """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
-        (to_qkv, to_out), use_fp8 = self.matrices(), self.use_fp8 and self.training
-        qkv = multiply_linear(x, to_qkv, use_fp8)  # (T, 3D)
-        qkv = qkv.unflatten(1, (3, self.num_heads, self.head_dim))  # (T, 3, H, K)
-        qk = rms_norm(qkv[:, :2]) if self.has_qk_norm else qkv[:, :2]
+        (to_qkv, to_out), use_fp8, dim = self.matrices(x.dtype), self.use_fp8 and self.training, x.size(1)
+        heads = self.num_heads, self.head_dim
+        qk, v = multiply_linear(x, to_qkv, use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
+        qk = qk.unflatten(1, (2, *heads))  # (T, 2, H, K)
+        qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
         q, k = apply_rotary(qk, step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
-        y = attend(q, k, self.mix_values(qkv[:, 2], value_embed), mask)  # (T, H, K)
+        gate = scalars["value"] if "value" in scalars else None  # (T, 1), attention being linear in its values
+        if value_embed is not None:
+            v, gate = self.mix_values(v, value_embed, scalars), None
+        y = attend(q, k, v.unflatten(1, heads), mask)  # (T, H, K)
         if self.gate_dim:
-            y = y * torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)[..., None]  # by (T, H, 1)
+            opening = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
+            gate = opening if gate is None else opening * gate.type_as(x)
+        y = y if gate is None else y * gate.type_as(x)[..., None]
         y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
         y = y * self.depth_scale if self.depth_scale != 1 else y
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
@@ -2678,10 +2680,22 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
-        (up, down), use_fp8 = self.up_down, self.use_fp8 and self.training
+        (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
         y = self.activation(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
         y = multiply_linear(y, down, use_fp8)  # (T, D)
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
+
+
+def choose_scalars(cfg: Config, spec: LayerSpec) -> dict[str, float]:
+    """The learned numbers of a slot, by name, as they begin: factors of what flows into it."""
+    scalars = dict(x=1.0, x0=0.0) if cfg.x0_shortcut == "on" else {}
+    if spec.skip_from is not None:
+        scalars["skip"] = cfg.skip_init
+    if spec.attention != "none" and (spec.value_embed is not None or cfg.value_mix != "lerp"):
+        scalars["value"] = 0.5
+        if spec.value_embed is not None and cfg.value_mix != "lerp":
+            scalars["value_embed"] = 0.5
+    return scalars
 
 
 class Block(nn.Module):
@@ -2690,10 +2704,7 @@ class Block(nn.Module):
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.spec, self.has_plain_skip = spec, cfg.skips == "plain"
-        self.lambdas = None  # of the stream and of x0
-        if cfg.x0_shortcut == "on":
-            self.lambdas = declare(torch.tensor([1.0, 0.0]), "scalar")
-        self.skip = None if spec.skip_from is None else declare(torch.tensor([cfg.skip_init]), "scalar")
+        self.scalars = choose_scalars(cfg, spec)
         self.attention = None if spec.attention == "none" else Attention(cfg, spec)
         self.mlp = MLP(cfg) if spec.mlp else None
         self.attention_gain = self.mlp_gain = None  # (D,) of the norms
@@ -2702,12 +2713,14 @@ class Block(nn.Module):
                 declare(torch.ones(cfg.model_dim), "gain") if part else None
                 for part in (self.attention, self.mlp))
 
-    def forward(self, x: Tensor, x0: Tensor, skip: Tensor | None, value_embed: Tensor | None,
+    def forward(self, x: Tensor, streams: dict[str, Tensor], scalars: dict[str, Tensor],
                 mask: BlockMask | Tensor | None, step: StepInputs) -> Tensor:
-        """x, x0, skip, value_embed (T, D) -> (T, D)."""
-        x = self.mix_inputs(x, x0, skip)
+        """x and streams (T, D), scalars (T, 1) -> (T, D)."""
+        x = self.mix_inputs(x, streams, scalars)
         if self.attention is not None:
-            x = x + self.attention(self.normalize(x, self.attention_gain, step), value_embed, mask, step)
+            value_embed = streams.get(f"v{self.spec.value_embed}")
+            x = x + self.attention(self.normalize(x, self.attention_gain, step), value_embed, scalars, mask,
+                                   step)
         if self.mlp is not None:
             x = x + self.mlp(self.normalize(x, self.mlp_gain, step))
         return x
@@ -2718,13 +2731,14 @@ class Block(nn.Module):
         x = rms_norm(x).to(step.dtype)
         return x if gain is None else x * gain.type_as(x)
 
-    def mix_inputs(self, x: Tensor, x0: Tensor, skip: Tensor | None = None) -> Tensor:
-        """x, x0, skip (T, D) -> the stream (T, D) that this slot reads."""
-        if skip is not None:
-            x = x + scale_by(skip, self.skip if self.has_plain_skip else torch.sigmoid(self.skip))
-        if self.lambdas is None:
-            return x
-        return scale_by(x, self.lambdas[0]) + scale_by(x0, self.lambdas[1])
+    def mix_inputs(self, x: Tensor, streams: dict[str, Tensor], scalars: dict[str, Tensor]) -> Tensor:
+        """x and streams (T, D) -> the stream (T, D) that this slot reads."""
+        if "skip" in scalars:
+            weight = scalars["skip"] if self.has_plain_skip else torch.sigmoid(scalars["skip"])
+            x = x + streams[f"h{self.spec.skip_from}"] * weight.type_as(x)
+        if "x0" in scalars:
+            x = x * scalars["x"].type_as(x) + streams["x0"] * scalars["x0"].type_as(x)
+        return x
 
 
 class Head(nn.Module):
@@ -2748,6 +2762,53 @@ class Head(nn.Module):
         return softcap(x @ self.weight.type_as(x).T, self.cap)
 
 
+class Segment(nn.Module):
+    """Consecutive slots of a model, which owns their blocks; the first segment normalises the embeddings, the
+    last one what the head reads. Where ranks share the work each is compiled by itself: its gradients are
+    final, and on their way, when its backward ends."""
+
+    def __init__(self, cfg: Config, blocks: nn.ModuleList, slots: range, use_flex: bool):
+        super().__init__()
+        self.blocks, self.slots, self.use_flex = nn.ModuleList(blocks[i] for i in slots), slots, use_flex
+        self.is_first, self.is_last = slots.start == 0, slots.stop == cfg.num_layers
+        self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
+        self.kept = {spec.skip_from for spec in cfg.layers}  # slots whose output another one reads
+        self.has_first_values = any(spec.value_embed == "first" for spec in cfg.layers)
+
+    def forward(self, x: Tensor, streams: dict[str, Tensor], scalars: list[dict[str, Tensor]],
+                doc_ids: Tensor, step: StepInputs, keep_all: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """x and streams (T, D), scalars (T, 1), doc_ids (T,) -> x (T, D), and the streams it adds."""
+        masks, added = self.build_masks(doc_ids, step.windows), {}
+        if self.is_first:
+            x, added = self.begin(x, scalars, step)
+        for slot, block in zip(self.slots, self.blocks):
+            mask = masks[slot] if isinstance(masks, list) else masks.get(block.spec.attention)
+            x = block(x, {**streams, **added}, scalars[slot], mask, step)
+            if keep_all or slot in self.kept:
+                added[f"h{slot}"] = x
+        return rms_norm(x).to(step.dtype) if self.is_last else x, added
+
+    def begin(self, x: Tensor, scalars: list[dict[str, Tensor]], step: StepInputs
+              ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Embeddings (T, D) -> x (T, D), and the streams that begin with it."""
+        x = x.to(torch.float32 if self.has_wide_stream else step.dtype)
+        x = rms_norm(x) if self.has_embed_norm else x
+        added, first = {"x0": x}, self.blocks[0]
+        if self.has_first_values:  # record 9; computed twice, so that a block need not return them
+            added["vfirst"] = first.attention.make_values(  # (T, D)
+                first.normalize(first.mix_inputs(x, added, scalars[0]), first.attention_gain, step))
+        return x, added
+
+    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int] | list[KeyValues]):
+        """What attend() wants to know of each kind of attention here; or every slot's cache."""
+        if isinstance(windows, list):
+            return windows
+        build = build_block_mask if self.use_flex else build_dense_mask
+        kinds = {block.spec.attention for block in self.blocks}
+        return {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)
+                if kind in kinds}
+
+
 class GPT(nn.Module):
     """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
@@ -2755,8 +2816,7 @@ class GPT(nn.Module):
                  dtype: torch.dtype = torch.float32, use_kernels: bool = False,
                  use_fp8_linear: bool = False):
         super().__init__()
-        self.specs, self.use_flex, self.dtype = cfg.layers, use_flex, dtype
-        self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
+        self.cfg, self.use_flex, self.dtype = cfg, use_flex, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
         is_tied = cfg.tie_head == "on"  # then it begins as a matrix that multiplies, not as one to read
         embed = (init_matrices(table, cfg.init_std * cfg.model_dim**-0.5)[0] if is_tied
@@ -2767,8 +2827,10 @@ class GPT(nn.Module):
             str(i): declare(draw(Tensor.normal_, torch.empty(table)).to(storage), "value_embed")
             for i in sorted(used - {None, "first"})})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
+        self.scalars = declare(torch.tensor(  # of all slots, one behind the other
+            [value for block in self.blocks for value in block.scalars.values()]), "scalar")
         self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
-        self.has_first_values = "first" in used
+        self.cut(1)
         self.set_fp8_linear(use_fp8_linear)
 
     def set_fp8_linear(self, use_fp8: bool) -> None:
@@ -2781,48 +2843,53 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
-        return self.head(self.encode(inputs, doc_ids, step), targets)
+        return self.compute_loss(*self.look_up(inputs), targets, doc_ids, step)
 
-    def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
-        """inputs, doc_ids (T,) -> normalised final activations (T, D). Source: record 32."""
-        masks, step = self.build_masks(doc_ids, step.windows), step._replace(dtype=self.dtype)
-        x = F.embedding(inputs, self.embed).to(torch.float32 if self.has_wide_stream else self.dtype)
-        x = x0 = rms_norm(x) if self.has_embed_norm else x  # (T, D)
-        values = {int(i): F.embedding(inputs, table).to(self.dtype)
-                  for i, table in self.value_embeds.items()}
-        if self.has_first_values:  # record 9; computed twice, so that a block need not return them
-            first = self.blocks[0]
-            values["first"] = first.attention.make_values(  # (T, D)
-                first.normalize(first.mix_inputs(x, x0), first.attention_gain, step))
-        outputs = []
-        for block, spec, mask in zip(self.blocks, self.specs, masks):
-            skip = None if spec.skip_from is None else outputs[spec.skip_from]
-            x = block(x, x0, skip, values.get(spec.value_embed), mask, step)
-            outputs.append(x)
-        return rms_norm(x).to(self.dtype)
+    def look_up(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """inputs (T,) -> token embeddings (T, D), and the streams v0, v1, ... of value embeddings (T, D).
+
+        Never compiled: PyTorch's own kernel sums the rows of their gradients sorted, so always in the same
+        order; Inductor would add them atomically, into a float32 copy of each table.
+        """
+        return F.embedding(inputs, self.embed), {
+            f"v{i}": F.embedding(inputs, table).to(self.dtype) for i, table in self.value_embeds.items()}
+
+    def compute_loss(self, x: Tensor, streams: dict[str, Tensor], targets: Tensor, doc_ids: Tensor,
+                     step: StepInputs) -> Tensor:
+        """What forward() makes of embeddings: all that is compiled."""
+        return self.head(self.encode(x, streams, doc_ids, step)[0], targets)
+
+    def encode(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs,
+               keep_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """What look_up() returned, doc_ids (T,) -> normalised final activations (T, D), and all streams.
+
+        To the streams come x0 and those outputs of slots, h0, h1, ... (T, D), that are read again, or all.
+        Source: record 32.
+        """
+        step, scalars = step._replace(dtype=self.dtype), self.expand_scalars(x.size(0))
+        for segment in self.segments:
+            x, added = segment(x, streams, scalars, doc_ids, step, keep_all)
+            streams = {**streams, **added}
+        return x, streams
+
+    def expand_scalars(self, num_tokens: int) -> list[dict[str, Tensor]]:
+        """The learned numbers (T, 1) of every slot, by name.
+
+        So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
+        more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
+        """
+        columns = iter(self.scalars.expand(num_tokens, -1).split(1, dim=1))
+        return [{name: next(columns) for name in block.scalars} for block in self.blocks]
 
     def early_parameters(self) -> list[str]:
-        """Names of the parameters that encode() itself uses, before any block is called."""
-        names = [name for name, _ in self.named_parameters()]
-        parts = ("blocks.", "head.") if not self.has_first_values else (
-            *(f"blocks.{i}." for i in range(1, len(self.blocks))), "head.")
-        return [name for name in names if not name.startswith(parts)]
+        """Names of the parameters that are used before any segment is called."""
+        return [name for name, _ in self.named_parameters() if not name.startswith(("blocks.", "head."))]
 
-    def compiled_parts(self) -> list[tuple[str, nn.Module]]:
-        """What is compiled by itself, with the prefix of its parameters.
-
-        Blocks of equal make-up share one graph, and the gradients of a block are final when its backward
-        ends; those of one graph for everything all come at the very end.
-        """
-        return [*((f"blocks.{i}.", block) for i, block in enumerate(self.blocks)), ("head.", self.head)]
-
-    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int] | list[KeyValues]) -> list:
-        """What attend() wants to know in each slot; slots of one kind share a mask."""
-        if isinstance(windows, list):
-            return windows
-        build = build_block_mask if self.use_flex else build_dense_mask
-        masks = {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)}
-        return [masks.get(spec.attention) for spec in self.specs]
+    def cut(self, num_segments: int) -> None:
+        """Divide the slots into so many segments, of like sizes."""
+        bounds = [len(self.blocks) * i // num_segments for i in range(num_segments + 1)]
+        self.segments = [Segment(self.cfg, self.blocks, range(*pair), self.use_flex)
+                         for pair in itertools.pairwise(bounds)]
 
 
 # ==== DATA =================================================================================================
@@ -3720,6 +3787,9 @@ class Progress:
     lr_scale_until: int = 0  # step
 
 
+SEGMENTS = 3  # of a model whose gradients travel while it computes
+
+
 class Trainer:
     """Model, optimizer and schedule of a run, and the steps that use them."""
 
@@ -3728,13 +3798,23 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels, rt.use_fp8_linear).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
-        for prefix, part in model.compiled_parts():
-            self.optimizer.wait_before(
-                part, [name for name, _ in model.named_parameters() if name.startswith(prefix)])
-            part.forward = rt.compile(part.forward)
-        self.optimizer.wait_before(model, model.early_parameters())
+        self._compile(model)
         self.model, self.progress = model, Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
+        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry: shown each micro-batch
+
+    def _compile(self, model: GPT) -> None:
+        """One graph for one rank; for several one for each segment, which waits for its parameters alone."""
+        if self.rt.world_size == 1:
+            model.compute_loss = self.rt.compile(model.compute_loss)
+            return
+        model.cut(min(SEGMENTS, len(model.blocks)))
+        self.optimizer.wait_before(model, model.early_parameters())
+        for part in (*model.segments, model.head):
+            params = {id(param) for param in part.parameters()}
+            self.optimizer.wait_before(
+                part, [name for name, param in model.named_parameters() if id(param) in params])
+            part.forward = self.rt.compile(part.forward)
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
         """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
@@ -3759,7 +3839,10 @@ class Trainer:
             mark("forward and backward")
             if micro == accum - 1:
                 self.optimizer.arm()
-            loss = self.model(*batch, self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len))
+            inputs = self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len)
+            if self.inspect:
+                self.inspect(batch, inputs)
+            loss = self.model(*batch, inputs)
             loss.backward()
             total += loss.detach()
         lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
@@ -3842,7 +3925,11 @@ class Trainer:
 
 
 class Telemetry:
-    """Measures every telemetry_every-th step, by hooks outside the compiled graphs, into <run_id>.jsonl."""
+    """Measures every telemetry_every-th step into <run_id>.jsonl.
+
+    What layers and head see is taken from another forward pass over the step's first micro-batch, so that
+    the graph which trains is the same with and without.
+    """
 
     SAMPLE = 256  # tokens, and head rows, of which logits and FP8 casts are measured
     EMA_DECAY = 0.98  # of the training loss, per step
@@ -3850,34 +3937,38 @@ class Telemetry:
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
         self.losses: list[Tensor] = []  # since the last measurement
-        self.is_measuring = False
-        if self.every:
-            for block in trainer.model.blocks:
-                block.register_forward_hook(self._note_layer)
-            trainer.model.head.register_forward_pre_hook(self._note_head)
+        self.measured: dict = {}  # of layers and head
+        self.measure_layers = trainer.rt.compile(self._measure_layers)
 
     def start_step(self) -> bool:
-        """Arm the hooks, and return True, if the coming step is one to measure."""
-        self.is_measuring = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
-        self.layers, self.head = [], {}
-        return self.is_measuring
+        """Return True, and have the first micro-batch measured, if the coming step is one to measure."""
+        is_measuring = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        self.trainer.inspect = self._inspect if is_measuring else None
+        return is_measuring
 
     @torch.no_grad()
-    def _note_layer(self, _block: nn.Module, _inputs: tuple, output: Tensor) -> None:
-        if self.is_measuring and len(self.layers) < len(self.trainer.model.blocks):  # of one micro-batch
-            x = output.float()
-            self.layers.append(torch.stack((x.mean(), x.std(), x.abs().max())))
+    def _inspect(self, batch: Batch, step: StepInputs) -> None:
+        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, step)
+        self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
+                             **self._measure_head(x, batch.targets))
+        self.trainer.inspect = None
 
-    @torch.no_grad()
-    def _note_head(self, head: Head, inputs: tuple[Tensor, Tensor]) -> None:
-        if not self.is_measuring or self.head:
-            return
-        x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in inputs)
+    def _measure_layers(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs
+                        ) -> tuple[Tensor, Tensor]:
+        """What the head sees (T, D), and mean, std, largest of each layer's output (layers, 3)."""
+        model = self.trainer.model
+        x, streams = model.encode(x, streams, doc_ids, step, keep_all=True)
+        outputs = (streams[f"h{slot}"].float() for slot in range(len(model.blocks)))
+        return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
+
+    def _measure_head(self, x: Tensor, targets: Tensor) -> dict:
+        head = self.trainer.model.head
+        x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in (x, targets))
         w = head.weight.type_as(x)
         logits = softcap(x @ w.T, head.cap)  # (T, V)
         _, grads = softcapped_cross_entropy(x @ w.T, targets, head.cap, torch.float32, FP8_GRAD_SCALE)
         rows = w[:: max(1, len(w) // self.SAMPLE)]
-        self.head = dict(
+        return dict(
             logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
             fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), torch.float8_e4m3fn),
                      w=measure_fp8(rows, FP8_WEIGHT_SCALE, torch.float8_e4m3fn),
@@ -3888,12 +3979,12 @@ class Telemetry:
         if not self.every:
             return
         self.losses.append(loss)
-        if not self.is_measuring:
-            return
         rt, progress = self.trainer.rt, self.trainer.progress
+        if progress.step % self.every:
+            return
         losses = (all_reduce_sum(torch.stack(self.losses), rt) / rt.world_size).tolist()
         norms = all_reduce_sum(probe.sums, rt).sqrt().tolist()
-        self.is_measuring, self.losses = False, []
+        self.losses = []
         for value in losses:
             ema = progress.loss_ema
             progress.loss_ema = value if math.isnan(ema) else ema + (1 - self.EMA_DECAY) * (value - ema)
@@ -3904,8 +3995,7 @@ class Telemetry:
             groups={group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
                                 momentum_norm=momentum)
                     for group, (grad, weight, update, momentum) in zip(probe.rows, norms)},
-            layers=[dict(zip(("mean", "std", "max"), layer.tolist())) for layer in self.layers],
-            **self.head, seconds=probe.read_seconds())
+            **self.measured, seconds=probe.read_seconds())
 
 
 class Guard:
@@ -4265,13 +4355,13 @@ def generate(model: GPT, prompt: list[int], document_start: int, cfg: Config, rt
     state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
     windows = dict(long=state.stage.window_long, short=state.stage.window_short)
     caches = [None if spec.attention == "none" else KeyValues(windows[spec.attention])
-              for spec in model.specs]
+              for spec in cfg.layers]
     position, given = 0, [document_start, *prompt]
     for _ in range(cfg.max_new_tokens):
         for part in torch.tensor(given, dtype=torch.int32, device=rt.device).split(256):
             end = position + len(part)
             step = StepInputs(caches, *make_rotary(state, len(part), end, rt, position))
-            x, position = model.encode(part, torch.zeros_like(part), step), end  # (T, D)
+            x, position = model.encode(*model.look_up(part), torch.zeros_like(part), step)[0], end  # (T, D)
         logits = model.head.logits(x[-1:])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # a model that diverged has nothing to say
             return
