@@ -47,9 +47,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -1155,29 +1157,58 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+    """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
+    has_bf16 = computes_bfloat16(device)
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+    rates = {dtype: measure_matmul(device, dtype)
+             for dtype in (torch.float32, torch.bfloat16)[: 1 + has_bf16]}
+    dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else torch.float32
+    if cfg.dtype == "auto" and has_bf16:
+        is_faster = device.type == "cuda" or rates[torch.bfloat16] > 1.5 * rates[torch.float32]
+        dtype = torch.bfloat16 if is_faster else torch.float32
+    measured = " and ".join(f"{rate / 1e12:.2f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
+                            for dtype, rate in rates.items())
+    return dtype, rates[dtype], (f"activations: {str(dtype).removeprefix('torch.')} "
+                                 f"(matmul measured at {measured})")
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is a type of this device, if not always a fast one."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, bool, str]:
+    """(whether to compile, whether attention is FlexAttention, one line saying why).
+
+    Compiling for CUDA takes Triton, which Windows lacks, and capability 7.0; FlexAttention takes compiling.
+    """
+    is_cuda, reason = device.type == "cuda", ""
+    if is_cuda and triton is None:
+        reason = "Triton is not installed"
+    elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
+        reason = "a GPU below capability 7.0"
+    if cfg.compile == "on" and reason:
+        raise InputError(f"--compile=on but it cannot be ({reason}): use --compile=auto or off")
+    use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    use_flex = use_compile and is_cuda
+    return use_compile, use_flex, (
+        f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
+        f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}")
+
+
 def probe_device(cfg: Config, device: torch.device) -> dict:
     """Decide precision, compilation and FP8 for this device by measuring; returns Runtime fields."""
-    notes = []
-    rates = {dtype: measure_matmul(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    if cfg.dtype == "auto":
-        faster = device.type == "cuda" or rates[torch.bfloat16] > 1.5 * rates[torch.float32]
-        dtype = torch.bfloat16 if faster else torch.float32
-    else:
-        dtype = getattr(torch, cfg.dtype)
-    notes.append(f"activations: {str(dtype).removeprefix('torch.')} (matmul measured at "
-                 f"{rates[torch.bfloat16] / 1e12:.2f} TFLOP/s in bfloat16, "
-                 f"{rates[torch.float32] / 1e12:.2f} in float32)")
-    use_compile = cfg.compile == "on" or cfg.compile == "auto" and device.type == "cuda"
-    use_flex = use_compile and device.type == "cuda"
-    notes.append(f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
-                 f"torch.compile {'on' if use_compile else 'off'}")
+    dtype, peak_flops, dtype_note = choose_dtype(cfg, device)
+    use_compile, use_flex, compile_note = choose_compile(cfg, device)
     use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head")
     use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear")
-    use_kernels, kernels_note = choose_kernels(cfg, device)
-    notes += [fp8_note, fp8_linear_note, kernels_note]
+    use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
     return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=rates[dtype],
-                notes=tuple(notes))
+                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels,
+                peak_flops=peak_flops,
+                notes=(dtype_note, compile_note, fp8_note, fp8_linear_note, kernels_note))
 
 
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
@@ -1285,6 +1316,13 @@ def wait_for_ranks(rt: Runtime) -> None:
         dist.barrier(device_ids=[rt.local_rank] if rt.device.type == "cuda" else None)
 
 
+def walk_stack(frame: types.FrameType | None) -> Iterator[tuple[str, str, int]]:
+    """(file, function, line) of a frame and those that called it."""
+    while frame is not None:
+        yield os.path.basename(frame.f_code.co_filename), frame.f_code.co_name, frame.f_lineno
+        frame = frame.f_back
+
+
 class Watch(threading.Thread):
     """Ends this process when another rank has failed, died or stalled, and says which, and why.
 
@@ -1295,7 +1333,8 @@ class Watch(threading.Thread):
 
     GRACE = 3.0  # seconds of silence that tell the dead from the living once something is known to be wrong
     STOP_SECONDS = 25.0  # from a signal to the end, checkpoint included: launchers kill after 30
-    COMPILERS = ("convert_frame.py", "compile_fx.py")  # on the stack while TorchDynamo or Inductor compile
+    # on some thread's stack while TorchDynamo or Inductor compile: backward graphs on autograd's own
+    COMPILERS = ("convert_frame.py", "compile_fx.py")
 
     def __init__(self, rank: int, world_size: int, timeout: float, traffic: Traffic, stop: Stop):
         super().__init__(daemon=True, name="watch")
@@ -1380,13 +1419,11 @@ class Watch(threading.Thread):
         return byte[0] if byte and byte[0] in (signal.SIGINT, signal.SIGTERM) else None
 
     def _write_sign(self) -> None:
-        stack, frame = [], sys._current_frames().get(self.main_thread)
-        while frame is not None:
-            stack.append((os.path.basename(frame.f_code.co_filename), frame.f_code.co_name, frame.f_lineno))
-            frame = frame.f_back
+        stacks = {thread: list(walk_stack(frame)) for thread, frame in sys._current_frames().items()}
+        stack = stacks.get(self.main_thread, [])
         own = next((entry for entry in stack if entry[0] == os.path.basename(__file__)), (*stack, None)[0])
-        is_excused = not self.is_strict or any(
-            entry[0] in self.COMPILERS or entry[1] == "wait_for_disk" for entry in stack)
+        is_compiling = any(entry[0] in self.COMPILERS for stack in stacks.values() for entry in stack)
+        is_excused = not self.is_strict or is_compiling or any(e[1] == "wait_for_disk" for e in stack)
         self.beat += 1
         self.store.set(self.keys[self.rank], json.dumps(dict(
             beat=self.beat, messages=self.traffic.num_messages, alarmed=self.is_alarmed, over=self.is_over,
@@ -1459,7 +1496,8 @@ class Watch(threading.Thread):
 # forms follow the same mask function, and a test proves that they agree.
 
 BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
-DENSE_BLOCK = 64  # the same for the plain form, where smaller blocks waste fewer masked products
+DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the plain form: smaller ones mask fewer products in
+                                         # vain, larger ones copy fewer keys
 
 
 class RMSNorm(torch.autograd.Function):
@@ -1547,7 +1585,7 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
 def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
     """Mask for attend_dense (T/C, 1, C, M * C): a query block, and its own and M - 1 earlier key blocks."""
     num_tokens = doc_ids.size(0)
-    size = math.gcd(num_tokens, DENSE_BLOCK)  # C
+    size = math.gcd(num_tokens, DENSE_BLOCKS[doc_ids.device.type])  # C
     num_blocks = num_tokens // size
     spans = min(num_blocks, 1 + -(-window // size))  # M: key blocks a query block can reach
     q_idx = torch.arange(num_tokens, device=doc_ids.device).view(num_blocks, 1, size, 1)
@@ -1631,6 +1669,8 @@ if triton is not None:
             return
         rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
         x_ptr += unit * M * K
+        add_ptr += unit * M * M
+        out_ptr += unit * M * M
         total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
         for start in range(0, K, DEPTH):
             depth = start + tl.arange(0, DEPTH)
@@ -1641,13 +1681,13 @@ if triton is not None:
             total += tl.dot(left, right)
         total *= ALPHA
         inside = (rows[:, None] < M) & (cols[None, :] < M)
-        here = unit * M * M + rows[:, None] * M + cols[None, :]
+        here = rows[:, None] * M + cols[None, :]
         if HAS_ADD:
             total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
         total = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, total, mask=inside)
         if j > i:  # a tile on the diagonal is whole as it is
-            tl.store(out_ptr + unit * M * M + cols[None, :] * M + rows[:, None], total, mask=inside)
+            tl.store(out_ptr + cols[None, :] * M + rows[:, None], total, mask=inside)
 
     @triton.jit
     def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, GRAD_SCALE: tl.constexpr,
@@ -1660,14 +1700,16 @@ if triton is not None:
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf")).to(tl.float32)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"),
+                             eviction_policy="evict_last").to(tl.float32)  # read again below
             total += tl.where(at < V, tl.exp(2 * CAP / (1 + tl.exp(-2 * logits / CAP)) - 2 * CAP), 0.0)
         log_total = tl.log(tl.sum(total, axis=0)) + 2 * CAP
         aim = tl.load(logits_ptr + target).to(tl.float32)
         tl.store(losses_ptr + row, log_total - 2 * CAP / (1 + tl.exp(-2 * aim / CAP)))
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0).to(tl.float32)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_first").to(tl.float32)
             gate = 1 / (1 + tl.exp(-2 * logits / CAP))
             grad = tl.exp(2 * CAP * gate - log_total) - tl.where(at == target, 1.0, 0.0)
             grad = grad * 4 * gate * (1 - gate) / GRAD_SCALE  # the slope of the cap, whatever it is
@@ -1689,29 +1731,37 @@ def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, 
     out = x.new_empty(num_units, size, size)
     tiles = triton.cdiv(size, 128)
     symmetric_kernel[tiles, tiles, num_units](x, x if add is None else add.contiguous(), out, size, depth,
-                                              alpha, beta, add is not None, BLOCK=128, DEPTH=64,
-                                              num_warps=8, num_stages=4)
+                                              alpha, beta, add is not None, BLOCK=128, DEPTH=64, num_warps=8,
+                                              num_stages=4 if x.element_size() == 2 else 2)  # shared memory
     return out
 
 
-def choose_kernels(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """(whether to use the Triton kernels, one line saying why), by comparing each with its plain form."""
+def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
+                   ) -> tuple[bool, str]:
+    """(whether to use the Triton kernels, one line saying why), by comparing each with its plain form.
+
+    They are launched as training launches them: a kernel that is right by itself may not compile in a graph.
+    """
     if cfg.kernels == "off" or cfg.kernels == "auto" and device.type == "cpu":
         return False, "kernels: plain PyTorch"
     try:
         if triton is None:
             raise RuntimeError("Triton is not installed")
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
-        x = torch.randn(2, 200, 300, device=device).to(
-            torch.bfloat16 if device.type == "cuda" else torch.float32)
+        x = torch.randn(2, 200, 300, device=device).to(torch.float32 if device.type == "cpu" else dtype)
         logits, targets = x[0].contiguous() * 5, torch.arange(200, device=device)
         gram = symmetric_product(x)
-        pairs = [(symmetric_product(x, use_kernels=True), gram),
-                 (symmetric_product(gram, gram, 0.5, 2.0, True), symmetric_product(gram, gram, 0.5, 2.0)),
-                 *zip(softcapped_cross_entropy(logits, targets, 15.0, x.dtype, use_kernels=True),
-                      softcapped_cross_entropy(logits, targets, 15.0, x.dtype))]
-        for ours, plain in pairs:
-            error = (ours.float() - plain.float()).norm() / plain.float().norm()
+
+        def compute(use_kernels: bool) -> list[Tensor]:
+            """What both forms must agree on."""
+            return [symmetric_product(x, use_kernels=use_kernels),
+                    symmetric_product(gram, gram, 0.5, 2.0, use_kernels),
+                    *softcapped_cross_entropy(logits, targets, 15.0, x.dtype, use_kernels=use_kernels)]
+
+        is_compiled = use_compile and device.type == "cuda"
+        ours = torch.compile(compute, dynamic=False)(True) if is_compiled else compute(True)
+        for our, plain in zip(ours, compute(False)):
+            error = (our.float() - plain.float()).norm() / plain.float().norm()
             if not error < 0.01:  # bfloat16 rounds to 0.002 rms
                 raise RuntimeError(f"a kernel differs from its plain form by {error:.3g}")
     except Exception as error:  # whatever a compiler raises: training must not depend on it
@@ -2631,16 +2681,22 @@ class Attention(nn.Module):
         qkv, out = self.qkvo.to(dtype).split((3, 1))
         return qkv.flatten(0, 1), out[0]
 
-    def mix_values(self, v: Tensor, value_embed: Tensor | None, scalars: dict[str, Tensor]) -> Tensor:
-        """Values v (T, D) with the value embeddings (T, D) of this slot, where it has some."""
+    def mix_values(self, v: Tensor, value_embed: Tensor, scalars: dict[str, Tensor]) -> Tensor:
+        """Values v and value embeddings (T, D) -> (T, D)."""
         if self.is_lerp:
-            return v if value_embed is None else v + (value_embed - v) * scalars["value"].type_as(v)
-        v = v * scalars["value"].type_as(v)
-        return v if value_embed is None else v + value_embed * scalars["value_embed"].type_as(v)
+            return v + (value_embed - v) * scalars["value"].type_as(v)
+        return v * scalars["value"].type_as(v) + value_embed * scalars["value_embed"].type_as(v)
 
     def make_values(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> values (T, D) before they are mixed with others."""
         return x @ self.matrices(x.dtype)[0][-x.size(1) :].T
+
+    def open_gate(self, x: Tensor, factor: Tensor | None) -> Tensor | None:
+        """x (T, D) -> what each head's output is multiplied by, (T, H) or (T, 1), or None."""
+        if not self.gate_dim:
+            return factor
+        gate = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
+        return gate if factor is None else gate * factor
 
     def forward(self, x: Tensor, value_embed: Tensor | None, scalars: dict[str, Tensor],
                 mask: BlockMask | Tensor, step: StepInputs) -> Tensor:
@@ -2651,14 +2707,14 @@ class Attention(nn.Module):
         qk = qk.unflatten(1, (2, *heads))  # (T, 2, H, K)
         qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
         q, k = apply_rotary(qk, step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
-        gate = scalars["value"] if "value" in scalars else None  # (T, 1), attention being linear in its values
+        factor = None
         if value_embed is not None:
-            v, gate = self.mix_values(v, value_embed, scalars), None
+            v = self.mix_values(v, value_embed, scalars)
+        elif "value" in scalars:
+            factor = scalars["value"].type_as(x)  # (T, 1): attention is linear in its values, so it can wait
         y = attend(q, k, v.unflatten(1, heads), mask)  # (T, H, K)
-        if self.gate_dim:
-            opening = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
-            gate = opening if gate is None else opening * gate.type_as(x)
-        y = y if gate is None else y * gate.type_as(x)[..., None]
+        gate = self.open_gate(x, factor)
+        y = y if gate is None else y * gate[..., None]
         y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
         y = y * self.depth_scale if self.depth_scale != 1 else y
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
@@ -2763,9 +2819,11 @@ class Head(nn.Module):
 
 
 class Segment(nn.Module):
-    """Consecutive slots of a model, which owns their blocks; the first segment normalises the embeddings, the
-    last one what the head reads. Where ranks share the work each is compiled by itself: its gradients are
-    final, and on their way, when its backward ends."""
+    """Consecutive slots of a model, which owns their blocks.
+
+    The first segment normalises the embeddings, the last one what the head reads. Where ranks share the work
+    each is compiled by itself: its gradients are final, and on their way, when its backward ends.
+    """
 
     def __init__(self, cfg: Config, blocks: nn.ModuleList, slots: range, use_flex: bool):
         super().__init__()
@@ -2857,10 +2915,14 @@ class GPT(nn.Module):
     def compute_loss(self, x: Tensor, streams: dict[str, Tensor], targets: Tensor, doc_ids: Tensor,
                      step: StepInputs) -> Tensor:
         """What forward() makes of embeddings: all that is compiled."""
-        return self.head(self.encode(x, streams, doc_ids, step)[0], targets)
+        return self.head(self.run_segments(x, streams, doc_ids, step)[0], targets)
 
-    def encode(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs,
-               keep_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
+        """inputs, doc_ids (T,) -> normalised final activations (T, D)."""
+        return self.run_segments(*self.look_up(inputs), doc_ids, step)[0]
+
+    def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs,
+                     keep_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """What look_up() returned, doc_ids (T,) -> normalised final activations (T, D), and all streams.
 
         To the streams come x0 and those outputs of slots, h0, h1, ... (T, D), that are read again, or all.
@@ -3399,10 +3461,18 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
 
 
 def check_writable(folder: Path, remedy: str) -> None:
-    """Raise InputError where a folder, or the nearest existing one above it, does not take files."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"{folder} cannot be written: {remedy}")
+    """Raise InputError where a folder cannot be made or takes no files: tries it, and leaves nothing."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
+    finally:
+        for path in missing:
+            with suppress(OSError):  # was not made, or is in use by another process already
+                path.rmdir()
 
 
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
@@ -3796,7 +3866,9 @@ class Trainer:
     def __init__(self, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
         torch.manual_seed(cfg.seed)
-        model = GPT(cfg, rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels, rt.use_fp8_linear).to(rt.device)
+        storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
+        model = GPT(dataclasses.replace(cfg, **storage), rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels,
+                    rt.use_fp8_linear).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         self._compile(model)
         self.model, self.progress = model, Progress()
@@ -3957,7 +4029,7 @@ class Telemetry:
                         ) -> tuple[Tensor, Tensor]:
         """What the head sees (T, D), and mean, std, largest of each layer's output (layers, 3)."""
         model = self.trainer.model
-        x, streams = model.encode(x, streams, doc_ids, step, keep_all=True)
+        x, streams = model.run_segments(x, streams, doc_ids, step, keep_all=True)
         outputs = (streams[f"h{slot}"].float() for slot in range(len(model.blocks)))
         return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
 
@@ -4361,7 +4433,7 @@ def generate(model: GPT, prompt: list[int], document_start: int, cfg: Config, rt
         for part in torch.tensor(given, dtype=torch.int32, device=rt.device).split(256):
             end = position + len(part)
             step = StepInputs(caches, *make_rotary(state, len(part), end, rt, position))
-            x, position = model.encode(*model.look_up(part), torch.zeros_like(part), step)[0], end  # (T, D)
+            x, position = model.encode(part, torch.zeros_like(part), step), end  # (T, D)
         logits = model.head.logits(x[-1:])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # a model that diverged has nothing to say
             return

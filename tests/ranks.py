@@ -184,7 +184,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
             if mode == "differ":
                 loss = real(self, *args)
                 self.optimizer.finish()
-                self.model.blocks[1].lambdas.data[0] += 1e-6
+                self.model.scalars.data[0] += 1e-6
                 return loss
         return real(self, *args)
 

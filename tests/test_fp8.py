@@ -134,10 +134,10 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
     assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
     mask = gpt.build_dense_mask(torch.zeros(64), 64)
-    outputs = [model.blocks[1].attention.train(mode)(x, None, mask, step) for mode in (True, False)]
+    outputs = [model.blocks[1].attention.train(mode)(x, None, {}, mask, step) for mode in (True, False)]
     assert not torch.equal(*outputs)
     model.set_fp8_linear(False)
-    assert torch.equal(model.blocks[1].attention.train()(x, None, mask, step), outputs[1])
+    assert torch.equal(model.blocks[1].attention.train()(x, None, {}, mask, step), outputs[1])
 
 
 def test_a_run_with_fp8_linears_trains_as_well(shards, tmp_path):

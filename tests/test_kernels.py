@@ -12,6 +12,7 @@ from conftest import ROOT, gpt, make_runtime, smoke_config, smoke_run
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AT = torch.device(DEVICE), torch.float32, DEVICE == "cuda"
 # units, rows, columns: one tile, odd, tall, wide, several tiles, one row
 SHAPES = [(1, 128, 64), (3, 33, 65), (2, 150, 40), (2, 40, 300), (2, 260, 130), (1, 1, 7)]
 
@@ -106,8 +107,8 @@ def test_head_loss_against_float64(monkeypatch, use_kernels):
 
 def test_choose_kernels_compares_before_it_trusts(monkeypatch):
     cfg = smoke_config(kernels="on")
-    assert gpt.choose_kernels(cfg, torch.device(DEVICE)) == (True, "kernels: Triton")
-    assert gpt.choose_kernels(smoke_config(), torch.device("cpu")) == (False, "kernels: plain PyTorch")
+    assert gpt.choose_kernels(cfg, *AT) == (True, "kernels: Triton")
+    assert gpt.choose_kernels(smoke_config(), torch.device("cpu"), torch.float32, False) == (False, "kernels: plain PyTorch")
     plain = gpt.softcapped_cross_entropy
 
     def wrong(logits, targets, cap, dtype, grad_scale=1.0, use_kernels=False):
@@ -116,7 +117,7 @@ def test_choose_kernels_compares_before_it_trusts(monkeypatch):
 
     monkeypatch.setattr(gpt, "softcapped_cross_entropy", wrong)
     with pytest.raises(gpt.InputError, match="--kernels=on but .* differs from its plain form by 0.0[12]"):
-        gpt.choose_kernels(cfg, torch.device(DEVICE))
+        gpt.choose_kernels(cfg, *AT)
 
 
 def test_training_with_the_kernels_is_training_without(shards):

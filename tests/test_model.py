@@ -48,12 +48,12 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
     x = x0 = norm(p["embed"][inputs]) if cfg.embed_norm == "on" else p["embed"][inputs]
-    outputs, first_values = [], None
+    outputs, first_values, scalars = [], None, iter(p["scalars"])
     for i, spec in enumerate(cfg.layers):
+        shortcut = [next(scalars), next(scalars)] if cfg.x0_shortcut == "on" else [1, 0]
         if spec.skip_from is not None:
-            x = x + gate(p[f"blocks.{i}.skip"]) * outputs[spec.skip_from]
-        if cfg.x0_shortcut == "on":
-            x = p[f"blocks.{i}.lambdas"][0] * x + p[f"blocks.{i}.lambdas"][1] * x0
+            x = x + gate(next(scalars)) * outputs[spec.skip_from]
+        x = shortcut[0] * x + shortcut[1] * x0
         if spec.attention != "none":
             u, own = norm(x), f"blocks.{i}.attention."
             if cfg.fuse_qkv == "on":
@@ -65,11 +65,11 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             extra = first_values
             if isinstance(spec.value_embed, int):
                 extra = p[f"value_embeds.{spec.value_embed}"][inputs].view(num_tokens, heads, width)
-            s = p.get(own + "value_lambdas")
             if cfg.value_mix == "lerp" and spec.value_embed is not None:
-                v = (1 - s[0]) * v + s[0] * extra
+                share = next(scalars)
+                v = (1 - share) * v + share * extra
             elif cfg.value_mix == "scales":
-                v = s[0] * v if spec.value_embed is None else s[0] * v + s[1] * extra
+                v = next(scalars) * v + (0 if spec.value_embed is None else next(scalars) * extra)
             seen = causal & (place[:, None] - place <= windows[spec.attention])
             scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
@@ -134,9 +134,11 @@ def test_the_norm_and_its_gradient():
     x = torch.randn(6, 3, 16, dtype=torch.float64).requires_grad_()
     plain = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     grad = torch.randn_like(x)
-    (expected,), (ours,) = (torch.autograd.grad(y, x, grad) for y in (plain, gpt.rms_norm(x)))
-    assert torch.allclose(gpt.rms_norm(x), plain, atol=1e-6)  # the mean is taken in float32
-    assert torch.allclose(ours, expected, atol=1e-6)
+    (expected,) = torch.autograd.grad(plain, x, grad)
+    for keeps_input in (False, True):
+        y = gpt.rms_norm(x, keeps_input)
+        assert torch.allclose(y, plain, atol=1e-6)  # the mean is taken in float32
+        assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, atol=1e-6)
 
 
 def test_a_future_token_changes_no_earlier_output():
@@ -178,7 +180,8 @@ def test_initial_loss_and_statistics():
         assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)
         assert weight.abs().max().item() <= 3**0.5 * 0.5 * 256**-0.5
     assert not qkvo[3].any() and not up_down[1].any()
-    assert model.blocks[-1].skip.item() == -1.5 and model.blocks[0].lambdas.tolist() == [1, 0]
+    assert model.blocks[-1].scalars["skip"] == -1.5 and model.blocks[0].scalars["x0"] == 0
+    assert model.scalars.tolist() == [value for block in model.blocks for value in block.scalars.values()]
     tokens = torch.randint(256, (513,))
     loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), step_inputs(cfg)) / 512
     assert loss.item() == pytest.approx(math.log(cfg.padded_vocab_size), abs=1e-5)  # zero head: uniform

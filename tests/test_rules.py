@@ -177,14 +177,14 @@ def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes(
     """The branch is quadratic in the first, whose gradient at 0 is exactly 0, and linear in the second."""
     torch.manual_seed(0)
     cfg = smoke_config(norm_gain="on", output_gain="on", num_layers=2)
-    block = gpt.Block(cfg, gpt.LayerSpec(attention="none"))
+    block, ones = gpt.Block(cfg, gpt.LayerSpec(attention="none")), dict(x=torch.ones(16, 1))
     x, step = torch.randn(16, 64), gpt.StepInputs((64, 64), *torch.zeros(2, 16, 2, 1, 32))
     for sleeper, other in (("mlp_gain", "mlp.output_gain"), ("mlp.output_gain", "mlp_gain")):
         named = dict(block.named_parameters())
         named[sleeper].data.zero_()
         named[other].data.fill_(1.0)
         grad, _ = torch.autograd.grad(
-            block(x, x, None, None, None, step).square().sum(), (named[sleeper], named[other])
+            block(x, {}, ones, None, step).square().sum(), (named[sleeper], named[other])
         )
         assert (grad == 0).all() == (sleeper == "mlp_gain")
 
@@ -194,13 +194,13 @@ def test_gains_do_what_they_say(gain):
     """Norm gains of 2 are inputs of attention and MLP times 2; output gains of 2 what they add, times 2."""
     torch.manual_seed(0)
     cfg = smoke_config(output_gain="on", norm_gain="on", num_layers=1)
-    block = gpt.Block(cfg, gpt.LayerSpec(attention="none"))
+    block, ones = gpt.Block(cfg, gpt.LayerSpec(attention="none")), dict(x=torch.ones(16, 1))
     x, step = torch.randn(16, 64), gpt.StepInputs((64, 64), *torch.zeros(2, 16, 2, 1, 32))
     block.mlp.output_gain.data.fill_(1.0)
-    plain = block(x, x, None, None, None, step) - x
+    plain = block(x, {}, ones, None, step) - x
     (block.mlp_gain if gain == "norm_gain" else block.mlp.output_gain).data.fill_(2.0)
     factor = 4 if gain == "norm_gain" else 2  # ReLU^2 squares it
-    assert torch.allclose(block(x, x, None, None, None, step) - x, factor * plain, atol=1e-4)
+    assert torch.allclose(block(x, {}, ones, None, step) - x, factor * plain, atol=1e-4)
 
 
 def test_matrices_have_a_schedule_of_their_own():

@@ -46,7 +46,7 @@ def test_cached_attention_is_attention(dtype, bound):
         expected = model.head.logits(model.encode(tokens, torch.zeros_like(tokens), whole))
         for sizes in ([1] * 256, [100, 1, 1, 50, 104], [256]):
             windows = {"long": 40, "short": 20}
-            caches = [gpt.KeyValues(windows.get(spec.attention, 1)) for spec in model.specs]
+            caches = [gpt.KeyValues(windows.get(spec.attention, 1)) for spec in cfg.layers]
             first, made = 0, []
             for part in tokens.split(sizes):
                 rotary = gpt.make_rotary(state, len(part), 10**6, rt, first)
