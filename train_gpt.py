@@ -1748,8 +1748,8 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
         if triton is None:
             raise RuntimeError("Triton is not installed")
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
-        x = torch.randn(2, 200, 300, device=device).to(torch.float32 if device.type == "cpu" else dtype)
-        logits, targets = x[0].contiguous() * 5, torch.arange(200, device=device)
+        x = torch.randn(2, 208, 304, device=device).to(torch.float32 if device.type == "cpu" else dtype)
+        logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)
         gram = symmetric_product(x)
 
         def compute(use_kernels: bool) -> list[Tensor]:
@@ -1938,6 +1938,8 @@ def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str
         return False, f"{name}: off (--{field}=off)"
     if wish == "auto" and device.type == "cpu":
         return False, f"{name}: off (no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it)"
+    if wish == "auto" and cfg.dtype == "float32":
+        return False, f"{name}: off (--dtype=float32)"
     if wish == "auto" and field == "fp8_linear" and (cfg.model_dim < 1536 or cfg.compile == "off"):
         return False, f"{name}: off (measuring costs more than it gains below 1536 channels, or uncompiled)"
     try:
@@ -2007,6 +2009,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
     tall = x.size(-2) > x.size(-1)
     x = x.to(dtype)
     x = x.mT if tall else x  # (U, short, long)
+    use_kernels = use_kernels and x.size(-2) > 128  # a single tile has no other half to save
     norm = x.float().norm(dim=(-2, -1), keepdim=True)
     x = x / (norm * 1.02 + 1e-6 if method == "polar_express" else norm + 1e-7).to(dtype)
     for a, b, c in ITERATIONS[method]:
@@ -3870,23 +3873,23 @@ class Trainer:
         model = GPT(dataclasses.replace(cfg, **storage), rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels,
                     rt.use_fp8_linear).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
-        self._compile(model)
         self.model, self.progress = model, Progress()
+        self.compile_parts(1 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
         self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry: shown each micro-batch
 
-    def _compile(self, model: GPT) -> None:
-        """One graph for one rank; for several one for each segment, which waits for its parameters alone."""
-        if self.rt.world_size == 1:
-            model.compute_loss = self.rt.compile(model.compute_loss)
+    def compile_parts(self, num_segments: int) -> None:
+        """One graph for everything; or one for each segment and the head, which wait for their weights."""
+        model, rt, optimizer = self.model, self.rt, self.optimizer
+        if num_segments == 1:
+            model.compute_loss = rt.compile(model.compute_loss)
             return
-        model.cut(min(SEGMENTS, len(model.blocks)))
-        self.optimizer.wait_before(model, model.early_parameters())
+        model.cut(num_segments)
+        names = {param: name for name, param in model.named_parameters()}
+        optimizer.wait_before(model, model.early_parameters())
         for part in (*model.segments, model.head):
-            params = {id(param) for param in part.parameters()}
-            self.optimizer.wait_before(
-                part, [name for name, param in model.named_parameters() if id(param) in params])
-            part.forward = self.rt.compile(part.forward)
+            optimizer.wait_before(part, [names[param] for param in part.parameters()])
+            part.forward = rt.compile(part.forward)
 
     def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
         """The model's inputs at a schedule state; made anew only when the stage or the length changes."""

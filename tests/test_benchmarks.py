@@ -4,9 +4,11 @@ import json
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, data_args, gpt, launch, smoke_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import roofline  # noqa: E402
 import step  # noqa: E402
 
 
@@ -72,3 +74,43 @@ def test_step_makes_do_without_shards(tmp_path):
 )
 def test_operators_are_told_by_their_sizes(name, shapes, part):
     assert step.classify(name, shapes, gpt.make_config({"preset": "laptop"})) == part
+
+
+@pytest.mark.slow
+def test_the_gpu_day_is_rehearsed(tmp_path):
+    """Every part of benchmarks/gpu.py on the CPU; the tests marked gpu are found, and skipped without a GPU."""
+    done = launch([str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", f"--out={tmp_path}/day"], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result, rows = json.loads((tmp_path / "day.json").read_text()), (tmp_path / "day.md").read_text()
+    parts = result["parts"]
+    assert len(parts) == 6 and all(part["ok"] for part in parts.values())
+    assert parts["tests"]["counts"]["skipped"] >= 20
+    first, second = parts["step, kernels off beside auto"]["runs"]
+    assert first["ms_per_step"] > 0 and second["flags"].endswith("--kernels=off")
+    assert parts["fused against plain"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # both plain here
+    assert rows.count("\n| ") == 7 and "not right" not in rows
+
+
+def test_the_gpu_day_says_that_there_is_no_gpu(tmp_path):
+    done = launch([str(ROOT / "benchmarks" / "gpu.py"), f"--out={tmp_path}/day"], tmp_path)
+    if not torch.cuda.is_available():
+        assert done.returncode == 2 and "use --rehearse" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "day.json").exists()
+
+
+def test_the_roofline_adds_up(tmp_path):
+    """One kernel bound by memory, one by arithmetic, on rates of the data sheet times what is attainable."""
+    nodes = [
+        dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
+        dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[]),
+    ]
+    graph = dict(name="GPT.compute_loss", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
+    run = dict(graphs=[graph], eager={"measured update": {"zero_": [1, 4.32e9]}}, micros=2, updates=1)
+    run |= dict(micros_per_step=8, bytes_per_rank=2 * 0.8 * 450e9)
+    parts = roofline.tabulate(run, roofline.DEVICES["h200"], 1)
+    assert parts["pointwise forward"] == pytest.approx([8, 34.56, 0, 8])  # a ms each, 8 micro-batches
+    assert parts["head: matmuls"][0] == pytest.approx(8000)
+    assert parts["eager: look-ups, sums of gradients"] == pytest.approx([1, 4.32, 0, 1])
+    eight = roofline.tabulate(run, roofline.DEVICES["h200"], 8)
+    assert eight["pointwise forward"][0] == pytest.approx(1)
+    assert eight["sent, if nothing hid it"][0] == pytest.approx(1750)  # 7/8 of 2 s

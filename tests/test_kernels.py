@@ -1,14 +1,9 @@
 """Kernels: the plain forms against float64, the Triton forms (interpreted where there is no GPU) against the plain."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, gpt, make_runtime, smoke_config, smoke_run
+from conftest import gpt, make_runtime, smoke_config, smoke_run
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +43,7 @@ def test_symmetric_product_reads_transposed_views():
 @pytest.mark.parametrize("use_kernels", [False, True])
 def test_orthogonalize_is_the_same_with_the_kernels(use_kernels):
     torch.manual_seed(0)
-    for shape in ((2, 64, 256), (2, 256, 64), (1, 130, 130)):
+    for shape in ((2, 136, 256), (2, 256, 136), (1, 130, 130)):
         x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
         ours = gpt.orthogonalize(x, torch.float32, use_kernels=use_kernels)
         plain = gpt.orthogonalize(x, torch.float64)
@@ -152,25 +147,3 @@ def test_kernels_on_the_command_line(shards, tmp_path):
     args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
     result = smoke_run(shards, tmp_path, "--kernels=on", *args, "--warmup_iterations=0")
     assert "kernels: Triton" in result["stdout"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests run them")
-def test_kernels_compile_for_gpus_that_are_not_here():
-    """Shared memory of a block: 163, 99, 227 and 99 KiB at most on Ampere, Ada, Hopper, Blackwell (CUDA guide)."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    made = subprocess.run(
-        [sys.executable, "tests/gpu_compile.py"], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr[-2000:]
-    report = json.loads(made.stdout)
-    for name in ("symmetric", "cross_entropy", "cross_entropy_fp8"):
-        for capability, kib in (("80", 163), ("89", 99), ("90", 227), ("120", 99)):
-            assert report[name][capability]["shared"] <= kib * 1024
-            assert report[name][capability]["wide_loads"] > 0  # 16 bytes at a time
-    symmetric = report["symmetric"]
-    assert symmetric["90"]["wgmma.mma_async"] > 0  # the matrix units of Hopper, not the older path
-    assert all(symmetric[c]["cp.async.cg"] >= 32 for c in symmetric)  # four stages of loads under way
-    # one graph each: 256 tokens in two chunks; five steps of two products. Nothing else is written, so
-    # nothing else is copied
-    assert report["head"] == report["head_fp8"] == dict(launches=2, writes=["grads_ptr", "losses_ptr"])
-    assert report["muon"] == dict(launches=10, writes=["out_ptr"])

@@ -221,12 +221,6 @@ def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
     assert partial.name.endswith(".partial") and partial.read_text().endswith("step:1\n")
 
 
-@pytest.mark.gpu
-def test_smoke_on_a_gpu(shards, tmp_path):
-    result = smoke_run(shards, tmp_path, "--device=cuda")
-    assert result["final_val_loss"] < 2.5
-
-
 def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     """Rows restart positions, a validation sequence does not, even where both forward passes are as long."""
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())

@@ -127,9 +127,9 @@ def test_the_slope_of_the_loss(measured):
     facts = {}
     log = type("Log", (), {"write_event": lambda self, *_, **given: facts.update(given)})()
     gpt.Telemetry.__init__(telemetry, trainer, log)
-    telemetry.every, telemetry.layers, telemetry.head = 4, [], {}
+    telemetry.every = 4
     for i, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
-        telemetry.is_measuring = i == 3
+        trainer.progress.step = i + 1
         telemetry.end_step(
             torch.tensor(loss), gpt.Probe(trainer.optimizer.groups, torch.device("cpu")), 0.0
         )
@@ -158,8 +158,8 @@ def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
         assert one["seconds"]["communication"] > 0
 
 
-def test_hooks_stay_outside_the_graphs(shards, tmp_path, monkeypatch):
-    """What is compiled is the forward of each part; the same graphs with telemetry as without."""
+def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypatch):
+    """The same graphs with telemetry as without, and one more: that of the pass which measures."""
     graphs = []
 
     def backend(graph, _):
@@ -184,7 +184,9 @@ def test_hooks_stay_outside_the_graphs(shards, tmp_path, monkeypatch):
         batches.close()
         graphs.append("end")
     half = graphs.index("end")
-    assert half > 3 and graphs[:half] == graphs[half + 1 : -1]
+    without, measured = graphs[:half], graphs[half + 1 : -1]
+    assert without and [graph for graph in measured if graph in without] == without
+    assert len(measured) == len(without) + 1
 
 
 def test_telemetry_costs_no_time_when_off(shards):

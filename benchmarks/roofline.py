@@ -1,0 +1,156 @@
+"""The least time of a training step on GPUs that are not here, by part: predicted from compiled code.
+
+    python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [train_gpt.py options]
+
+Compiles the step for every card (tests/cuda_compile.py, 2 to 10 minutes each; what FOLDER holds is read).
+Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak; every buffer is read
+or written once. No launch gaps, nothing overlaps, everything runs at the attainable rates below: read from
+it the order of the parts and the ratio of two versions, not the milliseconds.
+"""
+
+import argparse
+import collections
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sheets, by large kernels
+
+
+class Device(NamedTuple):
+    """Dense rates of a data sheet: bytes/s, FLOP/s in bfloat16 and FP8 (0: none), bytes/s it sends."""
+
+    code: str  # the card its code is compiled for
+    bandwidth: float
+    bf16: float
+    fp8: float
+    link: float
+
+
+DEVICES = {
+    # NVIDIA H200 datasheet: 4.8 TB/s, 1,979 / 3,958 TFLOP/s with sparsity, NVLink 900 GB/s both ways
+    "h200": Device("h200", 4.8e12, 989e12, 1979e12, 450e9),
+    # NVIDIA H100 datasheet (SXM): 3.35 TB/s, the rest the same
+    "h100": Device("h200", 3.35e12, 989e12, 1979e12, 450e9),
+    # NVIDIA A100 80GB datasheet (SXM): 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways
+    "a100": Device("a100", 2.039e12, 312e12, 0, 300e9),
+    # NVIDIA Ada GPU Architecture whitepaper: 1,008 GB/s, 165 and 330 TFLOP/s with float32 sums, PCIe 4.0 x16
+    "4090": Device("4090", 1.008e12, 165e12, 330e12, 32e9),
+}
+
+
+def load(card: str, folder: Path, options: list[str]) -> dict:
+    """What tests/cuda_compile.py wrote for a card; compiled now where the folder does not have it."""
+    path = folder / f"{card}.json"
+    if not path.exists():
+        print(f"compiling for {card} ...", file=sys.stderr, flush=True)
+        command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, f"--json={path}", *options]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"roofline.py: {card}: {json.loads(done.stdout or '{}').get('error', 'see above')}")
+    return json.loads(path.read_text())
+
+
+def find_part(graph: dict, node: dict) -> str:
+    """The row of the table that a kernel belongs to."""
+    if not graph["name"].startswith("GPT."):
+        return "optimizer"
+    if "mm" in node["call"]:
+        # the head's have V as one of their sizes, the gates' few channels
+        sizes = (5e11, "head: matmuls"), (2e10, "blocks: matmuls"), (0, "blocks: matmuls of gates")
+        return next(name for least, name in sizes if node["flops"] >= least)
+    if node["is_template"]:
+        return f"blocks: FlexAttention {graph['direction']}"
+    if "UserDefined" in node["kind"] or "triton_kernel" in node["call"] or "UserDefined" in node["call"]:
+        return "head: cross-entropy kernel"
+    if any("_scaled_mm" in operation for operation in node["operations"]) and node["bytes"] > 8e8:
+        return "head: gradient turned for FP8"
+    if any("relu" in operation for operation in node["operations"]):
+        return "blocks: ReLU^2"
+    return f"pointwise {graph['direction']}"
+
+
+def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
+    """{part: [ms, GB, TFLOP, kernels]} of a step on each of so many GPUs."""
+    share = run["micros_per_step"] / run["micros"] / ranks
+    scales = {"measured": share, "measured update": 1 / run["updates"] / ranks}
+    parts = collections.defaultdict(lambda: [0.0] * 4)
+
+    def add(part: str, count: float, num_bytes: float, flops: float = 0.0, peak=device.bf16) -> None:
+        seconds = max(
+            num_bytes / device.bandwidth / ATTAINABLE["bandwidth"],
+            flops / peak / ATTAINABLE["fp8" if peak == device.fp8 else "bf16"],
+        )
+        for i, amount in enumerate((1e3 * seconds, num_bytes / 1e9, flops / 1e12, 1)):
+            parts[part][i] += count * amount
+
+    for graph in run["graphs"]:
+        count = sum(scales.get(phase, 0) * calls for phase, calls in graph["calls"].items())
+        for node in graph["nodes"] if count else ():
+            if node["kind"] == "NopKernel":
+                continue
+            flops, is_fp8 = node["flops"], "_scaled_mm" in node["call"] and device.fp8
+            if node["is_template"]:  # 2 matmuls forward; 5 backward, and 2 again
+                matmuls = 7 if graph["direction"] == "backward" else 2
+                flops = matmuls * 2 * run["model_dim"] * run["mean_window"] * run["micro_tokens"]
+            add(find_part(graph, node), count, node["bytes"], flops, device.fp8 if is_fp8 else device.bf16)
+    for phase, scale in scales.items():
+        for count, num_bytes in run["eager"].get(phase, {}).values():
+            add("eager: look-ups, sums of gradients", scale * count, num_bytes / count)
+    if ranks > 1:
+        sent = run["bytes_per_rank"] * (ranks - 1) / ranks
+        parts["sent, if nothing hid it"] = [1e3 * sent / device.link / ATTAINABLE["link"], sent / 1e9, 0, 0]
+    return parts
+
+
+def format_table(runs: dict[str, dict]) -> str:
+    """Markdown: ms of each part on one GPU of each kind; GB, TFLOP and kernels of the first; sums."""
+    tables = {name: tabulate(run, DEVICES[name], 1) for name, run in runs.items()}
+    first = next(iter(tables))
+    names = sorted(set().union(*tables.values()), key=lambda part: -tables[first].get(part, [0])[0])
+    head = [*(f"{name} ms" for name in tables), "GB", "TFLOP", "kernels"]
+    lines = [f"| part | {' | '.join(head)} |", "|---|" + "---:|" * len(head)]
+
+    def add_line(title: str, rows: dict[str, list[float]]) -> None:
+        cells = [f"{rows[name][0]:,.1f}" for name in tables]
+        cells += [f"{rows[first][1]:,.1f}", f"{rows[first][2]:,.1f}", f"{rows[first][3]:,.0f}"]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+
+    for part in names:
+        add_line(part, {name: table.get(part, [0.0] * 4) for name, table in tables.items()})
+    for title, ranks in (("**sum, one GPU**", 1), ("**sum, each of 8 GPUs**", 8)):
+        add_line(
+            title,
+            {
+                name: [sum(column) for column in zip(*tabulate(run, DEVICES[name], ranks).values())]
+                for name, run in runs.items()
+            },
+        )
+    sent = {name: tabulate(run, DEVICES[name], 8)["sent, if nothing hid it"] for name, run in runs.items()}
+    add_line("of these sent, if nothing hid it", sent)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cards", default="h200,h100,a100,4090", help=f"of {', '.join(DEVICES)}")
+    parser.add_argument("--folder", type=Path, help="where what was compiled is kept")
+    args, options = parser.parse_known_args()
+    cards = args.cards.split(",")
+    if unknown := [card for card in cards if card not in DEVICES]:
+        parser.error(f"--cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        print(format_table({card: load(DEVICES[card].code, folder, options) for card in cards}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,461 @@
+"""Compile the training step and validation of train_gpt.py for a GPU that is not there; print JSON of what came out.
+
+    python tests/cuda_compile.py CARD [--micros=2] [--json=FILE] [--segments=1] [train_gpt.py options]
+
+Drives the real Trainer on fake tensors, which have shapes and no values: TorchDynamo traces, Inductor and Triton
+compile to cubins, the generated code runs and launches nothing. benchmarks/roofline.py reads the file; the line
+printed is its part "figures", or {"error": ...} with status 1.
+"""
+
+import sys
+
+import fake_cuda
+
+if __name__ == "__main__":
+    fake_cuda.pretend(fake_cuda.CARDS[sys.argv[1]])
+
+import argparse
+import collections
+import contextlib
+import functools
+import json
+import logging
+import re
+import subprocess
+import tempfile
+import time
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.runtime.triton_heuristics as heuristics
+import triton
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.dont_write_bytecode = True
+import train_gpt as gpt  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+MOVES_NOTHING = re.compile(  # views, allocations, values asked for
+    r"(view|as_strided|_?reshape|transpose|permute|slice|select|(un)?squeeze|expand|alias|detach|split|unbind|t\.|"
+    r"(new_)?empty|_local_scalar|lift)"
+)
+READS_NOTHING = re.compile(r"(new_)?(zero|fill|ones|full|arange)")
+
+
+class Observer:
+    """What was compiled, launched and held. phase tells parts of a run apart."""
+
+    def __init__(self, card: fake_cuda.Card):
+        self.card, self.phase, self.running = card, "setup", ""  # running: label of a graph
+        self.graphs: list[dict] = []
+        self.kernels: list[dict] = []  # one for every compiled config of every kernel
+        self.eager = collections.defaultdict(lambda: collections.defaultdict(lambda: [0, 0]))  # count, bytes
+        self.peaks = collections.defaultdict(int)  # bytes of live storages by phase
+        self.live, self.seen = 0, weakref.WeakKeyDictionary()
+        self._watch_inductor()
+
+    @functools.cache  # noqa: B019 - one backend for all functions of a name: they share graphs, as on a card
+    def backend(self, name: str):
+        """Inductor as a backend of torch.compile, whose graphs run on fake tensors."""
+
+        def compile_traced(module, inputs):
+            with _disable_current_modes():
+                return compile_fx.compile_fx(
+                    module, inputs, inner_compile=functools.partial(self._compile, name)
+                )
+
+        return compile_traced
+
+    def _compile(self, name: str, module, inputs, **options):
+        direction = "backward" if options.get("is_backward") else "forward"
+        graph = dict(
+            label=f"{len(self.graphs)} {name} {direction}",
+            name=name,
+            direction=direction,
+            nodes=[],
+            calls=collections.Counter(),
+            phase=self.phase,
+        )
+        self.graphs.append(graph)
+        start = time.time()
+        made = compile_fx.compile_fx_inner(module, inputs, **options)
+        graph["seconds"] = time.time() - start
+        code = getattr(made, "current_callable", made)
+
+        def run(arguments: list):
+            """Run the generated code; the list is emptied, so that inputs die early, as on a card."""
+            own, self.running = list(arguments), graph["label"]
+            arguments.clear()
+            graph["calls"][self.phase] += 1
+            try:
+                return code(own)
+            finally:
+                self.running = ""
+
+        run._boxed_call = True
+        return run
+
+    def _watch_inductor(self) -> None:
+        observer, codegen = self, GraphLowering.codegen
+
+        def codegen_and_note(lowering):
+            code = codegen(lowering)
+            observer.graphs[-1]["nodes"] = [
+                describe_node(lowering, node) for node in lowering.scheduler.nodes
+            ]
+            return code
+
+        def note_kernel(tuner):
+            """In the place of loading the cubins. A config that does not fit is dropped, as Inductor does."""
+            made = [describe_kernel(tuner, result, observer.card) for result in tuner.compile_results]
+            observer.kernels += made
+            if not any(kernel["fits"] for kernel in made):
+                raise RuntimeError(
+                    f"{made[0]['name']} does not fit: {min(k['shared'] for k in made):,} bytes of "
+                    f"shared memory, {observer.card.name} has {observer.card.shared_memory:,}"
+                )
+            tuner.launchers = [fake_cuda.always(None) for kernel in made if kernel["fits"]]
+
+        GraphLowering.codegen, GraphLowering.count_bytes = codegen_and_note, fake_cuda.always((0, [], []))
+        heuristics.CachingAutotuner._make_launchers = note_kernel
+        heuristics.CachingAutotuner._dynamic_scale_rblock = fake_cuda.always(None)  # asks the loaded kernel
+        heuristics.CachingAutotuner.run = fake_cuda.always(None)
+
+    def note_operation(self, name: str, inputs: list, outputs: list) -> None:
+        """Count an operation outside the graphs, and the memory of its results until it is freed."""
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage not in self.seen:
+                self.seen[storage] = True
+                size = -(-storage.nbytes() // 512) * 512  # as the allocator rounds
+                self.live += size
+                weakref.finalize(storage, self._free, size)
+                self.peaks[self.phase] = max(self.peaks[self.phase], self.live)
+        if outputs and not self.running and not MOVES_NOTHING.match(name):
+            entry = self.eager[self.phase][name]
+            entry[0] += 1
+            entry[1] += sum(t.nbytes for t in (outputs if READS_NOTHING.match(name) else inputs + outputs))
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+class ObservedMode(FakeTensorMode):
+    """Fake tensors, all of whose operations an observer sees."""
+
+    def __init__(self, observer: Observer):
+        super().__init__(allow_non_fake_inputs=True)
+        self.observer, self.is_nested = observer, False
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation is torch.ops.aten._scaled_mm.out:  # what generated code calls; it has no fake form
+            others = {name: value for name, value in kwargs.items() if name != "out"}
+            made = super().__torch_dispatch__(torch.ops.aten._scaled_mm.default, types, args, others)
+            assert made.shape == kwargs["out"].shape and made.dtype == kwargs["out"].dtype, "FP8 buffer"
+            return kwargs["out"]
+        before, self.is_nested = self.is_nested, True  # a fake form may itself call operations: not launches
+        try:
+            result = super().__torch_dispatch__(operation, types, args, kwargs)
+        finally:
+            self.is_nested = before
+        outputs = list_cuda(result)
+        self.observer.note_operation(
+            "empty" if before else str(operation).removeprefix("aten."), list_cuda((args, kwargs)), outputs
+        )
+        return result
+
+
+def list_cuda(tree) -> list[torch.Tensor]:
+    """The tensors on the card in nested containers."""
+    return [
+        leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"
+    ]
+
+
+def describe_node(lowering: GraphLowering, node) -> dict:
+    """A kernel or library call: what it moves, where every buffer is read or written once, and FLOPs."""
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    kind, call = type(node).__name__.removesuffix("SchedulerNode"), ""
+    if kind == "ExternKernel":
+        names = (getattr(parts[0], key, None) for key in ("python_kernel_name", "op_overload"))
+        call = str(next(filter(None, names), type(parts[0]).__name__))
+        # of views what they show; what a Triton kernel of ours writes is among its inputs
+        tensors = [*parts[0].inputs, *([parts[0]] if "mm" in call else [])]
+        num_bytes = sum(count_bytes(tensor) for tensor in tensors)
+    else:
+        touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+        real = lowering.scheduler.mutation_real_name  # of buffers that were written again
+        num_bytes = sum(
+            min(size, int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize)
+            for name, size in ((real.get(name, name), size) for name, size in touched.items())
+        )
+    origins = [origin for part in parts for origin in getattr(part, "origins", ())]
+    return dict(
+        kind=kind,
+        call=call,
+        is_template=any(part.is_template() for part in node.get_nodes()),
+        bytes=num_bytes,
+        flops=int(node.estimate_flops() or 0),
+        operations=sorted({str(o.target) for o in origins if o.op == "call_function"}),
+    )
+
+
+def count_bytes(tensor) -> int:
+    """Bytes of a tensor of Inductor's."""
+    size = 1
+    for length in tensor.get_size():
+        size *= int(length)
+    return size * tensor.get_dtype().itemsize
+
+
+def describe_kernel(tuner, result, card: fake_cuda.Card) -> dict:
+    """One config of a Triton kernel: PTX for instructions, cubin for registers and spills."""
+    kernel, name = result.kernel, tuner.inductor_meta.get("kernel_name", tuner.fn.__name__)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    ptx = kernel.asm["ptx"]
+    return dict(
+        name=name,
+        registers=int(registers),
+        stack=int(stack),
+        shared=kernel.metadata.shared,
+        fits=kernel.metadata.shared <= card.shared_memory,
+        fp64=ptx.count(".f64"),
+        wgmma=ptx.count("wgmma.mma_async"),
+        wide_loads=ptx.count("ld.global.v") + ptx.count(".v4.b32"),
+    )
+
+
+@contextlib.contextmanager
+def values_are(value):
+    """Answer for fake tensors when their value is asked for."""
+    names = ("__bool__", "item")
+    before = {name: FakeTensor.__dict__.get(name) for name in names}
+    for name in names:
+        setattr(FakeTensor, name, lambda _tensor: value)
+    yield
+    for name in names:
+        delattr(FakeTensor, name) if before[name] is None else setattr(FakeTensor, name, before[name])
+
+
+class FakeBatches:
+    """Batches of zeros, for Prefetcher and ValData."""
+
+    def __init__(self, batch_tokens: int, device: torch.device | str, num_batches: int = 0):
+        self.batch_tokens, self.device, self.num_batches = batch_tokens, device, num_batches
+
+    def __next__(self) -> gpt.Batch:
+        types = torch.int32, torch.int64, torch.int32
+        return gpt.Batch(*(torch.empty(self.batch_tokens, dtype=t, device=self.device) for t in types))
+
+    def batch(self, _index: int) -> gpt.Batch:
+        return next(self)
+
+
+def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.Trainer:
+    """The real one; its choices are those of the real probes, but for FP8, of which fake tensors know nothing."""
+    has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
+    wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
+    dtype, _, _ = gpt.choose_dtype(cfg, DEVICE)
+    use_compile, use_flex, _ = gpt.choose_compile(cfg, DEVICE)
+    use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
+    assert use_kernels == (cfg.kernels != "off"), note
+    rt = gpt.Runtime(
+        DEVICE,
+        0,
+        0,
+        1,
+        dtype,
+        use_compile,
+        use_flex,
+        has_fp8 and cfg.fp8_head != "off",
+        has_fp8 and wants_linear,
+        use_kernels,
+        peak_flops=1e15,
+        notes=(),
+    )
+    init = gpt.GPT.__init__
+
+    def init_on_card(model, *args, **kwargs) -> None:
+        """Fake tensors cannot be moved to the card."""
+        with DEVICE:
+            init(model, *args, **kwargs)
+
+    gpt.GPT.__init__, gpt.GPT.to = init_on_card, lambda model, _device: model
+    trainer = gpt.Trainer(cfg, rt)
+    if num_segments > 1:  # as with several ranks
+        del trainer.model.compute_loss
+        trainer.compile_parts(num_segments)
+    step = trainer.optimizer.step
+
+    def step_in_own_phase(*args, **kwargs) -> None:
+        before, observer.phase = observer.phase, observer.phase + " update"
+        step(*args, **kwargs)
+        observer.phase = before
+
+    trainer.optimizer.step = step_in_own_phase
+    return trainer
+
+
+def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -> dict:
+    """All that a run compiles, then all of it again, which must compile nothing; returns facts about the run."""
+    torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(f.__qualname__))
+    with ObservedMode(observer), values_are(True):
+        trainer = make_trainer(cfg, observer, num_segments)
+    accum, rows = gpt.split_rows(cfg, 1, cfg.tokens_per_step)
+    gpt.split_rows = fake_cuda.always((micros, rows))
+    micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
+    val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
+
+    def run_step(at: int) -> None:
+        for _ in range(cfg.adam_every):
+            trainer.train_step(FakeBatches(micro_tokens, DEVICE), trainer.schedule.at(at))
+
+    def validate(at: int) -> None:
+        with values_are(1.0):
+            trainer.validate(FakeBatches(val_tokens, "cpu", num_batches=2), trainer.schedule.at(at))
+
+    again = []
+    for phase, action, at, is_first in (
+        ("training", run_step, 0, True), ("training", run_step, last, False),
+        ("validation", validate, cfg.num_iterations, True), ("validation", validate, 0, False),
+        ("training", run_step, 0, False), ("measured", run_step, 0, False)):  # fmt: skip
+        num_graphs, observer.phase = len(observer.graphs), phase
+        with ObservedMode(observer):
+            action(at)
+        again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
+        print(
+            f"{phase} at step {at}: {len(observer.graphs) - num_graphs} graphs", file=sys.stderr, flush=True
+        )
+    if cfg.telemetry_every:
+        observer.phase = "telemetry"
+        with ObservedMode(observer), torch.no_grad():
+            batch = next(FakeBatches(micro_tokens, DEVICE))
+            gpt.Telemetry(trainer, None).measure_layers(
+                *trainer.model.look_up(batch.inputs),
+                batch.doc_ids,
+                trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len),
+            )
+    spans = [
+        (stage.share, getattr(stage, f"window_{spec.attention}"))
+        for stage in cfg.stages
+        for spec in cfg.layers
+        if spec.attention != "none"
+    ]
+    return dict(
+        recompiled=again,
+        micros=micros * cfg.adam_every,
+        updates=cfg.adam_every,
+        micros_per_step=accum,
+        micro_tokens=micro_tokens,
+        model_dim=cfg.model_dim,
+        mean_window=sum(share * window for share, window in spans) / sum(share for share, _ in spans),
+        bytes_per_rank=2 * sum(p.nbytes for p in trainer.model.parameters()),
+    )
+
+
+def summarize(observer: Observer, facts: dict) -> dict:
+    """What the tests assert."""
+    used = {}
+    for kernel in observer.kernels:
+        most = used.setdefault(kernel["name"], dict(stack=0, fp64=0, wgmma=0, wide_loads=0, fits=True))
+        for key in most:
+            most[key] = (min if key == "fits" else max)(most[key], kernel[key])
+    eager = observer.eager["measured"]
+    return dict(
+        card=observer.card.name,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        graphs=dict(collections.Counter(graph["phase"] for graph in observer.graphs)),
+        graph_breaks=dict(counters["graph_break"]),
+        recompiled=facts["recompiled"],
+        fp64={name: k["fp64"] for name, k in used.items() if k["fp64"]},
+        spills={name: k["stack"] for name, k in used.items() if k["stack"]},
+        too_large=sorted(name for name, k in used.items() if not k["fits"]),
+        own={name: k for name, k in used.items() if not name.startswith("triton_")},
+        launches_per_micro=sum(
+            count_launches(graph) * graph["calls"]["measured"] for graph in observer.graphs
+        )
+        // facts["micros"],
+        eager_per_micro=sum(count for count, _ in eager.values()) // facts["micros"],
+        eager_gb_per_micro=sum(size for _, size in eager.values()) / facts["micros"] / 1e9,
+        peak_gb={
+            name: max(observer.peaks[phase] for phase in phases) / 1e9
+            for name, phases in dict(
+                training=("training", "training update", "measured"), validation=("validation",)
+            ).items()
+        },
+        compile_seconds=round(sum(graph["seconds"] for graph in observer.graphs)),
+    )
+
+
+def count_launches(graph: dict) -> int:
+    """Kernels and library calls of a graph."""
+    return sum(node["kind"] != "NopKernel" for node in graph["nodes"])
+
+
+def explain(error: Exception) -> str:
+    """The innermost reason, and the kernel if a compiler names one."""
+    lines = [line.strip() for line in str(error).splitlines() if "Error" in line or "does not fit" in line]
+    kernel = re.search(r"^def (\w+)\(", str(error), re.MULTILINE)
+    return f"{kernel[1] if kernel else type(error).__name__}: {(lines or [str(error)[:300]])[-1][:300]}"
+
+
+real_compile = torch.compile
+
+
+def main(argv: list[str]) -> int:
+    """Exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("card", choices=fake_cuda.CARDS)
+    parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument(
+        "--segments", type=int, default=1, help="graphs the slots are cut into, as for several ranks"
+    )
+    parser.add_argument("--json", help="file for all of it")
+    args, options = parser.parse_known_args(argv)
+    warnings.simplefilter("ignore")
+    for name in ("torch._inductor", "torch._inductor.runtime.triton_heuristics"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails is reported below
+    torch.set_float32_matmul_precision("high")  # as start_runtime
+    observer = Observer(fake_cuda.CARDS[args.card])
+    try:
+        cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)[0]})
+        facts = drive(cfg, observer, args.micros, args.segments)
+    except Exception as error:  # whatever a compiler raises
+        print(json.dumps(dict(error=explain(error))))
+        return 1
+    figures = summarize(observer, facts)
+    if args.json:
+        result = dict(
+            figures=figures,
+            options=options,
+            **facts,
+            graphs=observer.graphs,
+            eager=observer.eager,
+            kernels=observer.kernels,
+        )
+        Path(args.json).write_text(json.dumps(result))
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""The CUDA path without a GPU: what tests/cuda_compile.py compiles, and what must be true of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import fake_cuda
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
+
+# every make-up of a slot that track_1 has
+FOUR_SLOTS = (
+    dict(attention="long", mlp=False, value_embed=0),
+    dict(attention="short"),
+    dict(attention="none"),
+    dict(attention="short", value_embed=0, skip_from=1),
+)
+SMALL = [
+    "--num_layers=4",
+    f"--layers={json.dumps(FOUR_SLOTS)}",
+    "--seq_len=2048",
+    "--micro_batch_tokens=2048",
+]
+SMALL += ["--val_seq_len=4096", "--val_tokens=4096"]
+# FlexAttention's backward holds two tiles of gradients of 64 x 128 and one of scores in registers; PyTorch chose
+# its blocks, and spills 88 to 96 bytes of 255 registers on Hopper by its own choice. Reductions of Inductor save 8.
+SPILLS_BY_PYTORCH = ("triton_tem_fused", "triton_red_fused", "triton_per_fused", "triton_poi_fused")
+
+
+def compile_for(card: str, *options: str) -> dict:
+    """The figures of tests/cuda_compile.py, once they hold for every card and config."""
+    command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.stdout.startswith("{"), done.stderr[-2000:]
+    figures = json.loads(done.stdout)
+    assert "error" not in figures, figures["error"]
+    assert (
+        figures["graph_breaks"] == {} and figures["recompiled"] == []
+    )  # over all stages, validation and back
+    assert figures["fp64"] == {} and figures["too_large"] == []
+    assert [name for name in figures["spills"] if not name.startswith(SPILLS_BY_PYTORCH)] == []
+    return figures
+
+
+def test_every_kind_of_slot_compiles_for_hopper():
+    """Head, masks, slots, both update rules, the measuring pass; an uncompiled remainder that is small."""
+    figures = compile_for("h200", *SMALL, "--telemetry_every=1")
+    # check of the kernels; forward and backward; Muon for two shapes of matrices and the gates, Adam for
+    # tables and for numbers; forward; forward
+    assert figures["graphs"] == {
+        "setup": 1,
+        "training": 2,
+        "training update": 5,
+        "validation": 1,
+        "telemetry": 1,
+    }
+    own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
+    assert set(own) == {"symmetric_kernel", "cross_entropy_kernel"}
+    assert own["symmetric_kernel"]["wgmma"] > 0  # Hopper's matrix units, not the older path
+    assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # 16 bytes at a time
+    # per micro-batch: 2 look-ups, their gradients, and the sums of 13 gradients into their bucket
+    assert figures["eager_per_micro"] <= 30 and figures["eager_gb_per_micro"] < 1.4
+
+
+def test_segments_of_several_ranks_compile():
+    """Two graphs for each of three segments and the head; the small graphs of validation beside them."""
+    figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off")
+    assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
+
+
+@pytest.mark.parametrize("card", ["t4"])
+def test_a_gpu_without_bfloat16_trains_in_float32(card):
+    """Inductor refuses bfloat16 below capability 8.0, in storage too."""
+    compile_for(card, *SMALL)
+
+
+# card, options, graphs of training without updates, peak GB of training and of validation
+WHOLE = [
+    ("h200", ["--preset=track_1"], 2, 25.2, 15.8),
+    ("h200", ["--preset=muonh"], 2, 25.2, 15.8),
+    ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 2, 25.2, 15.8),
+    ("h200", ["--kernels=off"], 2, 25.2, 15.8),
+    ("h200", ["--dtype=float32"], 2, 25.2, 15.8),
+    ("a100", [], 2, 25.2, 15.8),
+    ("4090", [], 2, 25.2, 15.8),
+    ("5090", [], 2, 25.2, 15.8),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card, options, graphs, training, validation", WHOLE, ids=lambda v: str(v))
+def test_the_whole_step_compiles(card, options, graphs, training, validation):
+    figures = compile_for(card, *options)
+    assert figures["graphs"]["training"] == graphs and figures["graphs"]["validation"] == graphs / 2
+    assert figures["peak_gb"] == pytest.approx(dict(training=training, validation=validation), rel=0.05)

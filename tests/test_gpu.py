@@ -1,0 +1,226 @@
+"""On a CUDA device: every kernel against its plain form, and runs against those of the CPU. `./run.sh test -m gpu`."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import ROOT, data_args, gpt, launch, run_script, smoke_config, smoke_run
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+def relative_error(ours, exact):
+    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    """References are exact float32, not TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-8), (torch.float32, 2e-3)])
+def test_symmetric_product(dtype, bound, is_compiled):
+    """Matrices of track_1: bfloat16 results are rounded by 2^-9; in float32 the kernel multiplies TF32 (2^-11)."""
+    if dtype == torch.bfloat16 and not gpt.computes_bfloat16(CUDA):
+        pytest.skip("no bfloat16 on this device")
+    torch.manual_seed(0)
+    x = (torch.randn(4, 768, 3072, device=CUDA) * 3072**-0.5).to(dtype)
+    run = compiled(gpt.symmetric_product) if is_compiled else gpt.symmetric_product
+    gram = run(x, use_kernels=True)
+    exact = x.double() @ x.double().mT
+    assert relative_error(gram, exact) < bound and torch.equal(gram, gram.mT)
+    power = run(gram, gram, 2.0315, -4.7750, True)
+    exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
+    assert relative_error(power, exact) < 4 * bound  # some of it cancels
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("grad_dtype, scale, bound", [
+    (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, gpt.FP8_GRAD_SCALE, 2**-3)])  # fmt: skip
+def test_cross_entropy(grad_dtype, scale, bound, is_compiled):
+    """The record's vocabulary, logits beyond the cap; e5m2 has two bits of mantissa."""
+    torch.manual_seed(0)
+    logits = (torch.randn(2048, 50_304, device=CUDA) * 20).bfloat16()
+    targets = torch.randint(50_257, (2048,), device=CUDA)
+    run = compiled(gpt.softcapped_cross_entropy) if is_compiled else gpt.softcapped_cross_entropy
+    losses, grads = run(logits, targets, 15.0, grad_dtype, scale, True)
+    exact, exact_grads = gpt.softcapped_cross_entropy(logits.double(), targets, 15.0, torch.float32)
+    assert torch.allclose(losses, exact.float(), rtol=1e-4, atol=1e-4)
+    assert relative_error(grads.float() * scale, exact_grads) < bound
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 49_152])
+@pytest.mark.parametrize("window", [128, 1408])
+def test_flex_attention_forward_and_backward(num_tokens, window):
+    """Documents and window against dense attention, of views as the model makes them: q, k in one tensor, v a slice."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    doc_ids = (torch.rand(num_tokens, device=CUDA) < 1 / 400).cumsum(0).int()
+    qk = torch.randn(num_tokens, 2, 6, 128, device=CUDA, dtype=dtype, requires_grad=True)
+    qkv = torch.randn(num_tokens, 3 * 768, device=CUDA, dtype=dtype, requires_grad=True)
+    weight = torch.randn(num_tokens, 6, 128, device=CUDA, dtype=dtype)
+
+    def attend(qk, qkv, doc_ids, window, build) -> torch.Tensor:
+        q, k = (qk * torch.tensor([0.1, 1.0], device=CUDA, dtype=qk.dtype)[:, None, None]).unbind(1)
+        return gpt.attend(q, k, qkv[:, 1536:].unflatten(1, (6, 128)), build(doc_ids, window))
+
+    size = torch.tensor(window, dtype=torch.int32, device=CUDA)
+    ours = compiled(attend)(qk, qkv, doc_ids, size, gpt.build_block_mask)
+    grads = torch.autograd.grad((ours * weight).sum(), (qk, qkv))
+    exact_inputs = [x.detach().float().requires_grad_() for x in (qk, qkv)]
+    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask)
+    expected = torch.autograd.grad((exact * weight.float()).sum(), exact_inputs)
+    assert relative_error(ours, exact) < 0.01  # bfloat16 rounds inputs, scores and sums by 2^-9 each
+    for our, grad in zip(grads, expected):
+        assert relative_error(our, grad) < 0.02
+
+
+def test_fp8_head_points_where_bfloat16_does():
+    """e4m3 has three bits of mantissa, e5m2 two; errors of 50,304 logits average out."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 on this device")
+    torch.manual_seed(0)
+    x = gpt.rms_norm(torch.randn(4096, 768, device=CUDA)).bfloat16()
+    weight = (torch.randn(50_304, 768, device=CUDA) * 0.05).bfloat16()
+    targets, results = torch.randint(50_257, (4096,), device=CUDA), []
+    for use_fp8 in (False, True):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = compiled(gpt.HeadLoss.apply)(a, b, targets, 15.0, use_fp8, True)
+        results.append((loss.item(), *torch.autograd.grad(loss, (a, b))))
+    (plain, *plain_grads), (fp8, *fp8_grads) = results
+    assert fp8 == pytest.approx(plain, rel=2e-3)
+    for ours, exact in zip(fp8_grads, plain_grads):
+        assert torch.cosine_similarity(ours.float().flatten(), exact.float().flatten(), dim=0) > 0.995
+
+
+@pytest.fixture(scope="module")
+def gpu_run(shards, tmp_path_factory):
+    """20 steps of smoke on the GPU, with a checkpoint after 10, and its folder."""
+    folder = tmp_path_factory.mktemp("gpu")
+    return smoke_run(shards, folder, *LONGER, "--device=cuda", "--checkpoint_every=10"), folder
+
+
+LONGER = ["--num_iterations=20", "--val_loss_every=10"]
+
+
+def losses(result):
+    return [loss for _, loss, _ in result["val_points"]]
+
+
+def test_the_gpu_learns_what_the_cpu_learns(shards, gpu_run, tmp_path):
+    """float32, but for TF32 products (2^-11), over 20 steps of a loss that falls from 5.9 to about 2."""
+    cpu = smoke_run(shards, tmp_path, *LONGER)
+    assert (
+        losses(gpu_run[0]) == pytest.approx(losses(cpu), abs=0.03) and losses(cpu)[-1] < losses(cpu)[0] - 2
+    )
+
+
+@pytest.mark.parametrize("options", [["--compile=off"], ["--kernels=off"], ["--dtype=bfloat16"]], ids=str)
+def test_the_same_run_otherwise(shards, gpu_run, tmp_path, options):
+    """Eager with dense attention; without our kernels; in bfloat16 with an FP8 head where there is one."""
+    if options == ["--dtype=bfloat16"] and not gpt.computes_bfloat16(CUDA):
+        pytest.skip("no bfloat16 on this device")
+    other = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", *options)
+    assert losses(other) == pytest.approx(losses(gpu_run[0]), abs=0.05)
+
+
+def test_checkpoints_go_from_gpu_to_cpu_and_back(shards, gpu_run, tmp_path):
+    _, folder = gpu_run
+    first = next(folder.rglob("step_000010.pt"))
+    on_cpu = smoke_run(shards, tmp_path, *LONGER, f"--resume={first}", "--checkpoint_every=15",
+                       f"--checkpoint_dir={tmp_path}")  # fmt: skip
+    (middle,) = tmp_path.rglob("step_000015.pt")
+    again = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", f"--resume={middle}")
+    for result in (on_cpu, again):
+        assert losses(result) == pytest.approx(losses(gpu_run[0]), abs=0.03)
+
+
+def test_text_from_the_gpu_is_that_of_the_cpu(gpu_run):
+    checkpoint = next(gpu_run[1].rglob("step_000020.pt"))
+    options = [f"--sample={checkpoint}", "--prompt=abc", "--temperature=0", "--max_new_tokens=20"]
+    texts = [launch([str(ROOT / "train_gpt.py"), *options, f"--device={device}"], gpu_run[1])
+             for device in ("cpu", "cuda")]  # fmt: skip
+    assert texts[0].returncode == 0 and len(texts[0].stdout) > 10, texts[0].stderr
+    assert texts[0].stdout == texts[1].stdout
+
+
+def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
+    """Documents of 8,192 tokens, whole or one at a time: the same loss, as none sees another."""
+    cfg = smoke_config(
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, stages=(gpt.Stage(1, 1664, 768),)
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    model = gpt.GPT(cfg, use_flex=True, dtype=dtype)
+    for param in model.parameters():
+        param.data.add_(torch.randn_like(param) * 0.1)
+    model.to(CUDA).eval()
+    model.compute_loss = compiled(model.compute_loss)
+    rt = gpt.Runtime(CUDA, 0, 0, 1, dtype, True, True, False, False, False, 1e15, ())
+    state, windows = gpt.Schedule(cfg).at(0), torch.tensor([1664, 768], dtype=torch.int32, device=CUDA)
+    tokens = torch.randint(257, (262_145,), device=CUDA)
+
+    def measure(part: slice, documents: torch.Tensor) -> float:
+        inputs, targets = tokens[:-1][part].int(), tokens[1:][part]
+        rotary = gpt.make_rotary(state, len(inputs), 8192, rt)
+        with torch.no_grad():
+            return model(inputs, targets, documents, gpt.StepInputs(windows, *rotary)).item()
+
+    whole = measure(slice(None), torch.arange(262_144, device=CUDA, dtype=torch.int32) // 8192)
+    one = torch.zeros(8192, device=CUDA, dtype=torch.int32)
+    parts = sum(measure(slice(begin, begin + 8192), one) for begin in range(0, 262_144, 8192))
+    assert whole == pytest.approx(parts, rel=1e-4)
+
+
+def test_out_of_memory_ends_with_its_line(shards, tmp_path):
+    """1 % of the memory, and a model that needs more."""
+    script = tmp_path / "little_memory.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train_gpt\n"
+        "torch.cuda.set_per_process_memory_fraction(300e6 / torch.cuda.mem_get_info()[1])\n"
+        "sys.exit(train_gpt.main(sys.argv[1:]))\n"
+    )
+    options = ["--preset=smoke", "--num_heads=8", "--head_dim=128", "--model_dim=1024", "--compile=off"]
+    done = launch(
+        [str(script), *options, *data_args(shards), "--device=cuda", "--warmup_iterations=0"], tmp_path
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "out of memory with --micro_batch_tokens=1024: try --micro_batch_tokens=512" in done.stderr
+    assert not list((tmp_path / "logs").glob("*.json"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_learn_what_one_learns(shards, gpu_run, tmp_path):
+    two = run_script(["--preset=smoke", *data_args(shards), *LONGER, "--device=cuda"], tmp_path, nproc=2)
+    assert two.returncode == 0, two.stderr[-2000:]
+    (path,) = (tmp_path / "logs").glob("*.json")
+    assert losses(json.loads(path.read_text())) == pytest.approx(losses(gpu_run[0]), abs=0.03)
+
+
+def test_dense_attention_runs_where_triton_is_missing(monkeypatch):
+    """As on Windows: 49,152 tokens forward and backward, in bounded memory."""
+    monkeypatch.setattr(gpt, "triton", None)
+    assert gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)[:2] == (
+        False,
+        False,
+    )
+    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
+    doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
+    torch.cuda.reset_peak_memory_stats()
+    gpt.attend(q, k, v, gpt.build_dense_mask(doc_ids, 1408)).sum().backward()
+    assert v.grad.isfinite().all() and torch.cuda.max_memory_allocated() < 30e9
