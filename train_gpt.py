@@ -1618,10 +1618,18 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 
+# Tiles of FlexAttention that fit into the shared memory of every GPU (64 KiB on Turing) in float32; what
+# PyTorch would choose does not
+FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
+                    num_warps=4)
+
+
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """Attention through FlexAttention. q, k, v (T, H, K) -> (T, H, K). Only fast when compiled."""
+    options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
     q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
-    return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)  # (T, H, K)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # (1, H, T, K)
+    return y[0].transpose(0, 1)  # (T, H, K)
 
 
 class KeyValues:
@@ -1747,6 +1755,8 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
     try:
         if triton is None:
             raise RuntimeError("Triton is not installed")
+        if not computes_bfloat16(device):
+            raise RuntimeError("a GPU below capability 8.0, whose registers the tiles overflow")
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
         x = torch.randn(2, 208, 304, device=device).to(torch.float32 if device.type == "cpu" else dtype)
         logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)

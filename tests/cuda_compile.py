@@ -274,7 +274,7 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
     dtype, _, _ = gpt.choose_dtype(cfg, DEVICE)
     use_compile, use_flex, _ = gpt.choose_compile(cfg, DEVICE)
     use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
-    assert use_kernels == (cfg.kernels != "off"), note
+    assert use_kernels == (cfg.kernels != "off" and observer.card.capability >= (8, 0)), note
     rt = gpt.Runtime(
         DEVICE,
         0,

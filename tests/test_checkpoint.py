@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,7 @@ def test_the_time_limit_saves_and_stops(shards, here, capsys):
     assert Path(f"checkpoints/smoke_seed0/step_{step:06d}.pt").exists() and errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step: each life finds a whole one, none repeats far."""
     args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=0"]
@@ -404,6 +406,8 @@ def test_folders_that_change_while_training(shards, here, monkeypatch, capsys, h
 
     def train_step(self, *args):
         if self.progress.step == 4 and Path("logs").is_dir():
+            while not Path("checkpoints/smoke_seed0/step_000003.pt").exists():  # written in the background
+                time.sleep(0.01)
             shutil.rmtree("logs")
             shutil.rmtree("checkpoints")
             if how == "become a file":

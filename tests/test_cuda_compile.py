@@ -66,16 +66,17 @@ def test_every_kind_of_slot_compiles_for_hopper():
     assert figures["eager_per_micro"] <= 30 and figures["eager_gb_per_micro"] < 1.4
 
 
+@pytest.mark.slow
 def test_segments_of_several_ranks_compile():
     """Two graphs for each of three segments and the head; the small graphs of validation beside them."""
     figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off")
     assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
 
 
-@pytest.mark.parametrize("card", ["t4"])
-def test_a_gpu_without_bfloat16_trains_in_float32(card):
+@pytest.mark.slow
+def test_a_gpu_without_bfloat16_trains_in_float32():
     """Inductor refuses bfloat16 below capability 8.0, in storage too."""
-    compile_for(card, *SMALL)
+    compile_for("t4", *SMALL)
 
 
 # card, options, graphs of training without updates, peak GB of training and of validation

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, data_args, gpt, launch, make_runtime, run_script, smoke_config, smoke_run
 
 RANKS = ROOT / "tests" / "ranks.py"
-WORLD_SIZES = (1, 2, 3, 4, 8)
+RANKS = (2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8)))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -56,17 +56,22 @@ def equality(shards, tmp_path_factory):
     for rule, case in RULES_AND_CASES:
         decay = 0.0 if gpt.RULES[rule].keeps_norm else 0.1
         cases[f"{rule} {case}"] = dict(common, matrix_rule=rule, matrix_weight_decay=decay, **CASES[case])
-    folder, results = tmp_path_factory.mktemp("equality"), {}
-    for num_ranks in WORLD_SIZES:
-        ends, _, errors = run_ranks(
-            "equality", num_ranks, folder / f"{num_ranks}.pt", json.dumps(cases), cwd=folder
-        )
-        assert all(status == 0 for status, _ in ends), errors[-2000:]
-        results[num_ranks] = torch.load(folder / f"{num_ranks}.pt", weights_only=True)
-    return results
+    folder = tmp_path_factory.mktemp("equality")
+
+    class Results(dict):
+        """Made when first asked for: more ranks are only for the slow tests."""
+
+        def __missing__(self, num_ranks):
+            path = folder / f"{num_ranks}.pt"
+            ends, _, errors = run_ranks("equality", num_ranks, path, json.dumps(cases), cwd=folder)
+            assert all(status == 0 for status, _ in ends), errors[-2000:]
+            self[num_ranks] = torch.load(path, weights_only=True)
+            return self[num_ranks]
+
+    return Results()
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES[1:])
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("rule, case", [pair for pair in RULES_AND_CASES if pair[1] != "rounded"])
 def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, num_ranks):
     """Gradients on a grid have exact sums, whatever their order: in float32, with the Adam groups stepped every third
@@ -82,7 +87,7 @@ def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, 
     ).abs().max() > 1e-3  # and it has trained
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES[1:])
+@pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, num_ranks):
     """Gradients of up to 1e3 differ by the order of their float32 sums: 1e3 * 2^-24 * sqrt(24) = 3e-4. With its epsilon
@@ -93,7 +98,7 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
         assert torch.allclose(param, several[name], rtol=0, atol=2e-4), name
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES[1:])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_bytes_sent_are_the_least_possible(equality, num_ranks):
     """Counted from the tensors given to PyTorch's collectives, mean over the ranks, against 2 P (N - 1) / N."""
     for case, result in equality[num_ranks].items():
@@ -107,7 +112,7 @@ def test_bytes_sent_are_the_least_possible(equality, num_ranks):
     assert equality[num_ranks]["muon rounded"]["minimum"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES[1:])
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     """In the last step: the head is sent first, all before the end of backward; and when the first block begins, its own
     parameters have come back while those of the last block and of the head are still under way."""
@@ -119,6 +124,7 @@ def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     assert own == 0 and last > 0 and head > 0
 
 
+@pytest.mark.slow
 def test_units_that_do_not_divide_are_not_padded(equality):
     """8 and 4 matrices of the blocks and 3 gates on 8 ranks: rank 0 owns one of each kind; on 3 ranks 2 + 1, 1 + 1, 1."""
     assert gpt.split_units(8, 3, 1e9) == [(0, 6), (6, 8)]
@@ -210,6 +216,7 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_agents_make_one_job(shards, tmp_path):
     """torchrun --nnodes=2, each agent in a folder of its own: one log and one json in all, the loss of one process."""
     args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards)]
@@ -261,6 +268,7 @@ def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_long_compilation_is_no_stall(shards, tmp_path):
     """One rank compiles for 8 s, longer than the 4 s after which a stall would have ended the run."""
     ends, out, errors = run_ranks("fail", 3, "compile", 1, *failing_args(shards), cwd=tmp_path)

@@ -153,6 +153,7 @@ def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
     """Both go back and decide alike, step by step, and hold the same bits, which --check_ranks_every asserts."""
     options = ["--tokens_per_step=1024"]

@@ -539,6 +539,7 @@ OLD_MECHANISMS = [
 ]
 
 
+@pytest.mark.slow
 def test_old_mechanisms_resume_write_text_and_share_ranks(shards, tmp_path, capsys):
     for name in ("whole", "saved", "resumed", "shared"):
         (tmp_path / name).mkdir()

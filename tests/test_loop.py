@@ -104,6 +104,7 @@ def test_switches_train_too_and_do_something(smoke, shards, tmp_path, args):
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
 )
+@pytest.mark.slow
 def test_compiled_run_agrees(shards, tmp_path):
     args = [
         "--num_layers=2",

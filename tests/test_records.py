@@ -224,6 +224,7 @@ def test_replay_tells_the_same_from_another(real_record, tmp_path):
     assert run_tool("replay.py").returncode == 2
 
 
+@pytest.mark.slow
 def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
     extra = " ".join(["--num_iterations=2", "--val_tokens=1024", "--val_loss_every=0", *data_args(shards)])
     args = [
@@ -244,6 +245,7 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
     assert done.returncode == 2 and "did you mean softcap" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
     args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--records_dir={tmp_path}"]
