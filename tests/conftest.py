@@ -39,6 +39,18 @@ def use_one_thread():
     torch.set_num_threads(1)
 
 
+def slow_but(values, *quick) -> list:
+    """Parameters of a test, all but a few of them only for -m slow."""
+    return [
+        value
+        if value in quick
+        else pytest.param(*value, marks=pytest.mark.slow)
+        if isinstance(value, tuple)
+        else pytest.param(value, marks=pytest.mark.slow)
+        for value in values
+    ]
+
+
 def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind START."""
     parts, total = [], 0

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -181,6 +182,9 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
                 time.sleep(1000)
             if mode == "compile":
                 compile_slowly(8)
+            if mode == "compile_backward":  # which autograd does in a thread of its own
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(compile_slowly, 8).result()
             if mode == "differ":
                 loss = real(self, *args)
                 self.optimizer.finish()

@@ -12,6 +12,7 @@ import roofline  # noqa: E402
 import step  # noqa: E402
 
 
+@pytest.mark.slow
 def test_step_compares_profiles_and_predicts(shards, tmp_path):
     """The median is that of the steps, shares add up to it, and the prediction follows from the parts."""
     args = [

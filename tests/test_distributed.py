@@ -11,10 +11,20 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, launch, make_runtime, run_script, smoke_config, smoke_run
+from conftest import (
+    ROOT,
+    data_args,
+    gpt,
+    launch,
+    make_runtime,
+    run_script,
+    slow_but,
+    smoke_config,
+    smoke_run,
+)
 
 RANKS = ROOT / "tests" / "ranks.py"
-RANKS = (2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8)))
+NUM_RANKS = slow_but((2, 3, 4, 8), 3)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -71,7 +81,7 @@ def equality(shards, tmp_path_factory):
     return Results()
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule, case", [pair for pair in RULES_AND_CASES if pair[1] != "rounded"])
 def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, num_ranks):
     """Gradients on a grid have exact sums, whatever their order: in float32, with the Adam groups stepped every third
@@ -87,7 +97,7 @@ def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, 
     ).abs().max() > 1e-3  # and it has trained
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, num_ranks):
     """Gradients of up to 1e3 differ by the order of their float32 sums: 1e3 * 2^-24 * sqrt(24) = 3e-4. With its epsilon
@@ -98,7 +108,7 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
         assert torch.allclose(param, several[name], rtol=0, atol=2e-4), name
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_bytes_sent_are_the_least_possible(equality, num_ranks):
     """Counted from the tensors given to PyTorch's collectives, mean over the ranks, against 2 P (N - 1) / N."""
     for case, result in equality[num_ranks].items():
@@ -112,7 +122,7 @@ def test_bytes_sent_are_the_least_possible(equality, num_ranks):
     assert equality[num_ranks]["muon rounded"]["minimum"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     """In the last step: the head is sent first, all before the end of backward; and when the first block begins, its own
     parameters have come back while those of the last block and of the head are still under way."""
@@ -185,6 +195,7 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
     assert losses[1][-1] < losses[1][0] - 1
 
 
+@pytest.mark.slow
 def test_comm_benchmark(tmp_path):
     """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time, a step sends the least possible."""
     args = [
@@ -255,7 +266,7 @@ def failing_args(shards, **changes):
     return ["--device=cpu", *data_args(shards), *(f"--{name}={value}" for name, value in options.items())]
 
 
-@pytest.mark.parametrize("how, rank", FAILURES)
+@pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
     """Forked ranks, so that no launcher helps; within --comm_timeout=5 and the seconds until the failure."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
@@ -269,13 +280,15 @@ def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
 
 
 @pytest.mark.slow
-def test_a_long_compilation_is_no_stall(shards, tmp_path):
+@pytest.mark.parametrize("what", ["compile", "compile_backward"])
+def test_a_long_compilation_is_no_stall(shards, tmp_path, what):
     """One rank compiles for 8 s, longer than the 4 s after which a stall would have ended the run."""
-    ends, out, errors = run_ranks("fail", 3, "compile", 1, *failing_args(shards), cwd=tmp_path)
+    ends, out, errors = run_ranks("fail", 3, what, 1, *failing_args(shards), cwd=tmp_path)
     assert [status for status, _ in ends] == [0, 0, 0], errors[-2000:]
     assert "step:6/6 val_loss" in out
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_found(shards, tmp_path):
     """A change of one parameter by 1e-6, on one rank."""
     args = failing_args(shards, check_ranks_every=1)

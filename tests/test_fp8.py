@@ -140,6 +140,7 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     assert torch.equal(model.blocks[1].attention.train()(x, None, {}, mask, step), outputs[1])
 
 
+@pytest.mark.slow
 def test_a_run_with_fp8_linears_trains_as_well(shards, tmp_path):
     size = ["--num_heads=4", "--model_dim=128", "--num_layers=3"]
     on = smoke_run(shards, tmp_path, "--fp8_linear=on", *size)

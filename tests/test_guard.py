@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
+from conftest import ROOT, data_args, gpt, make_runtime, slow_but, smoke_config
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
 ARGS += ["--val_loss_every=0", "--guard=on"]
@@ -126,7 +126,7 @@ FAULTS = {  # fault: (options, how, what the guard notices, what it does beside 
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", slow_but(FAULTS, "a NaN in a gradient", "FP8 overflow"))
 def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
     options, spoil, noticed, done = FAULTS[name]
     expected = clean(*options)

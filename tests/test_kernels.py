@@ -115,6 +115,33 @@ def test_choose_kernels_compares_before_it_trusts(monkeypatch):
         gpt.choose_kernels(cfg, *AT)
 
 
+@pytest.mark.parametrize(
+    "capability, has_triton, expected",
+    [
+        ((9, 0), True, (torch.bfloat16, True, True)),
+        ((8, 0), True, (torch.bfloat16, True, True)),
+        ((7, 5), True, (torch.float32, True, True)),  # T4: no bfloat16
+        ((6, 1), True, (torch.float32, False, False)),  # no Triton for it
+        ((8, 9), False, (torch.bfloat16, False, False)),  # Windows: no Triton, so no FlexAttention either
+    ],
+)
+def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
+    """Facts of the device alone; its matmuls are not measured here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(gpt, "measure_matmul", lambda _device, _dtype: 1e12)
+    monkeypatch.setattr(gpt, "triton", triton if has_triton else None)
+    cfg, device = smoke_config(dtype="auto"), torch.device("cuda")
+    dtype, _, note = gpt.choose_dtype(cfg, device)
+    assert (dtype, *gpt.choose_compile(cfg, device)[:2]) == expected
+    assert ("in bfloat16" in note) == (capability >= (8, 0))  # what it lacks is not tried
+    if not has_triton:
+        with pytest.raises(gpt.InputError, match="--compile=on .*Triton is not installed"):
+            gpt.choose_compile(smoke_config(compile="on"), device)
+    if capability < (8, 0):
+        with pytest.raises(gpt.InputError, match="--dtype=bfloat16 needs"):
+            gpt.choose_dtype(smoke_config(dtype="bfloat16"), device)
+
+
 def test_training_with_the_kernels_is_training_without(shards):
     """Two steps in float32; the kernels add in another order, which Adam's epsilon of 1 keeps small.
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_copy_in_an_empty_folder_runs(tmp_path):
     """No data, no repository: it builds the embedded corpus and trains on it."""
     script = shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
@@ -184,6 +186,22 @@ def test_an_output_folder_that_cannot_be_written(shards, tmp_path):
         ["--preset=smoke", *data_args(shards), "--logs_dir=l", "--record=r", "--records_dir=logs"], tmp_path
     )
     assert done.returncode == 2 and "--records_dir" in done.stderr and not (tmp_path / "l").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which even root makes none")
+def test_a_folder_that_cannot_be_made_ends_the_run_before_it_begins(shards, tmp_path):
+    """Permissions say nothing here: root may write /proc, and still makes no folder there."""
+    done = run_script(["--preset=smoke", *data_args(shards), "--record=r", "--records_dir=/proc/records"], tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "step:" not in done.stdout
+    assert "/proc/records/laptop" in done.stderr and "choose another folder with --records_dir" in done.stderr
+
+
+def test_trying_a_folder_leaves_nothing(tmp_path):
+    gpt.check_writable(tmp_path / "a" / "b", "")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    gpt.check_writable(tmp_path / "a", "")
+    assert (tmp_path / "a").is_dir() and not list((tmp_path / "a").iterdir())
 
 
 def test_a_corpus_folder_that_cannot_be_written(tmp_path):

@@ -209,6 +209,7 @@ def test_a_committed_record_is_whole(folder, tmp_path):
         assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in log
 
 
+@pytest.mark.slow
 def test_replay_tells_the_same_from_another(real_record, tmp_path):
     result = results.read_record(real_record).results[0]
     result["hardware"]["threads"] = torch.get_num_threads()  # one here, two in the process that made it
