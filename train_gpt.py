@@ -4033,6 +4033,7 @@ class Telemetry:
 
     @torch.no_grad()
     def _inspect(self, batch: Batch, step: StepInputs) -> None:
+        self.trainer.optimizer.finish()  # the pass reads parameters that others may still be sending
         x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, step)
         self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
                              **self._measure_head(x, batch.targets))

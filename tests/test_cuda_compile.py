@@ -79,22 +79,23 @@ def test_a_gpu_without_bfloat16_trains_in_float32():
     compile_for("t4", *SMALL)
 
 
-# card, options, graphs of training without updates, peak GB of training and of validation
+# card, options, GB of live tensors at most: in training, in validation
 WHOLE = [
-    ("h200", ["--preset=track_1"], 2, 25.2, 15.8),
-    ("h200", ["--preset=muonh"], 2, 25.2, 15.8),
-    ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 2, 25.2, 15.8),
-    ("h200", ["--kernels=off"], 2, 25.2, 15.8),
-    ("h200", ["--dtype=float32"], 2, 25.2, 15.8),
-    ("a100", [], 2, 25.2, 15.8),
-    ("4090", [], 2, 25.2, 15.8),
-    ("5090", [], 2, 25.2, 15.8),
+    ("h200", ["--preset=track_1"], 25.2, 15.8),
+    ("h200", ["--preset=muonh"], 28.4, 12.6),
+    ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 15.2, 16.3),
+    ("h200", ["--kernels=off"], 33.9, 15.8),
+    ("h200", ["--dtype=float32"], 48.4, 27.1),
+    ("a100", [], 26.5, 15.8),
+    ("4090", [], 25.2, 15.8),
+    ("5090", [], 25.2, 15.8),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card, options, graphs, training, validation", WHOLE, ids=lambda v: str(v))
-def test_the_whole_step_compiles(card, options, graphs, training, validation):
+@pytest.mark.parametrize("card, options, training, validation", WHOLE, ids=lambda value: str(value))
+def test_the_whole_step_compiles(card, options, training, validation):
+    """One graph forward and one backward for all stages, one for validation; memory as noted in RESULTS.md."""
     figures = compile_for(card, *options)
-    assert figures["graphs"]["training"] == graphs and figures["graphs"]["validation"] == graphs / 2
+    assert figures["graphs"]["training"] == 2 and figures["graphs"]["validation"] == 1
     assert figures["peak_gb"] == pytest.approx(dict(training=training, validation=validation), rel=0.05)

@@ -155,6 +155,8 @@ def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         for group in one["groups"]:
             assert one["groups"][group] == pytest.approx(other["groups"][group], rel=1e-4)
+        for ours, alone_layer in zip(one["layers"], other["layers"], strict=True):  # rank 0 has the same first row
+            assert ours == pytest.approx(alone_layer, rel=1e-4, abs=1e-6)
         assert one["seconds"]["communication"] > 0
 
 
