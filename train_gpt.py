@@ -254,7 +254,8 @@ class TrainConfig:
                                  choices=("auto", "float32"))
     kernels: str = option("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
                           choices=("auto", "on", "off"))
-    compile: str = option("auto", "torch.compile the model; auto: on CUDA", choices=("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile the model; auto: on CUDA with Triton",
+                          choices=("auto", "on", "off"))
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "times that the training files may be read, if once is too short", low=1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
@@ -1122,7 +1123,7 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
     choices = [probe_device(cfg, device)]
     if world_size > 1:  # all measured at once, as they will work; rank 0 decides, lest choices differ
         dist.broadcast_object_list(choices, src=0, device=device if use_cuda else None)
-    if choices[0]["use_compile"]:  # all blocks share one piece of code, which has a graph for each make-up
+    if choices[0]["use_compile"]:  # segments share one piece of code, which has a graph for each
         torch._dynamo.config.recompile_limit = 64
     return Runtime(device, rank, local_rank, world_size, **choices[0], traffic=traffic, watch=watch,
                    stop=stop)
@@ -1202,8 +1203,8 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
     """Decide precision, compilation and FP8 for this device by measuring; returns Runtime fields."""
     dtype, peak_flops, dtype_note = choose_dtype(cfg, device)
     use_compile, use_flex, compile_note = choose_compile(cfg, device)
-    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head")
-    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear")
+    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head", use_compile)
+    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear", use_compile)
     use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
     return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
                 use_fp8_linear=use_fp8_linear, use_kernels=use_kernels,
@@ -1941,7 +1942,7 @@ def multiply_fp8(w: Tensor, dim: int) -> Callable:
     return multiply
 
 
-def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str]:
+def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool) -> tuple[bool, str]:
     """(whether head or linears train in FP8, one line saying why), by running the real matmuls once."""
     name, wish = field.replace("_", " "), getattr(cfg, field)
     if wish == "off":
@@ -1950,7 +1951,7 @@ def choose_fp8(cfg: Config, device: torch.device, field: str) -> tuple[bool, str
         return False, f"{name}: off (no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it)"
     if wish == "auto" and cfg.dtype == "float32":
         return False, f"{name}: off (--dtype=float32)"
-    if wish == "auto" and field == "fp8_linear" and (cfg.model_dim < 1536 or cfg.compile == "off"):
+    if wish == "auto" and field == "fp8_linear" and (cfg.model_dim < 1536 or not use_compile):
         return False, f"{name}: off (measuring costs more than it gains below 1536 channels, or uncompiled)"
     try:
         for option_name in ("model_dim", "padded_vocab_size") if field == "fp8_head" else ("model_dim",):
@@ -2353,7 +2354,7 @@ class Bank:
 class Probe:
     """Measures one step, where it is asked to: seconds of its parts, sums of squares by parameter group."""
 
-    PARTS = ("data wait", "forward and backward", "communication", "optimizer")
+    PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
     SUMS = ("grad", "weight", "update", "momentum")
 
     def __init__(self, groups: Iterable[str] = (), device: torch.device | None = None,
@@ -2489,7 +2490,9 @@ class Optimizer:
         bins = list(dict.fromkeys(bin for name in names for bin in self.owners[name]))
 
         def finish_bins(*_) -> None:
-            """A forward pre-hook."""
+            """A forward pre-hook; in the pass that telemetry compiles all has been waited for."""
+            if torch.compiler.is_compiling():
+                return
             self.probe.mark("communication")
             for bin in bins:
                 bin.finish()
@@ -2898,8 +2901,8 @@ class GPT(nn.Module):
             str(i): declare(draw(Tensor.normal_, torch.empty(table)).to(storage), "value_embed")
             for i in sorted(used - {None, "first"})})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
-        self.scalars = declare(torch.tensor(  # of all slots, one behind the other
-            [value for block in self.blocks for value in block.scalars.values()]), "scalar")
+        scalars = [value for block in self.blocks for value in block.scalars.values()]
+        self.scalars = declare(torch.tensor(scalars), "scalar") if scalars else None  # slot by slot
         self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
         self.cut(1)
         self.set_fp8_linear(use_fp8_linear)
@@ -2953,7 +2956,7 @@ class GPT(nn.Module):
         So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
         more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
         """
-        columns = iter(self.scalars.expand(num_tokens, -1).split(1, dim=1))
+        columns = iter(() if self.scalars is None else self.scalars.expand(num_tokens, -1).split(1, dim=1))
         return [{name: next(columns) for name in block.scalars} for block in self.blocks]
 
     def early_parameters(self) -> list[str]:
@@ -3474,18 +3477,17 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
 
 
 def check_writable(folder: Path, remedy: str) -> None:
-    """Raise InputError where a folder cannot be made or takes no files: tries it, and leaves nothing."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Make a folder that is about to be used; InputError, and no trace, where that or a file in it fails."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0")
     except OSError as error:
-        raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
-    finally:
         for path in missing:
-            with suppress(OSError):  # was not made, or is in use by another process already
+            with suppress(OSError):  # was not made, or another process uses it
                 path.rmdir()
+        raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
 
 
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
@@ -3684,7 +3686,7 @@ class RunLog:
                            of_one_rank=True) from error
 
 
-CHECKPOINT_FORMAT = "train_gpt 1"
+CHECKPOINT_FORMAT = "train_gpt 2"
 
 
 def name_checkpoints(cfg: Config) -> Path:
@@ -3884,14 +3886,14 @@ class Trainer:
                     rt.use_fp8_linear).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         self.model, self.progress = model, Progress()
-        self.compile_parts(1 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
+        self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
-        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry: shown each micro-batch
+        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry's, for the next batch
 
     def compile_parts(self, num_segments: int) -> None:
-        """One graph for everything; or one for each segment and the head, which wait for their weights."""
+        """One graph for everything (0), or one for each segment and the head, which await their weights."""
         model, rt, optimizer = self.model, self.rt, self.optimizer
-        if num_segments == 1:
+        if num_segments == 0:
             model.compute_loss = rt.compile(model.compute_loss)
             return
         model.cut(num_segments)
@@ -4024,6 +4026,7 @@ class Telemetry:
         self.losses: list[Tensor] = []  # since the last measurement
         self.measured: dict = {}  # of layers and head
         self.measure_layers = trainer.rt.compile(self._measure_layers)
+        trainer.inspect = self._inspect if self.every else None  # in the warm-up, which compiles it
 
     def start_step(self) -> bool:
         """Return True, and have the first micro-batch measured, if the coming step is one to measure."""
@@ -4033,10 +4036,14 @@ class Telemetry:
 
     @torch.no_grad()
     def _inspect(self, batch: Batch, step: StepInputs) -> None:
-        self.trainer.optimizer.finish()  # the pass reads parameters that others may still be sending
+        optimizer = self.trainer.optimizer
+        optimizer.probe.mark("communication")
+        optimizer.finish()  # the pass reads parameters that others may still be sending
+        optimizer.probe.mark("measuring")
         x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, step)
         self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
                              **self._measure_head(x, batch.targets))
+        optimizer.probe.mark("forward and backward")
         self.trainer.inspect = None
 
     def _measure_layers(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs
@@ -4206,11 +4213,16 @@ def read_peak_memory_mib(rt: Runtime) -> int:
 
 
 def open_checkpoint(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
-    """What find_checkpoint() finds on rank 0, or its InputError, on all ranks; tensors on rank 0 alone."""
+    """What find_checkpoint() finds on rank 0, on all ranks, or its InputError, or that none can be written.
+
+    Only rank 0 has the tensors.
+    """
     found, problem = None, ""
-    if rt.is_main and cfg.resume:
+    if rt.is_main:
         try:
-            found = find_checkpoint(cfg)
+            found = find_checkpoint(cfg) if cfg.resume else None
+            if cfg.checkpoint_every:
+                check_writable(name_checkpoints(cfg), "choose another folder with --checkpoint_dir")
         except InputError as error:
             problem = str(error)
     if found:
@@ -4244,8 +4256,6 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
             print(f"{saved[0]} is the end of a finished run, see {saved[1]['result']}: nothing to do "
                   "(without --resume it starts anew)")
         return
-    if cfg.checkpoint_every:
-        check_writable(name_checkpoints(cfg), "choose another folder with --checkpoint_dir")
     with RunLog(cfg, rt, saved and saved[1]) as log, explain_memory(cfg):
         log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
                   f"{rt.world_size} x {rt.device.type}, "
@@ -4260,12 +4270,13 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
         if rt.watch is not None:
             rt.watch.is_strict = True
         start = clock(rt.device)
+        telemetry = Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data)
         facts = dict(config=resolved, argv=argv, compile_time_s=round(clock(rt.device) - start, 2),
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
         with rt.stop.catch_signals():
             first_step, before = trainer.progress.step, rt.traffic.num_bytes
-            Run(trainer, train_data, val_data, log, argv).run()
+            Run(trainer, train_data, val_data, log, argv, telemetry).run()
             sent = (rt.traffic.num_bytes - before) / max(1, cfg.num_iterations - first_step)
             log.finish({**facts, **measure_run(trainer, resolved["derived"], sent)})
     if rt.is_main:
@@ -4294,13 +4305,13 @@ class Run:
               TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
 
     def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
-                 argv: list[str]):
+                 argv: list[str], telemetry: Telemetry | None = None):
         self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
         self.val_data, self.log, self.argv = val_data, log, argv
         self.checkpoints = Checkpoints(self.cfg, log)
         batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
         self.batches = Prefetcher(batches, self.rt.device)
-        self.guard, self.telemetry = Guard(trainer, log), Telemetry(trainer, log)
+        self.guard, self.telemetry = Guard(trainer, log), telemetry or Telemetry(trainer, log)
         self.is_checkpoint_due = False
 
     def run(self) -> None:

@@ -1,6 +1,6 @@
 """Compile the training step and validation of train_gpt.py for a GPU that is not there; print JSON of what came out.
 
-    python tests/cuda_compile.py CARD [--micros=2] [--json=FILE] [--segments=1] [train_gpt.py options]
+    python tests/cuda_compile.py CARD [--micros=2] [--json=FILE] [--segments=0] [train_gpt.py options]
 
 Drives the real Trainer on fake tensors, which have shapes and no values: TorchDynamo traces, Inductor and Triton
 compile to cubins, the generated code runs and launches nothing. benchmarks/roofline.py reads the file; the line
@@ -298,7 +298,7 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
 
     gpt.GPT.__init__, gpt.GPT.to = init_on_card, lambda model, _device: model
     trainer = gpt.Trainer(cfg, rt)
-    if num_segments > 1:  # as with several ranks
+    if num_segments:  # as with several ranks
         del trainer.model.compute_loss
         trainer.compile_parts(num_segments)
     step = trainer.optimizer.step
@@ -427,7 +427,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("card", choices=fake_cuda.CARDS)
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
     parser.add_argument(
-        "--segments", type=int, default=1, help="graphs the slots are cut into, as for several ranks"
+        "--segments", type=int, default=0, help="graphs the slots are cut into, as for several ranks"
     )
     parser.add_argument("--json", help="file for all of it")
     args, options = parser.parse_known_args(argv)

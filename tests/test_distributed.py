@@ -227,6 +227,15 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
+def test_a_single_layer_is_waited_for_too(shards, tmp_path):
+    """One segment is still a segment: every parameter of the last step has come back before it is read."""
+    options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    one = smoke_run(shards, tmp_path / "one", *options)
+    two = smoke_run(shards, tmp_path / "two", *options, "--check_ranks_every=1", nproc=2)
+    assert [loss for _, loss, _ in one["val_points"]] == [loss for _, loss, _ in two["val_points"]]
+
+
 @pytest.mark.slow
 def test_two_agents_make_one_job(shards, tmp_path):
     """torchrun --nnodes=2, each agent in a folder of its own: one log and one json in all, the loss of one process."""

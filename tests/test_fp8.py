@@ -73,7 +73,7 @@ def test_forcing_it_where_it_cannot_work(capsys):
 
 def test_a_failing_probe_turns_it_off_with_one_line():
     cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, fp8_head="auto")
-    use, note = gpt.choose_fp8(cfg, torch.device("cpu"), "fp8_head")
+    use, note = gpt.choose_fp8(cfg, torch.device("cpu"), "fp8_head", False)
     assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off")
 
 
@@ -83,7 +83,7 @@ def test_sizes_that_cannot_be_cast_are_refused():
         ("fp8_head", dict(vocab_multiple=1), "padded_vocab_size=257 is not a multiple of 16"),
     ):
         with pytest.raises(gpt.InputError, match=complaint):
-            gpt.choose_fp8(smoke_config(**{field: "on"}, **changes), torch.device("cpu"), field)
+            gpt.choose_fp8(smoke_config(**{field: "on"}, **changes), torch.device("cpu"), field, False)
 
 
 @pytest.mark.parametrize("shape", [(48, 256), (3, 16, 256)], ids=str)

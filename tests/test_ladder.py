@@ -555,3 +555,14 @@ def test_old_mechanisms_resume_write_text_and_share_ranks(shards, tmp_path, caps
     capsys.readouterr()
     assert gpt.main([f"--sample={last}", "--device=cpu", "--prompt=abc", "--max_new_tokens=5"]) == 0
     assert capsys.readouterr().out.startswith("abc")
+
+
+def test_a_rung_without_learned_numbers_is_saved_and_resumed(shards):
+    """AdamW with rotary has no skips, shortcuts or value embeddings: nothing to gather, and nothing missing."""
+    cfg = gpt.make_config({"preset": f"laptop_{next(iter(gpt.LADDER))}", "num_layers": 2, "device": "cpu"})
+    trainer, other = (gpt.Trainer(cfg, make_runtime()) for _ in range(2))
+    assert trainer.model.scalars is None
+    trainer.model.embed.data.add_(1.0)
+    facts, copies = trainer.state_dict()
+    other.load_state_dict(facts, {name: copy() for name, copy in copies.items()})
+    assert torch.equal(other.model.embed, trainer.model.embed)

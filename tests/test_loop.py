@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -196,12 +197,14 @@ def test_a_folder_that_cannot_be_made_ends_the_run_before_it_begins(shards, tmp_
     assert "/proc/records/laptop" in done.stderr and "choose another folder with --records_dir" in done.stderr
 
 
-def test_trying_a_folder_leaves_nothing(tmp_path):
-    gpt.check_writable(tmp_path / "a" / "b", "")
+def test_a_folder_is_made_or_nothing_is_left(tmp_path):
+    with pytest.raises(gpt.InputError, match="File name too long.*: elsewhere"):
+        gpt.check_writable(tmp_path / "a" / ("b" * 300), "elsewhere")
     assert not list(tmp_path.iterdir())
-    (tmp_path / "a").mkdir()
-    gpt.check_writable(tmp_path / "a", "")
-    assert (tmp_path / "a").is_dir() and not list((tmp_path / "a").iterdir())
+    with ThreadPoolExecutor(8) as pool:  # runs that begin at the same moment share logs/
+        for number in range(50):
+            list(pool.map(lambda _, n=number: gpt.check_writable(tmp_path / str(n) / "c", ""), range(8)))
+    assert all(list(folder.iterdir()) == [folder / "c"] for folder in tmp_path.iterdir())
 
 
 def test_a_corpus_folder_that_cannot_be_written(tmp_path):

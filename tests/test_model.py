@@ -48,7 +48,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
     x = x0 = norm(p["embed"][inputs]) if cfg.embed_norm == "on" else p["embed"][inputs]
-    outputs, first_values, scalars = [], None, iter(p["scalars"])
+    outputs, first_values, scalars = [], None, iter(p.get("scalars", ()))
     for i, spec in enumerate(cfg.layers):
         shortcut = [next(scalars), next(scalars)] if cfg.x0_shortcut == "on" else [1, 0]
         if spec.skip_from is not None:
