@@ -3477,17 +3477,21 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
 
 
 def check_writable(folder: Path, remedy: str) -> None:
-    """Make a folder that is about to be used; InputError, and no trace, where that or a file in it fails."""
+    """Raise InputError where a folder cannot be made or takes no files: tries it, and leaves nothing."""
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0")
-    except OSError as error:
-        for path in missing:
-            with suppress(OSError):  # was not made, or another process uses it
-                path.rmdir()
-        raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
+    for is_last in (*[False] * 9, True):  # another process may take away what it has just tried
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"\0")
+            break
+        except OSError as error:
+            if is_last:
+                raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
+        finally:
+            for path in missing:
+                with suppress(OSError):  # was not made, or another process uses it
+                    path.rmdir()
 
 
 def choose_folder(cfg: Config, source: bytes, today: str) -> Path:

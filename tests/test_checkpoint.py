@@ -152,7 +152,9 @@ def run_ranks(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | No
     return [status for status, _ in json.loads(done.stdout.splitlines()[-1])], points, done.stderr
 
 
-@pytest.mark.parametrize("grid, bound", [("0.000244140625", 0.0), ("0", 1e-4)])
+@pytest.mark.parametrize(
+    "grid, bound", [("0.000244140625", 0.0), pytest.param("0", 1e-4, marks=pytest.mark.slow)]
+)
 def test_other_numbers_of_ranks_go_on(shards, here, grid, bound):
     """One rank, then three, then one. With gradients on a grid the same bits, without within rounding."""
     args = [f"--grad_grid={grid}", "--num_iterations=12", "--tokens_per_step=3072", "--checkpoint_every=4"]
@@ -376,6 +378,7 @@ def test_a_console_that_takes_nothing(shards, here):
     assert len(list(Path("logs").glob("*.json"))) == 1
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_no_stall(shards, here):
     """Rank 0 waits 5.5 s for each checkpoint, the others for it; a stall ends the run after 4 s."""
     args = ["--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=3", "--comm_timeout=5"]

@@ -24,7 +24,7 @@ from conftest import (
 )
 
 RANKS = ROOT / "tests" / "ranks.py"
-NUM_RANKS = slow_but((2, 3, 4, 8), 3)
+NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -178,6 +178,7 @@ def test_threads_do_not_change_a_bit(shards):
     assert [name for name in weights[1] if not torch.equal(weights[1][name], weights[2][name])] == []
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
     losses = {}
     for nproc in (1, 2, 4):
@@ -312,7 +313,7 @@ def running(marker) -> list[str]:
     return [pid for pid in found if int(pid) != os.getpid()]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
 def test_nothing_runs_on_without_torchrun(shards, tmp_path, signum):
     """Ctrl-C, and the death of the launcher."""
     args = failing_args(shards, val_loss_every=2, logs_dir=tmp_path) + ["--num_iterations=60"]

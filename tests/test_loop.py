@@ -73,6 +73,7 @@ def test_json_has_the_keys_of_the_contract(smoke):
     assert re.search(r"\| validation loss \| \d\.\d{4} after 12 steps", smoke["stdout"])
 
 
+@pytest.mark.slow
 def test_same_seed_same_bits_other_seed_other_bits(smoke, shards, tmp_path):
     again = smoke_run(shards, tmp_path)
     other = smoke_run(shards, tmp_path, "--seed=1")
@@ -93,9 +94,9 @@ def test_warm_up_leaves_no_trace(smoke, shards, tmp_path):
     [
         ["--matrix_rule=adamw", "--matrix_lr=0.005"],
         ["--matrix_weight_decay=0.5"],
-        ["--embed_dtype=bfloat16"],
         ["--dtype=bfloat16"],
-        ["--micro_batch_tokens=512"],
+        pytest.param(["--embed_dtype=bfloat16"], marks=pytest.mark.slow),
+        pytest.param(["--micro_batch_tokens=512"], marks=pytest.mark.slow),
     ],
 )
 def test_switches_train_too_and_do_something(smoke, shards, tmp_path, args):
@@ -127,6 +128,7 @@ def test_print_every_and_final_validation_only(shards, tmp_path):
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
     first = smoke_run(shards, tmp_path, "--record=first", "--seed=1")
     folder = first["path"].parent
@@ -197,14 +199,14 @@ def test_a_folder_that_cannot_be_made_ends_the_run_before_it_begins(shards, tmp_
     assert "/proc/records/laptop" in done.stderr and "choose another folder with --records_dir" in done.stderr
 
 
-def test_a_folder_is_made_or_nothing_is_left(tmp_path):
+def test_trying_a_folder_leaves_nothing(tmp_path):
     with pytest.raises(gpt.InputError, match="File name too long.*: elsewhere"):
         gpt.check_writable(tmp_path / "a" / ("b" * 300), "elsewhere")
     assert not list(tmp_path.iterdir())
     with ThreadPoolExecutor(8) as pool:  # runs that begin at the same moment share logs/
         for number in range(50):
             list(pool.map(lambda _, n=number: gpt.check_writable(tmp_path / str(n) / "c", ""), range(8)))
-    assert all(list(folder.iterdir()) == [folder / "c"] for folder in tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_corpus_folder_that_cannot_be_written(tmp_path):
