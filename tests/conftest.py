@@ -22,11 +22,16 @@ import train_gpt as gpt  # noqa: E402
 VOCAB, START = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
 
 
+LONGEST = ("test_cuda_compile", "test_distributed", "test_checkpoint")  # begin with these files
+
+
 def pytest_collection_modifyitems(config, items):
     """Skip tests marked gpu where there is none; leave slow ones out unless they are asked for."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
