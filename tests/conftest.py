@@ -22,7 +22,12 @@ import train_gpt as gpt  # noqa: E402
 VOCAB, START = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
 
 
-LONGEST = ("test_cuda_compile", "test_distributed", "test_checkpoint")  # begin with these files
+LONGEST = (
+    "test_cuda_compile",
+    "test_cuda_compile_cards",
+    "test_distributed",
+    "test_checkpoint",
+)  # begin with these files
 
 
 def pytest_collection_modifyitems(config, items):
