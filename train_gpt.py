@@ -1207,8 +1207,7 @@ def probe_device(cfg: Config, device: torch.device) -> dict:
     use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear", use_compile)
     use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
     return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels,
-                peak_flops=peak_flops,
+                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
                 notes=(dtype_note, compile_note, fp8_note, fp8_linear_note, kernels_note))
 
 

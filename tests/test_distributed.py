@@ -228,6 +228,24 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (4, 3)])
+def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, num_segments):
+    """On several ranks, with as few as one segment; each part for its own, and none of the model is left out."""
+    awaited, wait_before = {}, gpt.Optimizer.wait_before
+
+    def note(optimizer, module, names):
+        awaited[module] = list(names)
+        wait_before(optimizer, module, names)
+
+    monkeypatch.setattr(gpt.Optimizer, "wait_before", note)
+    monkeypatch.setattr(gpt, "broadcast_from_main", lambda tensor, rt: None)  # nobody else is there
+    model = gpt.Trainer(smoke_config(num_layers=num_layers), make_runtime(0, 2)).model
+    assert list(awaited) == [model, *model.segments, model.head] and len(model.segments) == num_segments
+    assert all(len(part._forward_pre_hooks) == 1 for part in awaited)
+    names = [name for names in awaited.values() for name in names]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
 def test_a_single_layer_is_waited_for_too(shards, tmp_path):
     """One segment is still a segment: every parameter of the last step has come back before it is read."""
     options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
