@@ -135,8 +135,8 @@ def format_table(runs: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,12 +145,15 @@ def main() -> None:
     args, options = parser.parse_known_args()
     cards = args.cards.split(",")
     if unknown := [card for card in cards if card not in DEVICES]:
-        parser.error(f"--cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}")
+        print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
+              "choose among them", file=sys.stderr)  # fmt: skip
+        return 2
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         print(format_table({card: load(DEVICES[card].code, folder, options) for card in cards}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

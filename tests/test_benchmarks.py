@@ -115,3 +115,8 @@ def test_the_roofline_adds_up(tmp_path):
     eight = roofline.tabulate(run, roofline.DEVICES["h200"], 8)
     assert eight["pointwise forward"][0] == pytest.approx(1)
     assert eight["sent, if nothing hid it"][0] == pytest.approx(1750)  # 7/8 of 2 s
+
+
+def test_the_roofline_refuses_in_one_line(tmp_path):
+    done = launch([str(ROOT / "benchmarks" / "roofline.py"), "--cards=h200,x1"], tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "x1 is not one of h200" in done.stderr
