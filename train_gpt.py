@@ -10,28 +10,28 @@ Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
-    python train_gpt.py --checkpoint_every=250 --resume=auto       # goes on where it was interrupted
+    python train_gpt.py --checkpoint_every=250 --resume=auto       # continues where it was interrupted
     python train_gpt.py --sample=CHECKPOINT --prompt='def '        # text from a trained model
     python train_gpt.py --help | --list_presets | --print_config
 
 Sections (search for the name after "# ====")
-    CONFIG       dataclasses, presets, command line  DATA       shards, packing, validation, prefetch, corpus
-    RUNTIME      device, ranks, collectives, probes  SCHEDULES  learning rate, momentum, windows, YaRN
+    CONFIG       dataclasses, presets, command line  DATA       shards, packing, prefetch, corpus
+    RUNTIME      device, ranks, collectives, stop    SCHEDULES  learning rate, momentum, windows, YaRN
     KERNELS      attention, rotary, norm, loss       RUN RECORD log, result, record folder, checkpoints
     FP8          head and loss, low precision        TRAINING   trainer, telemetry, guard, the timed loop
-    UPDATE RULES Muon and Adam on local tensors      SAMPLING   text from a checkpoint
-    OPTIMIZER    banks, reduce-scatter, all-gather   MAIN
+    UPDATE RULES Muon, Adam, Hyperball, as a table   SAMPLING   text from a checkpoint
+    OPTIMIZER    buckets, reduce-scatter, all-gather MAIN
     MODEL        blocks, GPT, initialisation
 
 Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
-    U units of a bank.
+    M matrices (or elements) of a bucket.
 """
+import argparse
 import codecs
 import ctypes
 import dataclasses
 import datetime
 import difflib
-import faulthandler
 import functools
 import glob
 import hashlib
@@ -40,20 +40,21 @@ import json
 import math
 import os
 import platform
-import queue
 import re
 import shlex
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import types
 import typing
+import zipfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,18 +76,18 @@ except ImportError:  # CPU builds of PyTorch come without it
 
 # ==== CONFIG ===============================================================================================
 # Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record
-# recipe; a preset is a difference from another preset. To add a knob, add a line here and use it; CLI, help
-# and checks follow.
+# recipe; a preset is a difference from another preset. To add an option, add a line here and use it: command
+# line, help and checks follow.
 
 
 class RunError(Exception):
-    """A run that cannot go on: main() prints one line and exits with the status."""
+    """A run that cannot continue: main() prints one line and exits with the status."""
 
     status = 1
 
     def __init__(self, message: str, of_one_rank: bool = False):
         super().__init__(message)
-        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must speak
+        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must print it
 
 
 class InputError(RunError):
@@ -96,7 +97,7 @@ class InputError(RunError):
 
 
 class RunStopped(RunError):
-    """An end before the last step, on purpose: the status says why, the line how to go on."""
+    """An end before the last step, on purpose: the status says why, the line how to continue."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -104,36 +105,66 @@ class RunStopped(RunError):
 
 
 def option(default, meaning: str, low=None, high=None, choices=None):
-    """Declare a config field; low and high are inclusive, choices a tuple or a function that returns one."""
+    """Declare an option; low and high are inclusive, choices a tuple or a function that returns one."""
+    if isinstance(default, int) and high is None:
+        high = 2**31 - 1
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
 
 
-def switch(default: str, meaning: str):
-    """Declare a config field that is on or off."""
-    return option(default, meaning, choices=("on", "off"))
+def switch(default: str, meaning: str, *others: str):
+    """Declare an option that is on, off, or one of `others`."""
+    return option(default, meaning, choices=(*others, "on", "off"))
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer slot contains. Layers are data: forward never asks for a layer's number."""
+    """What one layer contains. Layers are data: forward never asks for a layer's number."""
 
-    attention: str = "short"  # long | short: which scheduled window; none: no attention in this slot
+    attention: str = "short"  # long | short: which scheduled window; none: no attention in this layer
     mlp: bool = True
-    value_embed: int | str | None = None  # table mixed into the values; "first": the first slot's values
-    skip_from: int | None = None  # earlier slot whose output enters here (U-Net skip)
+    value_embed: int | None = None  # value-embedding table mixed into the values
+    skip_from: int | None = None  # earlier layer whose output enters here (U-Net skip)
+
+    def reads(self) -> set[str]:
+        """The streams this layer takes beside its input."""
+        return {f"{kind}{number}" for kind, number in (("ve", self.value_embed), ("h", self.skip_from))
+                if number is not None}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the run. A stage of share 0 holds only at the very end: the final validation."""
+    """A stretch of the run."""
 
-    share: float  # of the steps, relative to the other stages
+    duration: float  # relative to the other stages
     window_long: int  # tokens a query looks back in long layers
     window_short: int  # the same in short layers
     tokens_per_step: int | None = None  # None: the run's
     max_doc_len: int | None = None  # None: the run's
     lr_factor: float = 1.0  # on every learning rate
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the parameters of a group are trained."""
+
+    rule: str = option("adamw", "update rule", choices=lambda: tuple(RULES))
+    lr: float = option(0.0, "peak learning rate", low=0.0)
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (the second also of normuon)",
+                                        low=0.0, high=0.9999)
+    weight_decay: float = option(0.0, "weight decay; 0: none", low=0.0)
+    every: int = option(1, "steps from one update to the next; gradients are summed", low=1)
+
+
+# The options of a group are --matrix_lr, --embed_betas and so on
+GROUPS = {
+    "matrix": Group("muon", 0.05, (0.9, 0.95)),  # of the blocks; muon: lr in spectral norm
+    "embed": Group(lr=0.6),
+    "value_embed": Group(lr=0.6),
+    "head": Group(lr=0.008),
+    "scalar": Group(lr=0.04),  # factors and skip weights
+    "gain": Group(lr=0.1),  # of norms and outputs
+}
 
 
 @dataclass(frozen=True)
@@ -143,97 +174,58 @@ class ModelConfig:
     depth: int = option(0, "shape, batch, steps and rates from this number of layers; 0: from their options",
                         low=0, high=64)
     tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", low=0.1)
-    num_layers: int = option(12, "layer slots", low=1)
+    num_layers: int = option(12, "layers", low=1, high=1000)
     num_heads: int = option(6, "attention heads per layer", low=1)
     head_dim: int = option(128, "channels per head", low=8)
     model_dim: int = option(768, "residual channels = num_heads * head_dim", low=8)
-    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1)
+    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1, high=64)
     vocab_size: int = option(50257, "tokens of the vocabulary", low=2, high=65536)
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", low=1)
-    tie_head: str = switch("off", "the head multiplies by the token embedding instead of its own matrix")
-    embed_norm: str = switch("on", "normalise the token embedding")
+    tie_head: str = switch("off", "head and token embedding are kept equal")
     embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
     init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", low=0.0)
     zero_init: str = switch("on", "matrices that write into the residual stream begin at zero")
-    output_gain: str = option("auto", "learned gains on what layers write begin at zero, instead of the "
-                              "matrices; auto: with rules that keep norms", choices=("auto", "on", "off"))
+    output_gain: str = switch("auto", "learned gains on what layers write begin at zero, instead of the "
+                              "matrices; auto: with rules that keep norms", "auto")
     norm_gain: str = switch("off", "learned gains, 1 at first, of the norms before attention and MLP")
-    activation: str = option("relu_squared", "of the MLP", choices=("relu_squared", "gelu"))
     qk_norm: str = switch("on", "normalise each head's queries and keys")
-    rotary: str = option("half", "channels that turn with position; half: the others never do",
-                         choices=("half", "full"))
-    rotary_base: int = option(1024, "lowest rotary frequency is about 1/base", low=2)
-    attention_scale: float = option(0.1, "softmax scale at first; 0: 1/sqrt(head_dim)", low=0.0)
+    attention_scale: float = option(0.1, "softmax scale at first", low=0.0)
     yarn_max_window: int = option(65_536, "YaRN stretches rotary and grows the softmax scale with the long "
                                   "window, as far as this; 0: not at all", low=0)
     attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
-    depth_scale: str = switch("off", "multiply attention's output by 1/sqrt(2 * num_layers)")
-    fuse_qkv: str = switch("off", "one matrix for Q, K and V, which the optimizer sees as one")
-    value_pattern: str = option("ends", "slots with value embeddings: the first and last few; all, each its "
-                                "own; all, upper as lower half; all, from the first slot's values instead",
-                                choices=("ends", "all", "mirrored", "first"))
     num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
-    value_mix: str = option("scales", "of values v and value embeddings e: a v + b e, or (1 - a) v + a e",
-                            choices=("scales", "lerp"))
-    x0_shortcut: str = switch("on", "mix the embedding into the input of every slot, by learned numbers")
-    skips: str = option("sigmoid", "weights of the U-Net skips", choices=("sigmoid", "plain", "off"))
-    skip_init: float = option(-1.5, "U-Net skip weight at first, before the sigmoid")
-    window_pattern: str = option("mixed", "slots with the long window: four or all",
-                                 choices=("mixed", "long"))
-    drop_attention: str = switch("on", "one slot of the upper half has no attention")
-    drop_mlp: str = switch("on", "the first slot has no MLP")
+    x0_shortcut: str = switch("on", "mix the embedding into the input of every layer, by learned numbers")
     softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", low=0)
-    fp8_head: str = option("auto", "FP8 matmuls in the head while training", choices=("auto", "on", "off"))
-    fp8_linear: str = option("auto", "the same in attention and MLP, with scales measured in every step; "
-                             "auto: from 1536 channels", choices=("auto", "on", "off"))
-    layers: tuple[LayerSpec, ...] = option((), "JSON layer slots; empty: from the patterns above")
+    fp8_head: str = switch("auto", "FP8 matmuls in the head while training", "auto")
+    fp8_linear: str = switch("auto", "the same in attention and MLP, with scales measured in every step; "
+                             "auto: from 1536 channels", "auto")
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON; empty: record 32's pattern at this depth")
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Update rules and their learning rates."""
+    """Update rules and schedules."""
 
-    matrix_rule: str = option("muon", "update rule of the matrices in the blocks; those in h keep each "
-                              "matrix's norm", choices=lambda: tuple(RULES))
+    groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(GROUPS))
     orthogonalize: str = option("newton_schulz", "how muon rules make singular values equal",
                                 choices=("newton_schulz", "polar_express", "precise"))
-    matrix_betas: tuple[float, float] = option(
-        (0.9, 0.95), "betas of adamw and adamh on matrices, as a,b; the second also of normuon", low=0.0,
-        high=0.9999)
-    matrix_lr: float = option(0.05, "peak learning rate of block matrices (muon: in spectral norm); "
-                              "--matrix_rule=RULE without it takes one that suits that rule", low=0.0)
     mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", low=0.0)
-    muon_scale: str = option("spectral", "size of a step: spectral norm sqrt(max(1, rows/columns)); rms 1 "
-                             "if all singular values are; rms 1 as measured",
-                             choices=("spectral", "rms", "measured_rms"))
-    momentum_form: str = option("ema", "of Muon: m = mu m + (1 - mu) g, or m = mu m + g",
-                                choices=("ema", "sum"))
-    decay: str = option("decoupled", "W (1 - lr wd); cautious: only where the step has that direction",
-                        choices=("none", "decoupled", "cautious"))
+    decay: str = option("decoupled", "W (1 - lr wd); cautious: only where the update has that direction",
+                        choices=("decoupled", "cautious"))
     decay_schedule: str = option("constant", "how wd changes: not, like the learning rate, along a cosine",
                                  choices=("constant", "lr", "cosine"))
-    matrix_weight_decay: float = option(0.0, "wd of block matrices; 0: none", low=0.0)
-    adam_weight_decay: float = option(0.0, "wd of embeddings and head; 0: none", low=0.0)
     momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
     momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
-    embed_lr: float = option(0.6, "peak Adam learning rate of the token embedding", low=0.0)
-    value_embed_lr: float = option(0.6, "peak Adam learning rate of the value embeddings", low=0.0)
-    head_lr: float = option(0.008, "peak Adam learning rate of the head", low=0.0)
-    scalar_lr: float = option(0.04, "peak Adam learning rate of lambdas and skip weights", low=0.0)
-    gain_lr: float = option(0.1, "peak Adam learning rate of gains of norms and outputs", low=0.0)
-    adam_betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b", low=0.0, high=0.9999)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=1e-30)
     grad_grid: float = option(0.0, "round gradients to multiples of this: sums are then exact, and the same "
                                    "to the last bit on any number of ranks; 0: off", low=0.0)
-    adam_every: int = option(1, "steps from one Adam update to the next; gradients are summed", low=1)
-    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=1e-30)
-    lr_warmup_frac: float = option(0.0, "share of the run where rates rise linearly", low=0.0, high=1.0)
-    cooldown_frac: float = option(0.5, "share of the run where rates fall linearly", low=0.0, high=1.0)
-    matrix_warmup_frac: float = option(0.0, "lr_warmup_frac of block matrices, where larger", low=0.0,
-                                       high=1.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", low=0.0, high=1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run where rates fall linearly", low=0.0, high=1.0)
     matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of block matrices; -1: the same", low=-1.0,
                                          high=1.0)
-    final_lr_frac: float = option(0.1, "learning rate at the end, as a share of its peak", low=0.0, high=1.0)
+    final_lr_frac: float = option(0.1, "learning rate at the end, as a fraction of its peak", low=0.0,
+                                  high=1.0)
 
 
 @dataclass(frozen=True)
@@ -250,45 +242,43 @@ class TrainConfig:
     device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
     dtype: str = option("auto", "activations; auto: bfloat16 where it multiplies fast, else float32",
                         choices=("auto", "bfloat16", "float32"))
-    residual_dtype: str = option("auto", "of the stream between the layers; auto: that of activations",
-                                 choices=("auto", "float32"))
-    kernels: str = option("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
-                          choices=("auto", "on", "off"))
-    compile: str = option("auto", "torch.compile the model; auto: on CUDA with Triton",
-                          choices=("auto", "on", "off"))
+    kernels: str = switch("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
+                          "auto")
+    compile: str = switch("auto", "torch.compile the model; auto: on CUDA with Triton", "auto")
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "times that the training files may be read, if once is too short", low=1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", low=1)
     val_seq_len: int = option(262_144, "tokens of one validation sequence", low=128)
+    val_windows: tuple[int, ...] = option((1664, 768), "long and short window of the final validation, as "
+                                          "a,b; empty: those of the last stage", low=1)
     val_loss_every: int = option(125, "steps between validations; 0: only at the end", low=0)
     num_iterations: int = option(1670, "optimizer steps", low=1)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", low=128)
-    seq_len: int = option(49_152, "tokens of a packed row of documents; rows never depend on ranks", low=128)
+    seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", low=128)
     micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
-    row_start: str = option("document", "where training rows begin; anywhere: where the last one ended",
+    row_start: str = option("document", "where packed sequences begin; anywhere: where the last one ended",
                             choices=("document", "anywhere"))
-    document_mask: str = switch("on", "a token sees its own document only, not the whole row")
-    max_doc_len: int = option(2048, "training documents are cut to this many tokens, where rows begin with "
-                                    "one", low=2)
+    document_mask: str = switch("on", "a token sees its own document only, not the whole packed sequence")
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens, where packed sequences "
+                                    "begin with one", low=2)
     warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
-    comm_bin_mb: float = option(64.0, "most MB of like parameters in one message between ranks", low=0.0)
-    comm_timeout: float = option(60.0, "seconds until a dead or stalled rank has ended the run", low=1.0)
+    comm_bucket_mb: float = option(64.0, "MB of like parameters in one message between ranks", low=0.0)
+    comm_timeout: float = option(20.0, "seconds a rank waits for the others before it ends the run", low=1.0)
     check_ranks_every: int = option(
         0, "debug: steps between checks that all ranks hold the same bits; 0: never", low=0)
     checkpoint_every: int = option(0, "steps between checkpoints; 0: only when a run is stopped", low=0)
     checkpoint_dir: str = option("checkpoints", "where checkpoints go, each run in a folder of its own")
-    resume: str = option("", "checkpoint to go on from; auto: the newest of this run, if there is one")
+    resume: str = option("", "checkpoint to continue from; auto: the newest of this run, if there is one")
     time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", low=0.0)
     telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", low=0)
-    guard: str = option("off", "roll back and go on more carefully when training goes wrong",
-                        choices=("on", "off"))
+    guard: str = switch("off", "roll back and continue more carefully when training goes wrong")
     print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
     records_dir: str = option("records", "where record runs go")
     logs_dir: str = option("logs", "where all other runs go")
     stages: tuple[Stage, ...] = option(
-        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640), Stage(0, 1664, 768)),
-        "stages as JSON: share, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
+        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640)),
+        "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
 
 
 @dataclass(frozen=True)
@@ -304,12 +294,13 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
-    """All fields of a run, flat: names are unique, so --field=value needs no path."""
+    """All options of a run."""
 
     @property
     def has_output_gain(self) -> bool:
         """Whether layers begin with zero gains instead of zero matrices."""
-        return self.output_gain == "on" or self.output_gain == "auto" and RULES[self.matrix_rule].keeps_norm
+        keeps_norm = RULES[self.groups["matrix"].rule].keeps_norm
+        return self.output_gain == "on" or self.output_gain == "auto" and keeps_norm
 
     @property
     def output_std(self) -> float:
@@ -321,168 +312,37 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
         """V: the vocabulary rounded up."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
+    @property
+    def adam_every(self) -> int:
+        """Steps in which every group has been updated."""
+        return max(group.every for group in self.groups.values())
+
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, SampleConfig)  # in the order of --help
 GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
 
+def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
+                 ) -> tuple[LayerSpec, ...]:
+    """The layers of record 32 at any depth.
 
-def grow_window(block: int, num_stages: int, last: float, short: float = 1.0) -> tuple[Stage, ...]:
-    """Windows of 1, 2, ... blocks, each as long, the last for a share `last` of that (records 13 to 28).
-
-    Short layers see the share `short` of it, in whole blocks.
+    Four evenly spaced layers look far; the third of them has no attention. Layer 0 has no MLP. The upper
+    half takes the outputs of the lower half in reverse. The first and the last layers share value embeddings
+    0, 1, 2, ...
     """
-    return tuple(Stage(1.0 if k < num_stages else last, block * k, block * max(1, int(k * short)))
-                 for k in range(1, num_stages + 1))
-
-
-class Rung(typing.NamedTuple):
-    """A published record that changed what is learned, as a difference from the one before it."""
-
-    minutes: float  # on eight H100
-    change: str
-    differences: dict
-    laptop: dict = {}  # noqa: RUF012 - what stands in the laptop's model and data for these
-
-
-# Left out are records that only made the same mathematics faster: 6 (2024-10-18, orthogonalisation shared
-# out over the ranks), 7 and 25 (newer PyTorch), 16 (2024-12-10, windows in blocks: with record 17 here), 22
-# to 24 (2025-05, gradients reduced and scattered during backward; the loss becomes a sum over tokens, the
-# unit of adam_eps here). Record 1 (45 minutes) is GPT-2 as it was: learned positions, LayerNorm, biases.
-# Record 2 also divided each gradient by its norm, soon found useless. Records 22 to 27 divided logits by
-# sqrt(768) more and gave the head as much higher a learning rate: the same steps. FP8 scales and the norm's
-# epsilon are record 32's throughout; Adam's moments are bfloat16 where embeddings are, from record 18.
-LADDER: dict[str, Rung] = {
-    "2024-06-06_adamw_rotary": Rung(
-        31.4, "AdamW, rotary, RMSNorm without gain, trapezoidal learning rate", dict(
-            num_iterations=9536, tokens_per_step=524_288, seq_len=1024, micro_batch_tokens=65_536,
-            max_doc_len=65_537, val_seq_len=1024, row_start="anywhere", document_mask="off",
-            stages=(Stage(1, 1024, 1024),), window_pattern="long", num_heads=12, head_dim=64,
-            vocab_multiple=1, tie_head="on", embed_norm="off", embed_dtype="float32", init_std=3**-0.5,
-            residual_dtype="float32", zero_init="off", activation="gelu", qk_norm="off", rotary="full",
-            rotary_base=10_000, attention_scale=0.0, yarn_max_window=0, attention_gate_dim=0,
-            depth_scale="on", fuse_qkv="on", num_value_embeds=0, value_mix="lerp", x0_shortcut="off",
-            skips="off", drop_attention="off", drop_mlp="off", softcap=0.0, fp8_head="off",
-            matrix_rule="adamw", matrix_lr=0.0018, matrix_weight_decay=0.1, embed_lr=0.0018,
-            adam_weight_decay=0.1, adam_betas=(0.9, 0.95), adam_eps=1e-8 * GRAD_TOKENS,
-            muon_scale="measured_rms", momentum_form="sum", momentum_warmup_steps=0,
-            lr_warmup_frac=256 / 9536, cooldown_frac=2048 / 9536, final_lr_frac=0.0), dict(
-            tokens_per_step=5120, seq_len=256, micro_batch_tokens=5120, val_seq_len=256,
-            stages=(Stage(1, 256, 256),), num_heads=4, head_dim=48, adam_eps=1e-2)),
-    "2024-10-04_muon": Rung(
-        24.9, "Muon for the matrices of the blocks", dict(
-            num_iterations=7000, matrix_rule="muon", matrix_lr=3.6e-4, matrix_weight_decay=0.0,
-            embed_lr=0.0036, adam_weight_decay=0.0, lr_warmup_frac=0.0, cooldown_frac=2000 / 7000)),
-    "2024-10-11_split_qkv": Rung(
-        22.3, "Q, K and V orthogonalised one by one, the scale of a step by formula", dict(
-            num_iterations=6200, fuse_qkv="off", muon_scale="rms", cooldown_frac=1800 / 6200)),
-    "2024-10-14_modern_blocks": Rung(
-        15.2, "ReLU^2, QK-norm, zero-initialised projections, padded vocabulary, heads of 128", dict(
-            num_iterations=5100, vocab_multiple=128, activation="relu_squared", qk_norm="on", zero_init="on",
-            depth_scale="off", num_heads=6, head_dim=128, cooldown_frac=1450 / 5100),
-        dict(num_heads=2, head_dim=96)),
-    "2024-11-03_untied_head": Rung(
-        10.8, "a head of its own, zero at first; normalised embedding", dict(
-            num_iterations=4578, tie_head="off", embed_norm="on", embed_lr=0.3, head_lr=0.002,
-            matrix_lr=0.02, muon_scale="spectral", mlp_up_lr_mul=2.0, cooldown_frac=1308 / 4578)),
-    "2024-11-06_shortcuts": Rung(
-        8.2, "value residual, embedding shortcut, momentum warm-up, softcap 30", dict(
-            num_iterations=3200, value_pattern="first", x0_shortcut="on", scalar_lr=0.02, softcap=30.0,
-            momentum_warmup_steps=500, cooldown_frac=914 / 3200)),
-    "2024-11-08_bfloat16": Rung(
-        7.8, "bfloat16 between the layers too", dict(
-            num_iterations=3242, residual_dtype="auto", cooldown_frac=926 / 3242)),
-    "2024-11-10_unet_skips": Rung(
-        7.2, "U-Net skips, doubled learning rates", dict(
-            num_iterations=3000, skips="plain", skip_init=1.0, embed_lr=0.6, head_lr=0.008, matrix_lr=0.04,
-            scalar_lr=0.04, cooldown_frac=900 / 3000)),
-    "2024-11-19_flex_attention": Rung(
-        5.03, "rows of 64K tokens, documents masked, a sliding window", dict(
-            num_iterations=1875, seq_len=65_536, document_mask="on", val_seq_len=65_536,
-            cooldown_frac=562 / 1875), dict(seq_len=1024, val_seq_len=8192)),
-    "2024-11-24_window_warmup": Rung(
-        4.66, "the window grows", dict(
-            num_iterations=1750, stages=grow_window(64, 28, last=0.0), adam_betas=(0.8, 0.95),
-            matrix_lr=0.05, momentum_warmup_steps=300, cooldown_frac=640 / 1750),
-        dict(stages=grow_window(64, 5, last=0.0))),
-    "2024-12-04_value_embeds": Rung(
-        4.41, "a value embedding for every layer", dict(
-            num_iterations=1530, value_pattern="all", num_value_embeds=12, value_embed_lr=0.6,
-            cooldown_frac=600 / 1530)),
-    "2024-12-08_mirrored_values": Rung(
-        3.95, "upper and lower half share value embeddings, two weights; momentum as an average", dict(
-            num_iterations=1480, value_pattern="mirrored", num_value_embeds=6, value_mix="scales",
-            momentum_form="ema", cooldown_frac=600 / 1480)),
-    "2024-12-17_sparse_values": Rung(
-        3.57, "three value embeddings, half of rotary, a slot without attention, windows in blocks", dict(
-            num_iterations=1490, value_pattern="ends", num_value_embeds=3, rotary="half", rotary_base=1024,
-            drop_attention="on", stages=grow_window(128, 14, last=0.5), cooldown_frac=600 / 1490),
-        dict(stages=grow_window(64, 5, last=0.5))),
-    "2025-01-04_softcap_15": Rung(
-        3.4, "softcap 15, bfloat16 embeddings", dict(
-            num_iterations=1390, softcap=15.0, embed_dtype="bfloat16", cooldown_frac=0.4),
-        dict(embed_dtype="float32")),
-    "2025-01-13_fp8_head": Rung(
-        3.142, "FP8 head, smaller initial matrices, learning rate to a tenth", dict(
-            num_iterations=1395, fp8_head="auto", init_std=0.5, final_lr_frac=0.1)),
-    "2025-01-16_long_short": Rung(
-        2.992, "long and short windows, a constant softmax scale, smaller Adam epsilon", dict(
-            num_iterations=1393, window_pattern="mixed", stages=grow_window(128, 14, last=0.5, short=0.5),
-            attention_scale=0.12, adam_eps=1e-10 * GRAD_TOKENS),
-        dict(stages=grow_window(64, 5, last=0.5, short=0.5), adam_eps=1e-2)),
-    "2025-01-26_smaller_batch": Rung(
-        2.933, "a smaller batch", dict(
-            num_iterations=1770, tokens_per_step=393_216, seq_len=49_152, micro_batch_tokens=49_152,
-            val_seq_len=262_144),
-        dict(tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, val_seq_len=8192)),
-    "2025-07-13_document_rows": Rung(
-        2.863, "rows begin with a document", dict(
-            num_iterations=1750, row_start="document", adam_eps=1e-8, cooldown_frac=0.45,
-            final_lr_frac=0.05), dict(adam_eps=1e-2)),
-    "2025-07-18_transposed_mlp": Rung(
-        2.817, "the MLP's first matrix stored like its second, so with the same learning rate", dict(
-            mlp_up_lr_mul=1.0, final_lr_frac=0.1)),
-    "2025-08-23_attention_gate": Rung(
-        2.812, "a sparse gate on every head", dict(num_iterations=1695, attention_gate_dim=12)),
-    "2025-09-03_short_documents": Rung(
-        2.731, "documents cut to 2,048 tokens, windows in three stages", dict(
-            num_iterations=1670, max_doc_len=2048,
-            stages=(Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640))),
-        dict(max_doc_len=1024, stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
-    "2025-09-05_no_first_mlp": Rung(
-        2.717, "no MLP in the first slot", dict(num_iterations=1705, drop_mlp="on")),
-    "2025-09-10_yarn": Rung(
-        2.656, "YaRN and a growing softmax scale when the window grows; a longer one to validate", dict(
-            num_iterations=1670, yarn_max_window=65_536, attention_scale=0.1, cooldown_frac=0.5,
-            stages=(Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640), Stage(0, 1664, 768))),
-        dict(stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
-    "2025-09-11_sigmoid_skips": Rung(
-        2.625, "skip weights through a sigmoid", dict(skips="sigmoid", skip_init=-1.5)),
-}
-LAPTOP_TOKENS = 819_200  # a laptop rung trains on as many, whatever its batch
-
-
-def ladder_presets() -> dict[str, tuple[str, str, dict]]:
-    """Two presets for every rung: the record's own, and laptop_..., its difference in the laptop's sizes.
-
-    All laptop rungs see equally many tokens; what a record counts in steps they have in proportion.
-    """
-    presets, parent, full, small = {}, "track_1", {"momentum_warmup_steps": 0}, {}
-    for name, rung in LADDER.items():
-        presets[name] = parent, rung.change, rung.differences
-        full.update(rung.differences)
-        small.update({**rung.differences, **rung.laptop})
-        steps = LAPTOP_TOKENS // small["tokens_per_step"]
-        warmup = round(full["momentum_warmup_steps"] * steps / full["num_iterations"])
-        presets[f"laptop_{name}"] = (
-            f"laptop_{parent}".removesuffix("_track_1"), f"the same in the laptop's sizes, {steps} steps",
-            dict({**rung.differences, **rung.laptop}, num_iterations=steps, momentum_warmup_steps=warmup,
-                 val_loss_every=steps // 5))
-        parent = name
-    presets["laptop_target"] = (f"laptop_{next(iter(LADDER))}", "the target of track laptop: the first rung "
-                                "for four minutes", dict(num_iterations=640, val_loss_every=128))
-    return presets
+    last, layers = num_layers - 1, []
+    num_values = min(num_value_embeds, num_layers // 2)
+    long_layers = {round(i * last / 3) for i in range(4)}
+    no_attention = round(2 * last / 3) if num_layers >= 4 and drop_attention else None
+    for i in range(num_layers):
+        from_end = last - i
+        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
+        layers.append(LayerSpec(
+            attention="none" if i == no_attention else "long" if i in long_layers else "short",
+            mlp=i > 0 or num_layers == 1, value_embed=None if i == no_attention else value_embed,
+            skip_from=from_end if from_end < min(i, num_layers // 2) else None))
+    return tuple(layers)
 
 
 # name: (parent, what it is, differences from the parent)
@@ -495,14 +355,15 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
         val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
         momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
-        grad_grid=2.0**-12,
-        stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128), Stage(0, 320, 128)))),
+        grad_grid=2.0**-12, val_windows=(320, 128),
+        stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
     "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
     "quick": ("laptop", "a smaller model in twenty seconds, also on little text of your own", dict(
-        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15, drop_attention="off",
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15,
+        layers=build_layers(4, 3, drop_attention=False),
         num_iterations=340, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,
         row_start="anywhere", val_tokens=40_960, val_loss_every=0, warmup_iterations=0,
         momentum_start=0.8, momentum_end=0.8, final_lr_frac=0.0)),
@@ -514,7 +375,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
        for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for what exists here, of its record 2 for all else: matrices
     # (there NorMuon), embedding and head (there tied at first), whose rates record 18's stages double.
-    "track_2": ("track_1", "the medium track: 16 slots of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
+    "track_2": ("track_1", "the medium track: 16 layers of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
         track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
         num_value_embeds=5, fp8_head="off", yarn_max_window=1664,
         layers=tuple(LayerSpec(attention="long" if i in (0, 4, 11, 15) else "short",
@@ -523,48 +384,49 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
         max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7,
         matrix_lr=0.025 / 2, embed_lr=0.3 / 2, head_lr=0.003 / 2, value_embed_lr=0.3,
+        val_windows=(3456, 1408),
         stages=(Stage(1, 384, 128, 131_072), Stage(1, 896, 384, 262_144, lr_factor=1.52),
                 Stage(1, 1408, 640, 393_216, lr_factor=1.73),
                 *(Stage(1, 128 * blocks, 128 * min(11, blocks // 2), lr_factor=2.0)
-                  for blocks in (13, 15, 17, 19, 21, 23, 23, 23, 23)),
-                Stage(0, 3456, 1408, lr_factor=2.0)))),
-    **ladder_presets(),
+                  for blocks in (13, 15, 17, 19, 21, 23, 23, 23, 23))))),
 }
 
 
-def hold_window(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Give all training stages the windows of the last one."""
-    last = [stage for stage in stages if stage.share > 0][-1]
+def hold_windows(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Give all stages the windows of the last one."""
+    last = stages[-1]
     return tuple(dataclasses.replace(stage, window_long=last.window_long, window_short=last.window_short)
-                 if stage.share > 0 else stage for stage in stages)
+                 for stage in stages)
 
 
-def change_slots(**changes) -> Callable:
-    """A function that changes every slot of a tuple of LayerSpec."""
-    return lambda layers: tuple(dataclasses.replace(spec, **changes) for spec in layers)
+def change_layers(**changes) -> Callable:
+    """A function that replaces values in a tuple of LayerSpec; where a value is a dict, by the old value."""
+    def change(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        """The new layers."""
+        return tuple(dataclasses.replace(spec, **{
+            name: new.get(getattr(spec, name), getattr(spec, name)) if isinstance(new, dict) else new
+            for name, new in changes.items()}) for spec in layers)
+
+    return change
 
 
-# What --without switches off, and how; a function is applied to the field's value
+# What --without switches off, and how; a function is applied to the option's value
 MECHANISMS: dict[str, dict] = {
-    "muon": dict(matrix_rule="adamw", matrix_lr=lambda _: RULES["adamw"].lr),
+    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
     "momentum_warmup": dict(momentum_warmup_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
-    "untied_head": dict(tie_head="on", embed_lr=0.0036),
-    "embed_norm": dict(embed_norm="off"),
+    "untied_head": dict(tie_head="on", head_lr=0.0036),
     "zero_init": dict(zero_init="off"),
-    "relu_squared": dict(activation="gelu"),
     "qk_norm": dict(qk_norm="off"),
-    "half_rotary": dict(rotary="full", rotary_base=10_000),
     "yarn": dict(yarn_max_window=0),
     "attention_gate": dict(attention_gate_dim=0),
-    "value_embeds": dict(num_value_embeds=0, value_pattern="ends", layers=change_slots(value_embed=None)),
+    "value_embeds": dict(num_value_embeds=0, layers=change_layers(value_embed=None)),
     "x0_shortcut": dict(x0_shortcut="off"),
-    "skips": dict(skips="off", layers=change_slots(skip_from=None)),
-    "short_windows": dict(window_pattern="long", layers=lambda layers: tuple(
-        dataclasses.replace(spec, attention=spec.attention.replace("short", "long")) for spec in layers)),
-    "window_warmup": dict(stages=hold_window),
-    "dropped_attention": dict(drop_attention="off"),
-    "dropped_mlp": dict(drop_mlp="off"),
+    "skips": dict(layers=change_layers(skip_from=None)),
+    "short_windows": dict(layers=change_layers(attention=dict(short="long"))),
+    "window_warmup": dict(stages=hold_windows),
+    "dropped_attention": dict(layers=change_layers(attention=dict(none="long"))),
+    "dropped_mlp": dict(layers=change_layers(mlp=True)),
     "document_mask": dict(document_mask="off"),
     "document_rows": dict(row_start="anywhere"),
     "softcap": dict(softcap=0.0),
@@ -572,73 +434,31 @@ MECHANISMS: dict[str, dict] = {
 }
 
 
-def switch_off(cfg: "Config") -> dict:
-    """Field values that take away what --without names, or all that --only_with does not."""
-    named = {field: [name for name in getattr(cfg, field).split(",") if name]
-             for field in ("without", "only_with")}
+def choose_mechanisms(values: dict) -> list[str]:
+    """The mechanisms that --without names, or that --only_with does not."""
+    named = {field: [name for name in values[field].split(",") if name] for field in ("without", "only_with")}
     for field, names in named.items():
         for name in set(names) - set(MECHANISMS):
-            raise InputError(f"--{field}={getattr(cfg, field)}: {name} is not a mechanism: "
+            raise InputError(f"--{field}={values[field]}: {name} is not a mechanism: "
                              f"{suggest(name, MECHANISMS)} (--list_presets)")
-    others = set(MECHANISMS) - set(named["only_with"]) if named["only_with"] else set()
-    taken = set(named["without"]) | others
-    changes = {}
-    for name in MECHANISMS:
-        for field, value in MECHANISMS[name].items() if name in taken else ():
-            before = changes.get(field, getattr(cfg, field))
-            changes[field] = value(before) if callable(value) else value
-    return changes
+    kept = named["only_with"] or MECHANISMS
+    return [name for name in MECHANISMS if name in named["without"] or name not in kept]
 
 
-def build_layers(cfg: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Lay out the patterns of the config at any depth (the defaults at 12 slots: exactly record 32).
-
-    Four evenly spaced slots look far; the third of them has no attention. Slot 0 has no MLP. The upper half
-    takes the outputs of the lower half in reverse. The first and the last slots share value embeddings
-    0, 1, 2, ...
-    """
-    last = cfg.num_layers - 1
-    long_slots = range(last + 1) if cfg.window_pattern == "long" else {round(i * last / 3) for i in range(4)}
-    no_attention = round(2 * last / 3) if cfg.num_layers >= 4 and cfg.drop_attention == "on" else None
-    layers = []
-    for i in range(cfg.num_layers):
-        from_end, has_skip = last - i, cfg.skips != "off" and last - i < min(i, cfg.num_layers // 2)
-        layers.append(LayerSpec(
-            attention="none" if i == no_attention else "long" if i in long_slots else "short",
-            mlp=i > 0 or cfg.num_layers == 1 or cfg.drop_mlp == "off",
-            value_embed=None if i == no_attention else choose_value_embed(cfg, i),
-            skip_from=from_end if has_skip else None))
-    return tuple(layers)
-
-
-def choose_value_embed(cfg: ModelConfig, slot: int) -> int | str | None:
-    """What cfg.value_pattern mixes into the values of a slot."""
-    from_end = cfg.num_layers - 1 - slot
-    if cfg.value_pattern == "first":
-        return "first" if slot else None
-    if cfg.num_value_embeds == 0:
-        return None
-    if cfg.value_pattern == "all":
-        return slot % cfg.num_value_embeds
-    if cfg.value_pattern == "mirrored":
-        return min(slot, from_end) % cfg.num_value_embeds
-    num_values = min(cfg.num_value_embeds, cfg.num_layers // 2)
-    return slot if slot < num_values else num_values - 1 - from_end if from_end < num_values else None
-
-
-def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, rule: str, batch: int | None = None
-                   ) -> dict:
-    """Field values of a model of so many layers of 64 channels each, trained on tokens_per_param.
+def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
+    """Options of a model of `depth` layers of 64 channels each, trained on tokens_per_param.
 
     Batch (tokens), rates and decay follow from the size against that of 12 layers. A rule that keeps norms
-    has the gains and schedules of preset muonh, no decay, and smaller steps the deeper the model. Of the
+    has the gains and schedules of preset muonh, no decay, and smaller updates the deeper the model. Of the
     published recipe betas and decay of each Adam group and momentum's fall at the end are left out. Source:
     nanochat, and MuonH of 2026-02-03.
     """
+    depth, rule = values["depth"], values["matrix_rule"]
+
     def size(layers: int) -> tuple[int, int]:
         """(width, parameters that count)."""
         width = -(-64 * layers // 128) * 128
-        return width, 12 * layers * width**2 + vocab_size * width
+        return width, 12 * layers * width**2 + values["vocab_size"] * width
 
     def choose_batch(num_params: int) -> int:
         """Tokens of a step."""
@@ -646,67 +466,96 @@ def scale_by_depth(depth: int, tokens_per_param: float, vocab_size: int, rule: s
 
     (width, num_params), reference = size(depth), size(12)[1]
     least = max(num_params, size(8)[1])  # below, the rule for the decay explodes
-    decay = 0.28 * ((batch or choose_batch(least)) / 2**19) ** 0.5 * reference / least
-    batch = batch or choose_batch(num_params)
+    decay = 0.28 * ((tokens_per_step or choose_batch(least)) / 2**19) ** 0.5 * reference / least
+    batch = tokens_per_step or choose_batch(num_params)
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
-    num_iterations, keeps_norm = max(1, int(tokens_per_param * num_params / batch)), RULES[rule].keeps_norm
+    num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
+    is_muon, keeps_norm = "muon" in rule, RULES[rule].keeps_norm
     recipe = PRESETS["muonh"][2] if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
         momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
-        matrix_weight_decay=decay if "muon" in rule else 0.0, mlp_up_lr_mul=2.0 if "muon" in rule else 1.0,
+        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
         embed_lr=0.3, value_embed_lr=0.15, head_lr=0.008)
     rates = {name: recipe[name] * width_scale * batch_scale
              for name in ("embed_lr", "value_embed_lr", "head_lr")}
-    matrix_lr = (0.02 if "muon" in rule else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
+    matrix_lr = (0.02 if is_muon else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
     return {**recipe, **rates, **dict(
         num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
         layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
                                value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
-        stages=(Stage(1, 2048, 512),), seq_len=16_384, micro_batch_tokens=32_768, max_doc_len=2048,
-        tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
+        stages=(Stage(1, 2048, 512),), val_windows=(), seq_len=16_384, micro_batch_tokens=32_768,
+        max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
         matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
         adam_eps=1e-10 * GRAD_TOKENS)}
 
 
-def choose_lr(cfg: Config, preset: Config) -> float:
-    """matrix_lr where none is given: that of the preset, or where the rule is another, one that suits it."""
-    rule = RULES[cfg.matrix_rule]
-    if cfg.depth:
-        return cfg.matrix_lr
-    if cfg.matrix_rule == preset.matrix_rule or {cfg.matrix_rule, preset.matrix_rule} == {"muon", "normuon"}:
-        return cfg.matrix_lr * (preset.num_layers / cfg.num_layers if rule.keeps_norm else 1)
-    if "muon" in cfg.matrix_rule and not rule.keeps_norm and cfg.muon_scale != "spectral":
-        raise InputError(f"--matrix_rule={cfg.matrix_rule} has no known rate for --muon_scale="
-                         f"{cfg.muon_scale}: give --matrix_lr too, or --muon_scale=spectral")
-    return rule.suggest_lr(cfg.num_layers)
+def list_options() -> dict[str, dataclasses.Field]:
+    """All options by name, in the order of --help; those of groups as <group>_<field>."""
+    options = {}
+    for field in itertools.chain(*map(dataclasses.fields, CONFIG_PARTS)):
+        if field.name != "groups":
+            options[field.name] = field
+            continue
+        options |= {f"{group}_{field.name}": field for group in GROUPS
+                    for field in dataclasses.fields(Group) if field.name != "rule" or group == "matrix"}
+    return options
 
 
-def config_fields() -> dict[str, dataclasses.Field]:
-    """All fields by name, in the order of --help."""
-    return {f.name: f for part in CONFIG_PARTS for f in dataclasses.fields(part)}
+def flatten_config(cfg: Config) -> dict:
+    """The value of every option by name."""
+    groups = {f"{name}_{key}": value for name, group in cfg.groups.items()
+              for key, value in vars(group).items()}
+    return {name: groups[name] if name in groups else getattr(cfg, name) for name in list_options()}
 
 
-def parse_value(field: dataclasses.Field, text: str):
-    """Turn the text of --field=text into the field's type; InputError says what was expected."""
+def build_config(values: dict) -> Config:
+    """The inverse of flatten_config(); what is missing has its default, unknown names are left out."""
+    groups = {name: dataclasses.replace(group, **{key: values[f"{name}_{key}"] for key in vars(group)
+                                                  if f"{name}_{key}" in values})
+              for name, group in GROUPS.items()}
+    known = {field.name for field in dataclasses.fields(Config)} & set(values)
+    return Config(**{**{name: values[name] for name in known}, "groups": groups})
+
+
+def build_items(kind: type, items: list[dict]) -> tuple:
+    """LayerSpecs or Stages from plain JSON; ValueError names what does not fit."""
+    if not isinstance(items, list):
+        raise ValueError("a list is needed")
+    hints = typing.get_type_hints(kind)
+    for item in items:
+        if not isinstance(item, dict):
+            raise ValueError(f"{item} is not an object")
+        for name, value in item.items():
+            hint = int | float if hints.get(name) is float else hints.get(name, object)
+            is_boolean = isinstance(value, bool) and hint is not bool
+            if is_boolean or not isinstance(value, hint) or value in (math.inf, math.nan):
+                raise ValueError(f"{name}={value!r}")
+    return tuple(kind(**item) for item in items)
+
+
+def parse_value(name: str, field: dataclasses.Field, text: str):
+    """Turn the text of --name=text into the field's type; InputError says what was expected."""
     try:
         if field.type in (int, float):
             return field.type(text)
         if field.type is str:
             return text
         element = typing.get_args(field.type)[0]
-        if element is float:
-            low, high = text.split(",")
-            return float(low), float(high)
-        return tuple(element(**item) for item in json.loads(text))
-    except (ValueError, TypeError) as error:
-        kind = getattr(field.type, "__name__", "value")
-        kind = {"int": "whole number", "float": "number", "tuple": "list"}.get(kind, kind)
-        raise InputError(f"--{field.name}={text} is not a {kind}: give one like {show_value(field.default)}"
-                         f" ({' '.join(str(error).split())})") from None
+        if dataclasses.is_dataclass(element):
+            return build_items(element, json.loads(text))
+        numbers = tuple(element(word) for word in text.split(",") if word)
+        if len(numbers) != 2 and (numbers or field.default == (0.8, 0.95)):
+            raise ValueError("two numbers are needed")
+        return numbers
+    except (ValueError, TypeError, RecursionError) as error:
+        kind = {int: "whole number", float: "number"}.get(field.type, "list")
+        text = text if len(text) < 100 else f"{text[:100]}..."
+        raise InputError(f"--{name}={text} is not a {kind}: give one like {show_value(field.default)} "
+                         f"({' '.join(str(error).split())[:200]})") from None
 
 
 def show_value(value) -> str:
-    """The command-line spelling of a field's value."""
+    """The command-line spelling of a value."""
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
         return json.dumps([dataclasses.asdict(item) for item in value])
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -718,20 +567,22 @@ def list_choices(field: dataclasses.Field) -> tuple[str, ...]:
     return choices() if callable(choices) else choices or ()
 
 
-def check_value(field: dataclasses.Field, value) -> None:
+def check_value(name: str, field: dataclasses.Field, value) -> None:
     """Raise InputError where a value leaves the field's range or choices."""
     meta, choices = field.metadata, list_choices(field)
     if choices and value not in choices:
-        raise InputError(f"--{field.name}={value} is not one of {', '.join(choices)}: choose one of them")
+        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
+    if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
+        raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
     for number in value if isinstance(value, tuple) else (value,):
-        if not isinstance(number, (int, float)):
-            continue
-        if not math.isfinite(number):
-            raise InputError(f"--{field.name}={show_value(value)} is not finite: give an ordinary number")
-        if meta["low"] is not None and number < meta["low"]:
-            raise InputError(f"--{field.name}={show_value(value)} is too small: give at least {meta['low']}")
-        if meta["high"] is not None and number > meta["high"]:
-            raise InputError(f"--{field.name}={show_value(value)} is too large: give at most {meta['high']}")
+        if isinstance(number, (int, float)):
+            shown = f"--{name}={show_value(value)[:50]}"
+            if not math.isfinite(number):
+                raise InputError(f"{shown} is not finite: give an ordinary number")
+            if meta["low"] is not None and number < meta["low"]:
+                raise InputError(f"{shown} is too small: give at least {meta['low']}")
+            if meta["high"] is not None and number > meta["high"]:
+                raise InputError(f"{shown} is too large: give at most {meta['high']}")
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -740,30 +591,59 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"did you mean {' or '.join(near)}?" if near else "see --help"
 
 
+class Parser(argparse.ArgumentParser):
+    """The command line, from the fields of the config."""
+
+    def __init__(self):
+        super().__init__("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                         "Defaults are those of --preset=track_1. '-' and '_' are the same in names.",
+                         argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        for flag, meaning in (("--list_presets", "the presets and what they are"),
+                              ("--print_config", "the resolved config as JSON; touches no data")):
+            self.add_argument(flag, action="store_true", help=meaning)
+        options = list_options()
+        for part in (*CONFIG_PARTS, Group):
+            names = [name for name, field in options.items() if field in dataclasses.fields(part)]
+            group = self.add_argument_group(part.__doc__.strip().rstrip("."))
+            for name in names:
+                group.add_argument(f"--{name}", type=functools.partial(parse_value, name, options[name]),
+                                   **self.describe(name, options[name]))
+
+    @staticmethod
+    def describe(name: str, field: dataclasses.Field) -> dict:
+        """What --help says of an option: type, meaning, default and range."""
+        meta, default = field.metadata, field.default
+        kind = "|".join(list_choices(field)) or getattr(field.type, "__name__", "str").upper()
+        for group, values in GROUPS.items():
+            if name.startswith(f"{group}_") and field in dataclasses.fields(Group):
+                default = getattr(values, field.name)
+        bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
+                  if meta[key] is not None and meta[key] != 2**31 - 1]
+        is_json = name in ("layers", "stages")
+        shown = [*([] if is_json or default == "" else [f"[{show_value(default)}]"]), *bounds]
+        return dict(metavar="JSON" if is_json else kind, help=" ".join((meta["help"], *shown)))
+
+    def error(self, message: str) -> typing.NoReturn:
+        """One line instead of the usage."""
+        raise InputError(f"{message}: see --help")
+
+
 def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
-    """Split a command line into ({field: value}, {flags among help, list_presets, print_config})."""
-    fields, values, flags, rest = config_fields(), {}, set(), list(argv)
-    while rest:
-        word = rest.pop(0)
-        if word in ("-h", "--help", "--list_presets", "--list-presets", "--print_config", "--print-config"):
-            flags.add(word.lstrip("-").replace("-", "_").replace("h", "help", word == "-h"))
-            continue
-        name, equals, text = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not word.startswith("--") or name not in fields:
-            raise InputError(f"{word.partition('=')[0]} is not an option: "
-                             f"{suggest(name, fields, '--')}")
-        if not equals:
-            if not rest:
-                raise InputError(f"--{name} has no value: give --{name}={show_value(fields[name].default)}")
-            text = rest.pop(0)
-        values[name] = parse_value(fields[name], text)
-        check_value(fields[name], values[name])
-    return values, flags
+    """Split a command line into ({option: value}, {flags among list_presets, print_config})."""
+    words = []
+    for word in argv:
+        name, equals, text = word.partition("=")
+        words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
+    values, unknown = Parser().parse_known_args(words)
+    for word in unknown:
+        name = word.partition("=")[0]
+        raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), list_options(), '--')}")
+    flags = {flag for flag in ("list_presets", "print_config") if flag in values}
+    return {name: value for name, value in vars(values).items() if name not in flags}, flags
 
 
 def preset_overrides(name: str) -> dict:
-    """Merge a preset with its parents into one dict of field values."""
+    """Merge a preset with its parents into one dict of option values."""
     if name not in PRESETS:
         raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
     parent, _, changes = PRESETS[name]
@@ -771,165 +651,142 @@ def preset_overrides(name: str) -> dict:
 
 
 def format_presets() -> str:
-    """The text of --list_presets: all presets, those of the ladder with what was published, mechanisms."""
-    lines, width = [], max(map(len, PRESETS))
-    for name, (parent, meaning, _) in PRESETS.items():
-        if name in LADDER:
-            cfg = make_config({"preset": name})
-            tokens = cfg.num_iterations * cfg.tokens_per_step / 1e9
-            meaning = (f"{LADDER[name].minutes:6.3f} min {cfg.num_iterations:,} steps "
-                       f"{tokens:.2f} B tokens: {meaning}")
-        lines.append(f"{name:<{width}} {meaning}{f' (from {parent})' if parent else ''}")
+    """The text of --list_presets: all presets, all mechanisms."""
+    lines = [f"{name:<8} {meaning}{f' (from {parent})' if parent else ''}"
+             for name, (parent, meaning, _) in PRESETS.items()]
     return "\n".join([*lines, "", f"mechanisms of --without and --only_with: {', '.join(MECHANISMS)}"])
 
 
 def make_config(overrides: dict) -> Config:
-    """Preset, overrides, what --without takes away, layers from patterns; or an InputError."""
-    name = overrides.get("preset", "auto")
+    """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
+    options, name = list_options(), overrides.get("preset", "auto")
+    for key, value in overrides.items():
+        check_value(key, options[key], value)
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    values = {**preset_overrides(name), "preset": name}
-    chosen = Config(**{**values, **overrides})
-    if chosen.depth:
-        values |= scale_by_depth(chosen.depth, chosen.tokens_per_param, chosen.vocab_size,
-                                 chosen.matrix_rule, overrides.get("tokens_per_step"))
-    preset = Config(**values)
-    given = dataclasses.replace(preset, **{**overrides, "preset": name})
-    if "matrix_lr" not in overrides:
-        given = dataclasses.replace(given, matrix_lr=choose_lr(given, preset))
-    for field in ("value_pattern", "window_pattern", "drop_attention", "drop_mlp"):
-        if given.layers and getattr(given, field) != getattr(preset, field):
-            raise InputError(f"--{field}={getattr(given, field)} changes nothing where --layers spells out "
-                             "the slots: change those")
-    cfg = fill_layers(given)
-    if cfg.without or cfg.only_with:
-        kept = {field: value for field, value in overrides.items()
-                if field not in ("preset", "layers", "stages")}
-        cfg = fill_layers(dataclasses.replace(given, **{**switch_off(given), **kept}))
-    return cfg
-
-
-def fill_layers(cfg: Config) -> Config:
-    """The config with its layers, from patterns where they are not spelled out, and checked."""
-    if not cfg.layers:
-        cfg = dataclasses.replace(cfg, layers=build_layers(cfg))
+    preset = {**flatten_config(Config()), **preset_overrides(name)}
+    values = {**preset, **overrides, "preset": name}
+    if values["depth"]:
+        preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
+        values = {**preset, **overrides, "preset": name}
+    elif "matrix_lr" not in overrides:
+        values["matrix_lr"] = choose_lr(values, preset)
+    if not values["layers"] or "num_layers" in overrides and "layers" not in overrides:
+        values["layers"] = build_layers(values["num_layers"], values["num_value_embeds"])
+    for mechanism in choose_mechanisms(values):
+        for key, change in MECHANISMS[mechanism].items():
+            if key not in overrides or callable(change):
+                values[key] = change(values[key]) if callable(change) else change
+    for key, field in options.items():
+        check_value(key, field, values[key])
+    cfg = build_config(values)
     check_config(cfg)
     return cfg
 
 
+def choose_lr(values: dict, preset: dict) -> float:
+    """matrix_lr where none is given: that of the preset, or where the rule is another, one that suits it."""
+    rule, families = values["matrix_rule"], [{"muon", "normuon"}, {preset["matrix_rule"]}]
+    is_deep = values["num_layers"] if RULES[rule].keeps_norm else 0  # then smaller the deeper (MuonH)
+    if any({rule, preset["matrix_rule"]} <= family for family in families):
+        return preset["matrix_lr"] * (preset["num_layers"] / is_deep if is_deep else 1)
+    return RULES[rule].lr * (min(1, 12 / is_deep) if is_deep else 1)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples on both sides of a value, for an error message."""
+    around = value // unit * unit, -(-value // unit) * unit
+    return f"the nearest are {' and '.join(str(v) for v in around if v > 0)}"
+
+
 def check_config(cfg: Config) -> None:
-    """Raise InputError for geometry that cannot work."""
-    def demand(condition: bool, problem: str, remedy: str) -> None:
-        """What must hold."""
-        if not condition:
-            raise InputError(f"{problem}: {remedy}")
+    """Raise InputError for options that cannot work together, or that would do nothing."""
+    matrix, width = cfg.groups["matrix"], cfg.num_heads * cfg.head_dim
+    keeps_norm = RULES[matrix.rule].keeps_norm
+    rule = f"--matrix_rule={matrix.rule} keeps norms"
+    multiples = [("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs turn)"),
+                 ("seq_len", cfg.seq_len, BLOCK, "128 tokens (one attention block)"),
+                 ("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)"),
+                 ("val_tokens", cfg.val_tokens, cfg.val_seq_len, f"val_seq_len={cfg.val_seq_len}"),
+                 *(("tokens_per_step", stage.tokens_per_step or cfg.tokens_per_step, cfg.seq_len,
+                    f"seq_len={cfg.seq_len}") for stage in cfg.stages)]
+    checks = [
+        (cfg.model_dim == width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
+                                 f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
+        (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
+                                                  f"than the model: give at most {cfg.model_dim}"),
+        *((re.fullmatch(r"([a-z0-9][a-z0-9_.-]{0,99})?", name) is not None,
+           f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, digits, '_', "
+           "'-' and '.'") for field, name in (("record", cfg.record), ("track", cfg.track))),
+        *((value > 0 and value % unit == 0,
+           f"--{name}={value} is not a multiple of {what}: {nearest_multiples(value, unit)}")
+          for name, value, unit, what in multiples),
+        (not (keeps_norm and matrix.weight_decay), f"--matrix_weight_decay={matrix.weight_decay} has no "
+                                                   f"effect, {rule}: give --matrix_weight_decay=0"),
+        (cfg.zero_init == "on" or not cfg.has_output_gain, "--zero_init=off has no effect where layers begin "
+                                                           "with zero gains: give --output_gain=off"),
+        (cfg.depth > 0 or cfg.tokens_per_param == Config.tokens_per_param,
+         f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"),
+        (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
+                                                     f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}"),
+        (cfg.micro_batch_tokens >= cfg.seq_len,
+         f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len="
+         f"{cfg.seq_len}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
+        (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
+        (cfg.val_windows == tuple(sorted(cfg.val_windows, reverse=True)),
+         f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short"),
+        *check_stages(cfg), *check_layers(cfg)]
+    for holds, message in checks:
+        if not holds:
+            raise InputError(message)
 
-    def demand_multiple(name: str, value: int, of: str, unit: int) -> None:
-        """A value that must be a multiple of a unit."""
-        down, up = value // unit * unit, -(-value // unit) * unit
-        demand(value % unit == 0 and value > 0, f"--{name}={value} is not a multiple of {of}",
-               f"the nearest are {' and '.join(str(v) for v in (down, up) if v > 0)}")
 
-    demand(cfg.model_dim == cfg.num_heads * cfg.head_dim,
-           f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * {cfg.head_dim}",
-           f"set --model_dim={cfg.num_heads * cfg.head_dim}")
-    demand_multiple("head_dim", cfg.head_dim, "4 (half of the rotary pairs turn)", 4)
-    demand(cfg.attention_gate_dim <= cfg.model_dim,
-           f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model",
-           f"give at most {cfg.model_dim}")
-    for name in ("record", "track"):
-        demand(re.fullmatch(r"[a-z0-9][a-z0-9_.-]*|", getattr(cfg, name)) is not None,
-               f"--{name}={getattr(cfg, name)} is not a plain name",
-               "use lower-case letters, digits, '_', '-' and '.'")
-    check_layers(cfg, demand)
-    check_rule(cfg, demand)
-    demand(math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two",
-           f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}")
-    demand(any(stage.share > 0 for stage in cfg.stages),
-           "--stages has no stage with a share", "give one a share above 0")
-    demand_multiple("seq_len", cfg.seq_len, "128 tokens (one attention block)", 128)
-    demand_multiple("val_seq_len", cfg.val_seq_len, "128 tokens (one attention block)", 128)
-    demand_multiple("val_tokens", cfg.val_tokens, f"val_seq_len={cfg.val_seq_len}", cfg.val_seq_len)
-    demand(cfg.micro_batch_tokens >= cfg.seq_len,
-           f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one row, seq_len={cfg.seq_len}",
-           f"shorten the rows too: --seq_len={cfg.micro_batch_tokens // 128 * 128}")
+def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every stage."""
     for stage in cfg.stages:
-        demand(stage.share >= 0 and stage.lr_factor >= 0,
-               f"--stages has a negative share or lr_factor: {stage}", "give 0 or more")
-        demand(1 <= stage.window_short <= stage.window_long,
-               f"--stages has windows short {stage.window_short}, long {stage.window_long}",
-               "give 1 <= short <= long")
-        demand((stage.max_doc_len or 2) >= 2,
-               f"--stages has max_doc_len={stage.max_doc_len}", "give 2 or more")
-        demand_multiple("tokens_per_step", stage.tokens_per_step or cfg.tokens_per_step,
-                        f"seq_len={cfg.seq_len}", cfg.seq_len)
+        yield 0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9, (
+            f"--stages has a duration or lr_factor out of range: {stage}: give a positive one")
+        yield 1 <= stage.window_short <= stage.window_long < 2**31, (
+            f"--stages has windows short {stage.window_short}, long {stage.window_long}: "
+            "give 1 <= short <= long")
+        yield 2 <= (stage.max_doc_len or 2) < 2**31, (
+            f"--stages has max_doc_len={stage.max_doc_len}: give 2 or more")
 
 
-def check_layers(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
-    """Check that every layer slot refers to things that exist."""
-    demand(len(cfg.layers) == cfg.num_layers,
-           f"--layers has {len(cfg.layers)} slots, num_layers is {cfg.num_layers}",
-           f"set --num_layers={len(cfg.layers)}")
+def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every layer."""
+    yield len(cfg.layers) == cfg.num_layers, (f"--layers has {len(cfg.layers)} layers, num_layers is "
+                                              f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}")
     for i, spec in enumerate(cfg.layers):
-        demand(spec.attention in ("long", "short", "none"),
-               f"--layers slot {i} has attention={spec.attention}", "choose long, short or none")
-        demand(spec.skip_from is None or isinstance(spec.skip_from, int) and 0 <= spec.skip_from < i,
-               f"--layers slot {i} has skip_from={spec.skip_from}", "name an earlier slot")
-        demand(spec.skip_from is None or cfg.skips != "off",
-               f"--layers slot {i} has skip_from={spec.skip_from}, and --skips=off", "give --without=skips")
-        demand(spec.value_embed != "first" or i > 0 and cfg.layers[0].attention != "none",
-               f"--layers slot {i} has value_embed=first",
-               "slot 0, whose values these are, has to come before and to have attention")
-        demand(spec.value_embed in (None, "first", *range(cfg.num_value_embeds)),
-               f"--layers slot {i} has value_embed={spec.value_embed}",
-               f"num_value_embeds is {cfg.num_value_embeds}")
-
-
-def check_rule(cfg: Config, demand: Callable[[bool, str, str], None]) -> None:
-    """Refuse options of the update rule that would do nothing, or something else than they say."""
-    rule = f"--matrix_rule={cfg.matrix_rule} keeps norms"
-    if RULES[cfg.matrix_rule].keeps_norm:
-        demand(not cfg.matrix_weight_decay,
-               f"--matrix_weight_decay={cfg.matrix_weight_decay} has no effect, {rule}",
-               "give --matrix_weight_decay=0")
-        demand(cfg.fuse_qkv == "off", f"--fuse_qkv=on makes one norm of those of Q, K and V, and {rule}",
-               "give --fuse_qkv=off")
-    demand(cfg.zero_init == "on" or not cfg.has_output_gain,
-           "--zero_init=off has no effect where layers begin with zero gains", "give --output_gain=off")
-    demand(cfg.decay != "none" or not (cfg.matrix_weight_decay or cfg.adam_weight_decay),
-           f"--decay=none beside a weight decay of {cfg.matrix_weight_decay or cfg.adam_weight_decay}",
-           "give --matrix_weight_decay=0 --adam_weight_decay=0")
-    demand(bool(cfg.depth) or cfg.tokens_per_param == Config.tokens_per_param,
-           f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth", "give --depth too")
+        yield spec.attention in ("long", "short", "none"), (
+            f"--layers: layer {i} has attention={spec.attention}: choose long, short or none")
+        yield spec.skip_from is None or 0 <= spec.skip_from < i, (
+            f"--layers: layer {i} has skip_from={spec.skip_from}: name an earlier layer")
+        yield spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds, (
+            f"--layers: layer {i} has value_embed={spec.value_embed}: num_value_embeds is "
+            f"{cfg.num_value_embeds}")
 
 
 def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int, int]:
-    """Split a step's packed rows over ranks: (micro-batches per rank, rows per micro-batch).
+    """Split a step's packed sequences over ranks: (micro-batches per rank, sequences per micro-batch).
 
-    The rows themselves never depend on this split, so neither ranks nor accumulation change what a step
+    The sequences themselves never depend on this split, so neither ranks nor accumulation change what a step
     sees.
     """
     rows = tokens_per_step // cfg.seq_len
     if rows % world_size:
-        unit = cfg.seq_len * world_size
-        near = [v for v in (tokens_per_step // unit * unit, -(-tokens_per_step // unit) * unit) if v]
-        raise InputError(f"--tokens_per_step={tokens_per_step} is {rows} rows of seq_len={cfg.seq_len}, "
-                         f"which {world_size} ranks cannot share: the nearest are "
-                         f"{' and '.join(map(str, near))}{suggest_rows(cfg, world_size, tokens_per_step)}")
+        per_rank, left = divmod(tokens_per_step, world_size)
+        shorter = [n for n in range(BLOCK, min(cfg.seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
+        remedy = "" if left or not shorter else f"; or keep it and give --seq_len={shorter[-1]}"
+        raise InputError(
+            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={cfg.seq_len}, which "
+            f"{world_size} ranks cannot share: "
+            f"{nearest_multiples(tokens_per_step, cfg.seq_len * world_size)}{remedy}")
     rows_per_rank = rows // world_size
     most = cfg.micro_batch_tokens // cfg.seq_len
     rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
     return rows_per_rank // rows_per_micro, rows_per_micro
-
-
-def suggest_rows(cfg: Config, world_size: int, tokens_per_step: int) -> str:
-    """The longest shorter rows that these ranks can share, for an error message; empty if none are."""
-    per_rank, left = divmod(tokens_per_step, world_size)
-    fitting = [n for n in range(128, min(cfg.seq_len, per_rank) + 1, 128) if per_rank % n == 0]
-    if left or not fitting:
-        return ""
-    return f"; or keep the batch and shorten the rows: --seq_len={fitting[-1]}"
 
 
 def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -943,7 +800,8 @@ def derive(cfg: Config, world_size: int) -> dict:
     """Numbers that follow from the config: --print_config and the run record show them."""
     grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
     with torch.device("meta"):
-        num_params = sum(p.numel() for p in GPT(cfg).parameters())
+        num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
+                         if name != "embed" or cfg.tie_head == "off")
     return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=grad_accum_steps,
                 ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
                 tokens_per_micro_batch=rows_per_micro * cfg.seq_len, padded_vocab_size=cfg.padded_vocab_size,
@@ -952,102 +810,44 @@ def derive(cfg: Config, world_size: int) -> dict:
 
 def count_flops(cfg: Config) -> int:
     """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
-    num_attention = sum(spec.attention != "none" for spec in cfg.layers)
+    attending = [spec for spec in cfg.layers if spec.attention != "none"]
     num_mlp = sum(spec.mlp for spec in cfg.layers)
-    weights = cfg.model_dim * (4 * cfg.model_dim * num_attention
+    weights = cfg.model_dim * (4 * cfg.model_dim * len(attending)
                                + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
-    schedule = Schedule(cfg)
     keys = tokens = 0.0
-    for stage, start, end in schedule.spans():
+    for stage, start, end in Schedule(cfg).spans():
         weight = (end - start) * (stage.tokens_per_step or cfg.tokens_per_step)
         longest = cfg.seq_len
         if cfg.row_start == "document" and cfg.document_mask == "on":
             longest = min(longest, stage.max_doc_len or cfg.max_doc_len)
-        windows = [getattr(stage, f"window_{spec.attention}")
-                   for spec in cfg.layers if spec.attention != "none"]
-        keys += weight * sum(min(window, longest) for window in windows)
+        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) for spec in attending)
         tokens += weight
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
 
 
 def resolved_dict(cfg: Config, world_size: int) -> dict:
     """The resolved config as plain JSON types, with the derived numbers."""
-    return {**json.loads(json.dumps(dataclasses.asdict(cfg))), "derived": derive(cfg, world_size)}
+    return {**plain_dict(cfg), "derived": derive(cfg, world_size)}
+
+
+def plain_dict(cfg: Config) -> dict:
+    """Every option as plain JSON types."""
+    return json.loads(json.dumps(flatten_config(cfg), default=vars))
 
 
 def config_from_dict(values: dict) -> Config:
-    """A Config from its plain JSON types, as a checkpoint gives them; unknown ones are left out."""
-    fields = config_fields()
-    return Config(**{name: parse_value(fields[name], json.dumps(value)) if name in ("layers", "stages")
-                     else tuple(value) if isinstance(value, list) else value
-                     for name, value in values.items() if name in fields})
-
-
-def format_help() -> str:
-    """The text of --help: every field with type, default, range and meaning."""
-    lines = ["usage: train_gpt.py [--field=value ...]    (or torchrun ... train_gpt.py, or ./run.sh)", "",
-             "  --help           this text", "  --list_presets   the presets and what they are",
-             "  --print_config   the resolved config as JSON; touches no data", "",
-             "Defaults are those of --preset=track_1. '-' and '_' are the same in names."]
-    for part in CONFIG_PARTS:
-        lines += ["", part.__doc__.strip().rstrip(".") + ":"]
-        for field in dataclasses.fields(part):
-            meta = field.metadata
-            kind = "|".join(list_choices(field)) or getattr(field.type, "__name__", "str").upper()
-            kind = "JSON" if field.name in ("layers", "stages") else kind
-            bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
-                      if meta[key] is not None]
-            default = "" if kind == "JSON" or field.default == "" else f"[{show_value(field.default)}]"
-            lines.append(f"  --{field.name}={kind} {default}\n        "
-                         f"{field.metadata['help']}{' (' + ', '.join(bounds) + ')' if bounds else ''}")
-    return "\n".join(lines)
+    """The inverse of plain_dict(), for what a checkpoint says; unknown names are left out."""
+    options = list_options()
+    return build_config({name: parse_value(name, options[name], json.dumps(value))
+                         if name in ("layers", "stages") else
+                         tuple(value) if isinstance(value, list) else value
+                         for name, value in values.items() if name in options})
 
 
 # ==== RUNTIME ==============================================================================================
 # Which device, which rank, what is fast here. The only section that reads the environment, and the only one
-# that talks to other processes: every collective below does nothing on one rank.
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent to the others."""
-
-    num_messages: int = 0
-    num_bytes: float = 0.0
-
-    def add(self, num_bytes: float) -> None:
-        """Count one message, before it starts: a rank that falls behind the others is one they wait for."""
-        self.num_messages += 1
-        self.num_bytes += num_bytes
-
-
-class Stop:
-    """A wish to end early, at the next step boundary: the exit status it asks for, else 0."""
-
-    def __init__(self):
-        self.status = 0
-        self.is_heeded = False  # while steps are made; before and after, a signal ends the process at once
-
-    @contextmanager
-    def catch_signals(self):
-        """Turn the first SIGINT and SIGTERM into a wish; the second SIGINT interrupts."""
-        seen = set()
-
-        def ask(signum: int, _frame) -> None:
-            """A signal handler."""
-            if signum == signal.SIGINT and signum in seen:
-                raise KeyboardInterrupt
-            seen.add(signum)
-            self.status = self.status or 128 + signum
-
-        old = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-        self.is_heeded = True
-        try:
-            yield
-            self.is_heeded = False  # not where the run ends as it was asked to
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
+# that talks to other processes: every collective below does nothing on one rank. torchrun ends all ranks when
+# one dies; the timeout of the collectives ends a rank that waits for one that has stalled.
 
 
 @dataclass(frozen=True)
@@ -1066,28 +866,19 @@ class Runtime:
     use_kernels: bool  # our Triton kernels, else their plain forms
     peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
     notes: tuple[str, ...]  # choices made here, printed once
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
-    watch: "Watch | None" = None  # several ranks only
-    stop: Stop = dataclasses.field(default_factory=Stop)
-    started: float = dataclasses.field(default_factory=time.monotonic)
+    control: "dist.ProcessGroup | None" = None  # on CPUs, patient: for what is not part of a step
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
 
-    def agree_to_stop(self, step: int) -> int:
-        """The exit status with which all ranks stop after so many steps, or 0: go on."""
-        if self.watch is None:
-            return self.stop.status
-        if self.stop.status and self.watch.agree(step):
-            return self.stop.status
-        self.watch.begun = (step + 1, False)  # what follows the boundary needs the other ranks
-        return 0
-
     def compile(self, fn):
         """torch.compile fn where this run compiles; shapes are static by design."""
         return torch.compile(fn, dynamic=False) if self.use_compile else fn
+
+
+PATIENCE = datetime.timedelta(hours=1)  # for compilation and disks
 
 
 def env_int(name: str, default: int) -> int:
@@ -1096,7 +887,7 @@ def env_int(name: str, default: int) -> int:
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
-    """Choose device and precision by trying them, and join the process group unless told to stay alone."""
+    """Join the process group, unless told to stay alone; without precision, which choose_precision() adds."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
                          "or install a CUDA build of torch")
@@ -1105,7 +896,7 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
     if is_alone:
         rank, local_rank, world_size = 0, 0, 1
     check_ranks_fit(cfg, world_size)
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    device, control = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), None
     if use_cuda:
         if local_rank >= torch.cuda.device_count():
             raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
@@ -1115,18 +906,28 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
     else:
         keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
-    watch, traffic, stop = None, Traffic(), Stop()
     if world_size > 1:
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
-                                timeout=datetime.timedelta(hours=1))  # Watch is what notices failures
-        watch = Watch(rank, world_size, cfg.comm_timeout, traffic, stop)
-    choices = [probe_device(cfg, device)]
-    if world_size > 1:  # all measured at once, as they will work; rank 0 decides, lest choices differ
-        dist.broadcast_object_list(choices, src=0, device=device if use_cuda else None)
-    if choices[0]["use_compile"]:  # segments share one piece of code, which has a graph for each
+                                timeout=PATIENCE)
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return Runtime(device, rank, local_rank, world_size, torch.float32, False, False, False, False, False, 0.0,
+                   (), control)
+
+
+def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
+    """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all."""
+    device = rt.device
+    dtype, peak_flops, dtype_note = choose_dtype(cfg, device)
+    use_compile, use_flex, compile_note = choose_compile(cfg, device)
+    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head", use_compile)
+    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear", use_compile)
+    use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
+    if use_compile:  # segments share one piece of code, which has a graph for each
         torch._dynamo.config.recompile_limit = 64
-    return Runtime(device, rank, local_rank, world_size, **choices[0], traffic=traffic, watch=watch,
-                   stop=stop)
+    return dataclasses.replace(rt, **broadcast_object(dict(
+        dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
+        use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
+        notes=(dtype_note, compile_note, fp8_note, fp8_linear_note, kernels_note)), rt))
 
 
 def keep_freed_memory() -> None:
@@ -1139,18 +940,6 @@ def keep_freed_memory() -> None:
     libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matmul, best of five."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = math.inf
-    for _ in range(6):  # the first is warm-up
-        start = clock(device)
-        a @ b
-        best = min(best, clock(device) - start)
-    return 2 * size**3 / best
-
-
 def clock(device: torch.device) -> float:
     """Seconds, after all queued work of the device is done."""
     if device.type == "cuda":
@@ -1158,26 +947,36 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
-    """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
-    has_bf16 = computes_bfloat16(device)
-    if cfg.dtype == "bfloat16" and not has_bf16:
-        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
-    rates = {dtype: measure_matmul(device, dtype)
-             for dtype in (torch.float32, torch.bfloat16)[: 1 + has_bf16]}
-    dtype = getattr(torch, cfg.dtype) if cfg.dtype != "auto" else torch.float32
-    if cfg.dtype == "auto" and has_bf16:
-        is_faster = device.type == "cuda" or rates[torch.bfloat16] > 1.5 * rates[torch.float32]
-        dtype = torch.bfloat16 if is_faster else torch.float32
-    measured = " and ".join(f"{rate / 1e12:.2f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
-                            for dtype, rate in rates.items())
-    return dtype, rates[dtype], (f"activations: {str(dtype).removeprefix('torch.')} "
-                                 f"(matmul measured at {measured})")
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
+    """FLOP/s of a square matmul, the best of so many after one for warm-up."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(repeats + 1):
+        start = clock(device)
+        a @ b
+        best = min(best, clock(device) - start)
+    return 2 * size**3 / best
 
 
 def computes_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is a type of this device, if not always a fast one."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+    """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
+    has_bf16, names = computes_bfloat16(device), {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+    name, reason = cfg.dtype, "chosen by --dtype"
+    if name == "auto" and device.type == "cuda":
+        name, reason = ("bfloat16", "on a GPU that has it") if has_bf16 else ("float32", "below Ampere")
+    elif name == "auto":  # small: a processor without bfloat16 multiplies it a hundred times slower
+        rates = [measure_matmul(device, dtype, 192, 2) for dtype in names.values()]
+        name = "bfloat16" if rates[1] > 1.5 * rates[0] else "float32"
+        reason = f"bfloat16 multiplies at {rates[1] / rates[0]:.2f} times the rate of float32"
+    rate = measure_matmul(device, names[name], 8192 if device.type == "cuda" else 1024)
+    return names[name], rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
 
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, bool, str]:
@@ -1199,22 +998,14 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, bool, str]:
         f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}")
 
 
-def probe_device(cfg: Config, device: torch.device) -> dict:
-    """Decide precision, compilation and FP8 for this device by measuring; returns Runtime fields."""
-    dtype, peak_flops, dtype_note = choose_dtype(cfg, device)
-    use_compile, use_flex, compile_note = choose_compile(cfg, device)
-    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head", use_compile)
-    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear", use_compile)
-    use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
-    return dict(dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-                use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
-                notes=(dtype_note, compile_note, fp8_note, fp8_linear_note, kernels_note))
+# PyTorch 2.13 renamed these two
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
     """Sum a tensor over all ranks, in place."""
     if rt.world_size > 1:
-        rt.traffic.add(2 * tensor.nbytes * (rt.world_size - 1) / rt.world_size)
         dist.all_reduce(tensor)
     return tensor
 
@@ -1222,273 +1013,126 @@ def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
 def broadcast_from_main(tensor: Tensor, rt: Runtime) -> None:
     """Overwrite a tensor with rank 0's."""
     if rt.world_size > 1:
-        rt.traffic.add(tensor.nbytes * (rt.world_size - 1) / rt.world_size)
         dist.broadcast(tensor, src=0)
 
 
-def count_units(num_units: int, rt: Runtime) -> list[int]:
-    """How many units each rank owns: equally many, or one each as far as they go where ranks are more."""
-    if num_units < rt.world_size:
-        return [1] * num_units + [0] * (rt.world_size - num_units)
-    assert num_units % rt.world_size == 0, f"{num_units} units cannot be split over {rt.world_size} ranks"
-    return [num_units // rt.world_size] * rt.world_size
-
-
-def local_shard(full: Tensor, rt: Runtime) -> Tensor:
-    """This rank's (U/N, ...) view of (U, ...); empty for ranks beyond the last unit."""
-    counts = count_units(full.size(0), rt)
-    start = sum(counts[: rt.rank])
-    return full[start : start + counts[rt.rank]]
-
-
-def find_collective(name: str, old_name: str) -> Callable:
-    """A collective under the name that PyTorch 2.13 gave it, or else under its older one."""
-    return getattr(dist, name, None) or getattr(dist, old_name)
-
-
-def start_reduce_scatter(full: Tensor, rt: Runtime) -> Callable[[], Tensor]:
-    """Start summing (U, ...) over ranks; the returned function waits and gives this rank's (U/N, ...).
-
-    Where units are fewer than ranks, their owners get them from every rank and add: a collective with equal
-    parts would send padding.
-    """
-    if rt.world_size == 1:
-        return lambda: full
-    counts = count_units(full.size(0), rt)
-    own = counts[rt.rank]
-    rt.traffic.add(full.nbytes - full[:own].nbytes)
-    if full.size(0) >= rt.world_size:
-        shard = torch.empty_like(full[:own])  # (U/N, ...) of (U, ...)
-        work = find_collective("reduce_scatter_single", "reduce_scatter_tensor")(shard, full, async_op=True)
-        return lambda: (work.wait(), shard)[1]
-    parts = full.new_empty(rt.world_size, own, *full.shape[1:])  # (N, 1 or 0, ...)
-    work = dist.all_to_all_single(parts.flatten(0, 1), full, [own] * rt.world_size, counts, async_op=True)
-    return lambda: (work.wait(), parts.sum(0))[1]
-
-
-def start_all_gather(full: Tensor, rt: Runtime) -> Callable[[], object]:
-    """Start filling (U, ...) with every rank's own units, in place; the returned function waits."""
-    if rt.world_size == 1:
-        return lambda: None
-    shard = local_shard(full, rt)
-    rt.traffic.add(shard.nbytes * (rt.world_size - 1))
-    if full.size(0) >= rt.world_size:
-        gather = find_collective("all_gather_single", "all_gather_into_tensor")
-        return gather(full, shard, async_op=True).wait
-    copies = shard.repeat(rt.world_size, *[1] * (shard.dim() - 1))  # (N or 0, ...)
-    return dist.all_to_all_single(full, copies, count_units(full.size(0), rt),
-                                  [shard.size(0)] * rt.world_size, async_op=True).wait
-
-
-def gather_units(shard: Tensor, num_units: int, rt: Runtime) -> Tensor:
-    """All ranks' (U/N, ...) as (U, ...), on every rank."""
-    full = shard.new_empty(num_units, *shard.shape[1:])
-    local_shard(full, rt).copy_(shard)
-    start_all_gather(full, rt)()
-    return full
-
-
-def share_from_main(value, rt: Runtime):
+def broadcast_object(value, rt: Runtime):
     """Rank 0's value, a plain Python object, on every rank."""
     box = [value]
     if rt.world_size > 1:
-        rt.traffic.add(0)
-        dist.broadcast_object_list(box, src=0, device=rt.device if rt.device.type == "cuda" else None)
+        dist.broadcast_object_list(box, src=0, group=rt.control)
     return box[0]
 
 
-def copy_to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Start copying a tensor to the CPU, so that it may change at once; the returned function waits."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu":
-        copy = tensor.clone()
-        return lambda: copy
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return lambda: (event.synchronize(), copy)[1]
-
-
-def wait_for_ranks(rt: Runtime) -> None:
+def barrier(rt: Runtime) -> None:
     """Return when every rank has come here."""
     if rt.world_size > 1:
-        rt.traffic.add(0)
-        dist.barrier(device_ids=[rt.local_rank] if rt.device.type == "cuda" else None)
+        dist.barrier(group=rt.control)
 
 
-def walk_stack(frame: types.FrameType | None) -> Iterator[tuple[str, str, int]]:
-    """(file, function, line) of a frame and those that called it."""
-    while frame is not None:
-        yield os.path.basename(frame.f_code.co_filename), frame.f_code.co_name, frame.f_lineno
-        frame = frame.f_back
+def local_shard(full: Tensor, rt: Runtime) -> Tensor:
+    """This rank's (M/N, ...) view of (M, ...)."""
+    return full.unflatten(0, (rt.world_size, -1))[rt.rank]
 
 
-class Watch(threading.Thread):
-    """Ends this process when another rank has failed, died or stalled, and says which, and why.
+def gather_shards(shard: Tensor, rt: Runtime) -> Tensor:
+    """All ranks' (M/N, ...) as (M, ...), on every rank."""
+    if rt.world_size == 1:
+        return shard
+    full = shard.new_empty(rt.world_size * len(shard), *shard.shape[1:])
+    all_gather_single(full, shard.contiguous())
+    return full
 
-    Twice a second every rank writes a sign of life to the job's store and reads the others'. A collective
-    that times out would only tell that somebody is missing, and not before the longest compilation could be
-    over. Here a stalled rank is one that has started fewer messages than another, and is not compiling.
-    """
 
-    GRACE = 3.0  # seconds of silence that tell the dead from the living once something is known to be wrong
-    STOP_SECONDS = 25.0  # from a signal to the end, checkpoint included: launchers kill after 30
-    # on some thread's stack while TorchDynamo or Inductor compile: backward graphs on autograd's own
-    COMPILERS = ("convert_frame.py", "compile_fx.py")
+def set_timeout(rt: Runtime, timeout: datetime.timedelta) -> None:
+    """How long a rank waits from now on for the others in a collective of a step."""
+    if rt.world_size > 1:
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
-    def __init__(self, rank: int, world_size: int, timeout: float, traffic: Traffic, stop: Stop):
-        super().__init__(daemon=True, name="watch")
-        self.rank, self.traffic, self.stop, self.patience = rank, traffic, stop, 0.8 * timeout  # seconds
-        local_rank, local_size = env_int("LOCAL_RANK", rank), env_int("LOCAL_WORLD_SIZE", world_size)
-        self.neighbours = range(rank - local_rank, rank - local_rank + local_size)  # ranks of this node
-        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
-                                   wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout))
-        self.has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # else the store lives in rank 0
-        attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0)
-        self.keys = [f"train_gpt/{attempt}/{other}" for other in range(world_size)]
-        self.main_thread, self.beat = threading.get_ident(), 0
-        self.is_strict = False  # set once all ranks have equal work
-        self.is_alarmed = self.is_over = False
-        self.begun = (0, False)  # steps begun, and whether this rank waits there to stop with the others
-        self.verdict: tuple[int, str, float] | None = None  # (rank, its fate, seconds to wait before acting)
-        self.signs: list[dict] = []
-        self.seen, self.moved = ([time.monotonic()] * world_size for _ in range(2))
-        self.inbox, self.outbox = socket.socketpair()
-        self.inbox.settimeout(min(0.5, timeout / 10))
-        self.outbox.setblocking(False)
 
-    def __enter__(self) -> "Watch":
-        """Start watching. Signals reach this thread even while the main one is stuck in a collective."""
-        signal.set_wakeup_fd(self.outbox.fileno())
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        self._write_sign()
-        self.start()
-        return self
+def is_lost_contact(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone, or has not come within the timeout."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        """Tell the others that this rank has ended, or why; learn from them who broke a collective."""
-        lost_contact = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if isinstance(error, RunStopped):
-            pass  # they all have
-        elif lost_contact:
-            self.is_alarmed = True
-            self.join(4 * self.GRACE)  # does not return if the culprit is found
-        elif isinstance(error, Exception):
-            is_common = isinstance(error, RunError) and not error.of_one_rank  # others should meet it, too
-            self.verdict = (self.rank, f"failed: {kind.__name__}: {' '.join(str(error).split())[:200]}",
-                            self.GRACE if is_common else 0.0)
-        self.is_over = True
-        self.outbox.send(b"\0")
-        self.join()
-        faulthandler.cancel_dump_traceback_later()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._write_last_sign()
 
-    def run(self) -> None:
-        """The thread: tell, look, judge, until the run is over or lost."""
-        status, deadline = 1, math.inf
-        while not self.is_over:
-            signum = self._receive_signal()
-            if signum is not None:
-                is_orderly = self.stop.is_heeded and not self.is_alarmed
-                status, self.is_alarmed = 128 + signum, True
-                self.stop.status = self.stop.status or status
-                deadline = time.monotonic() + (self.STOP_SECONDS if is_orderly else
-                                               1 if signum == signal.SIGINT else 2 * self.GRACE)
-            try:
-                self._write_sign()
-                self._read_signs()
-            except RuntimeError:
-                self.verdict = ((-1, "the launcher of this job is gone", 0.0) if self.has_launcher
-                                else (0, "is gone, and with it the store of this job", 0.0))
-            faulthandler.dump_traceback_later(self.patience * 1.15, exit=True)  # should the store hang
-            verdict = self.verdict or self._judge()
-            if verdict and not self.is_over:
-                self._leave(verdict, f"rank {verdict[0]} {verdict[1]}".removeprefix("rank -1 "), 1)
-            is_told = (status == 128 + signal.SIGTERM and not self.stop.is_heeded
-                       and all(sign["alarmed"] for sign in self.signs))
-            if is_told or time.monotonic() > deadline:
-                self._leave(None, f"by signal {signal.Signals(status - 128).name}", status)
+def is_first_to_say(key: str) -> bool:
+    """Whether no other rank of the job has asked with this key: so that one line is printed, not N."""
+    with suppress(RuntimeError, KeyError):  # where rank 0 holds the store, it may be gone with it
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
+                              wait_for_workers=False, timeout=datetime.timedelta(seconds=5))
+        return store.add(f"train_gpt/{env_int('TORCHELASTIC_RESTART_COUNT', 0)}/{key}", 1) == 1
+    return env_int("RANK", 0) == min(1, env_int("WORLD_SIZE", 1) - 1)
 
-    def _receive_signal(self) -> int | None:
+
+class HostCopy:
+    """A copy of a tensor on its way to the CPU; the tensor may change at once."""
+
+    def __init__(self, tensor: Tensor):
+        tensor, self.event = tensor.detach(), None
+        if tensor.device.type == "cpu":
+            self.copy = tensor.clone()
+        else:
+            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> Tensor:
+        """Wait for the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copy
+
+
+class Stop:
+    """A wish to end early: the exit status it asks for, else 0. All ranks heed it after the same step."""
+
+    def __init__(self, rt: Runtime):
+        self.rt, self.wish, self.agreed, self.work = rt, 0, 0, None
+        self.started = time.monotonic()
+        self.num_pauses = 0  # times that the process was suspended and continued
+
+    @contextmanager
+    def catch_signals(self):
+        """Turn SIGINT and SIGTERM into a wish; SIGINT again after a second interrupts."""
+        first_at = math.inf
+
+        def ask(signum: int, _frame) -> None:
+            """A signal handler."""
+            nonlocal first_at
+            if signum == signal.SIGINT and time.monotonic() > first_at + 1:
+                raise KeyboardInterrupt
+            first_at = min(first_at, time.monotonic())
+            self.wish = self.wish or 128 + signum
+
+        def count_pause(_signum: int, _frame) -> None:
+            """A signal handler."""
+            self.num_pauses += 1
+
+        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
+        if hasattr(signal, "SIGCONT"):  # not on Windows
+            handlers[signal.SIGCONT] = count_pause
+        old = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
-            byte = self.inbox.recv(1)
-        except TimeoutError:
-            return None
-        return byte[0] if byte and byte[0] in (signal.SIGINT, signal.SIGTERM) else None
+            yield
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
 
-    def _write_sign(self) -> None:
-        stacks = {thread: list(walk_stack(frame)) for thread, frame in sys._current_frames().items()}
-        stack = stacks.get(self.main_thread, [])
-        own = next((entry for entry in stack if entry[0] == os.path.basename(__file__)), (*stack, None)[0])
-        is_compiling = any(entry[0] in self.COMPILERS for stack in stacks.values() for entry in stack)
-        is_excused = not self.is_strict or is_compiling or any(e[1] == "wait_for_disk" for e in stack)
-        self.beat += 1
-        self.store.set(self.keys[self.rank], json.dumps(dict(
-            beat=self.beat, messages=self.traffic.num_messages, alarmed=self.is_alarmed, over=self.is_over,
-            excused=is_excused, verdict=self.verdict, stop=self.stop.status,
-            begun=self.begun, place=f"{own[1]}() at {own[0]}:{own[2]}" if own else "no code")))
+    def agree(self) -> int:
+        """The largest wish of all ranks. Every rank calls this after every step; wishes of others arrive a
+        step later, so that nobody waits for them."""
+        if self.rt.world_size == 1:
+            return self.wish
+        self.collect()
+        self.flag = torch.tensor(self.wish)
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.rt.control, async_op=True)
+        return self.agreed
 
-    def _read_signs(self) -> None:
-        if not self.store.check(self.keys):
-            return  # some rank has not begun to write
-        signs, now = list(map(json.loads, self.store.multi_get(self.keys))), time.monotonic()
-        front = max(sign["messages"] for sign in signs)
-        for rank, (sign, old) in enumerate(zip(signs, self.signs or signs)):
-            if sign != old:
-                self.seen[rank] = now
-            if sign["messages"] != old["messages"] or sign["messages"] == front or sign["excused"]:
-                self.moved[rank] = now
-        self.signs = signs
-        self.stop.status = self.stop.status or max(sign["stop"] for sign in signs)
-
-    def agree(self, step: int) -> bool:
-        """Whether all ranks stop after so many steps; else one has begun the next one and needs this.
-
-        Called by the main thread of each rank that knows of the wish. Nobody passes a step at which all are
-        seen to wait: the first to do so would never have waited there.
-        """
-        self.begun = (step, True)
-        while True:
-            begun = [tuple(sign["begun"]) for sign in self.signs]
-            if begun and max(begun)[0] > step:
-                return False
-            if begun and min(begun) == (step, True):
-                return True
-            time.sleep(0.02)
-
-    def _judge(self) -> tuple[int, str, float] | None:
-        now, limit = time.monotonic(), self.GRACE if self.is_alarmed else self.patience
-        for rank, sign in enumerate(self.signs):
-            if sign["verdict"] and now - self.seen[rank] >= sign["verdict"][2]:
-                return (*sign["verdict"][:2], 0.0)
-        for rank, sign in enumerate(self.signs):
-            if sign["over"]:
-                continue
-            if now - self.seen[rank] > limit:
-                return rank, ("gives no sign of life: killed, out of memory, or its machine or network is "
-                              f"down (for {now - self.seen[rank]:.0f} s)"), 0.0
-            if now - self.moved[rank] > self.patience:
-                return rank, (f"has stood still for {now - self.moved[rank]:.0f} s, the others waiting for "
-                              f"it, in {sign['place']}"), 0.0
-        return None
-
-    def _leave(self, verdict: tuple[int, str, float] | None, text: str, status: int) -> typing.NoReturn:
-        self.verdict, self.is_over = verdict, True
-        now = time.monotonic()
-        living = [rank for rank in self.neighbours
-                  if now - self.seen[rank] <= self.GRACE and (verdict is None or rank != verdict[0])]
-        if self.rank == min(living, default=self.rank):  # one line per node
-            os.write(2, f"\ntrain_gpt.py: stopped: {text}\n".encode())
-        self._write_last_sign()
-        os._exit(status)
-
-    def _write_last_sign(self) -> None:
-        with suppress(RuntimeError):  # without the store there is nobody to tell
-            self._write_sign()
-        if self.verdict and self.rank == 0 and not self.has_launcher:  # let the others read it
-            time.sleep(3 * self.inbox.gettimeout() + self.verdict[2])
+    def collect(self) -> None:
+        """Wait for the wishes that are on their way."""
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.agreed = None, self.agreed or int(self.flag)
 
 
 # ==== KERNELS ==============================================================================================
@@ -1532,6 +1176,12 @@ def rms_norm(x: Tensor, keeps_input: bool = False) -> Tensor:
 def relu_squared(x: Tensor) -> Tensor:
     """max(0, x)^2, as a product: its backward needs no power."""
     return x * F.relu(x)
+
+
+def previous(x: Tensor, is_start: Tensor) -> Tensor:
+    """x (T, ...) one token later: what the token before has; zeros where a packed sequence starts (T,)."""
+    shifted = F.pad(x, (0, 0) * (x.dim() - 1) + (1, -1))
+    return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1632,29 +1282,8 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return y[0].transpose(0, 1)  # (T, H, K)
 
 
-class KeyValues:
-    """Keys and values (S, H, K) of the last tokens that one layer slot still sees while text is written."""
-
-    def __init__(self, window: int):
-        self.window, self.keys, self.values = window, None, None
-
-
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: KeyValues) -> Tensor:
-    """Attention of T new tokens over the cache and themselves, who then join it. (T, H, K) -> (T, H, K)."""
-    if cache.keys is not None:
-        k, v = torch.cat((cache.keys, k)), torch.cat((cache.values, v))  # (S + T, H, K)
-    kv_idx = torch.arange(k.size(0), device=k.device)
-    mask = make_mask_mod(torch.zeros_like(kv_idx), cache.window)(
-        None, None, kv_idx[-q.size(0) :, None], kv_idx)  # (T, S + T)
-    cache.keys, cache.values = k[-cache.window :], v[-cache.window :]
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T or S + T, K)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0).transpose(0, 1)  # (T, H, K)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor | KeyValues) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
     """Windowed document attention with the softmax scale already in q. q, k, v (T, H, K) -> (T, H, K)."""
-    if isinstance(mask, KeyValues):
-        return attend_cached(q, k, v, mask)
     return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
 
 
@@ -1810,9 +1439,11 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_d
 # and its loss have static scales (record 32), the linears of the blocks scales measured from each tensor
 # (nanochat). Training only; validation always multiplies in the activation dtype, with the same weights.
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_LEAST = 128  # rows and columns of a weight for which casting pays
 FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
+LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
 
 
 def fp8_x_scale(dim: int) -> float:
@@ -1821,14 +1452,14 @@ def fp8_x_scale(dim: int) -> float:
 
 
 def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
-    """Shares of the values that to_fp8() would saturate, and flush to zero."""
+    """Fractions of the values that to_fp8() would saturate, and flush to zero."""
     is_zero = to_fp8(x.float(), scale, dtype).float() == 0
     return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
                 flushed=((x != 0) & is_zero).float().mean().item())
 
 
-def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Divide by a static scale and cast, saturating at the largest finite value."""
+def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide by a scale and cast, saturating at the largest finite value."""
     limit = torch.finfo(dtype).max
     return (x / scale).clamp_(-limit, limit).to(dtype)
 
@@ -1842,7 +1473,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
 
 
 def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x scaled so that its largest entry is the largest of an FP8 dtype, and what undoes it, float32 ()."""
+    """x scaled so that its largest entry is the largest of an FP8 dtype, and the inverse scale, float32 ()."""
     limit = torch.finfo(dtype).max
     scale = limit / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).clamp_(-limit, limit).to(dtype).contiguous(), scale.reciprocal()
@@ -1890,14 +1521,18 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, use_fp8: bool,
                 use_kernels: bool) -> Tensor:
         """x (T, D), weight (V, D), targets (T,) -> loss summed over tokens, float32."""
-        w = weight.type_as(x)
-        multiply = multiply_fp8(w, x.size(1)) if use_fp8 else multiply_plain(w)
-        loss, grad_xs, grad_w = torch.zeros((), device=x.device), [], None
+        w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
+        if use_fp8:  # cast once for all chunks
+            w = to_fp8(w, FP8_WEIGHT_SCALE, E4M3)  # (V, D)
+            w_turned = w.T.contiguous()  # (D, V)
         for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
-            part_loss, grad_x, part_grad_w = multiply(part, target, cap, use_kernels)
-            loss = loss + part_loss
-            grad_xs.append(grad_x)
-            grad_w = part_grad_w if grad_w is None else grad_w + part_grad_w  # (V, D)
+            if use_fp8:
+                results = compute_loss_fp8(part, w, w_turned, target, cap, use_kernels)
+            else:
+                results = compute_loss_plain(part, w, target, cap, use_kernels)
+            loss = loss + results[0]
+            grad_xs.append(results[1])
+            grad_w = results[2] if grad_w is None else grad_w + results[2]  # (V, D)
         ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
         return loss
 
@@ -1908,37 +1543,24 @@ class HeadLoss(torch.autograd.Function):
         return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None
 
 
-LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
+def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, cap: float, use_kernels: bool
+                       ) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), w (V, D), targets (T,) -> loss (), grad_x (T, D), grad_w (V, D) float32."""
+    losses, grads = softcapped_cross_entropy(x @ w.T, targets, cap, x.dtype, use_kernels=use_kernels)
+    return losses.sum(), grads @ w, (grads.T @ x).float()
 
 
-def multiply_plain(w: Tensor) -> Callable:
-    """The head's matmuls and loss in the activation dtype."""
-    def multiply(x: Tensor, targets: Tensor, cap: float, use_kernels: bool) -> tuple[Tensor, ...]:
-        """One chunk x (T, D), targets (T,) -> loss (), grad_x (T, D), grad_w (V, D) float32."""
-        losses, grads = softcapped_cross_entropy(x @ w.T, targets, cap, x.dtype, use_kernels=use_kernels)
-        return losses.sum(), grads @ w, (grads.T @ x).float()
-
-    return multiply
-
-
-def multiply_fp8(w: Tensor, dim: int) -> Callable:
-    """The same in FP8; the weight is cast once for all chunks."""
-    x_scale = fp8_x_scale(dim)
-    w8 = to_fp8(w, FP8_WEIGHT_SCALE, torch.float8_e4m3fn)  # (V, D)
-    w8_turned = w8.T.contiguous()  # (D, V)
-
-    def multiply(x: Tensor, targets: Tensor, cap: float, use_kernels: bool) -> tuple[Tensor, ...]:
-        """As in multiply_plain."""
-        x8 = to_fp8(x, x_scale, torch.float8_e4m3fn)
-        logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
-        losses, grad8 = softcapped_cross_entropy(logits, targets, cap, torch.float8_e5m2, FP8_GRAD_SCALE,
-                                                 use_kernels)
-        grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, x.dtype, fast=False)
-        grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale,
-                               torch.float32, fast=False)
-        return losses.sum(), grad_x, grad_w
-
-    return multiply
+def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, targets: Tensor, cap: float, use_kernels: bool
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with FP8 weights (V, D) and (D, V)."""
+    x_scale = fp8_x_scale(x.size(1))
+    x8 = to_fp8(x, x_scale, E4M3)
+    logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
+    losses, grad8 = softcapped_cross_entropy(logits, targets, cap, E5M2, FP8_GRAD_SCALE, use_kernels)
+    grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, x.dtype, fast=False)
+    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
+                           fast=False)
+    return losses.sum(), grad_x, grad_w
 
 
 def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool) -> tuple[bool, str]:
@@ -1975,11 +1597,11 @@ def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool)
 
 
 # ==== UPDATE RULES =========================================================================================
-# One step of one bank shard, in place, on local tensors: no ranks, no schedules, no module. To add a rule,
-# write a function of the same signature and name it in RULES.
+# One update of one shard of a bucket, in place, on local tensors: no ranks, no schedules, no module. A rule
+# is a direction, perhaps with its variance normalised, and a way to apply it: a line of RULES.
 
 
-class Knobs(typing.NamedTuple):
+class Hyperparameters(typing.NamedTuple):
     """What schedule and config tell a rule; tensors are 0-d on the CPU, so that no value recompiles."""
 
     momentum: Tensor
@@ -1990,8 +1612,6 @@ class Knobs(typing.NamedTuple):
     eps: float
     dtype: torch.dtype  # of the orthogonalisation
     use_kernels: bool = False
-    muon_scale: str = "spectral"
-    momentum_form: str = "ema"
     orthogonalize: str = "newton_schulz"
     decay: str = "decoupled"
 
@@ -2029,217 +1649,145 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
     return x.mT if tall else x
 
 
-def scale_step(step: Tensor, muon_scale: str) -> Tensor | float:
-    """What an orthogonalised step (U, rows, columns) is multiplied by, as a number or (U, 1, 1)."""
-    rows, columns = step.shape[-2:]
-    if muon_scale == "measured_rms":  # record 3
-        return (rows * columns) ** 0.5 / step.float().norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    return max(rows, columns) ** 0.5 if muon_scale == "rms" else max(1, rows / columns) ** 0.5
-
-
-def init_momentum(param: Tensor) -> dict[str, Tensor]:
-    """State of choose_direction: the momentum, like the parameter."""
-    return dict(momentum=torch.zeros_like(param))
-
-
-def choose_direction(grad: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
-    """Nesterov momentum, made orthogonal (U, rows, columns). Source: Muon."""
+def nesterov_orthogonalize(grad: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Nesterov momentum, made orthogonal (M, rows, columns). Source: Muon, 2024-10; records 3 to 32."""
     momentum = state["momentum"]
-    grad = (grad * knobs.grad_scale).to(momentum.dtype)
-    if knobs.momentum_form == "ema":
-        grad = grad * (1 - knobs.momentum)
-    momentum.mul_(knobs.momentum).add_(grad)
-    return orthogonalize(momentum * knobs.momentum + grad, knobs.dtype, knobs.orthogonalize,
-                         knobs.use_kernels)
+    grad = (grad * hyper.grad_scale).to(momentum.dtype) * (1 - hyper.momentum)
+    momentum.mul_(hyper.momentum).add_(grad)
+    return orthogonalize(momentum * hyper.momentum + grad, hyper.dtype, hyper.orthogonalize,
+                         hyper.use_kernels)
 
 
-def init_balance(param: Tensor) -> dict[str, Tensor]:
-    """State of balance: a mean square for each row, or each column of a wide matrix, in float32."""
-    rows, columns = param.shape[-2:]
-    shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
-    return dict(mean_square=param.new_zeros(shape, dtype=torch.float32))
-
-
-def balance(step: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
-    """Give the rows, or the columns of a wide matrix, of step (U, rows, columns) equal size over time.
-
-    The norm of the step stays. Source: NorMuon, the record of 2025-10-24.
-    """
-    rows, columns = step.shape[-2:]
-    step = step.float()
-    mean_square = step.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
-    state["mean_square"].lerp_(mean_square, 1 - knobs.betas[1])
-    balanced = step * state["mean_square"].clamp(min=1e-10).rsqrt()
-    return balanced * (measure_norm(step) / measure_norm(balanced).clamp(min=1e-10))
-
-
-def init_adam(param: Tensor) -> dict[str, Tensor]:
-    """State of choose_adam_direction: both moments, like the parameter."""
-    return dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-
-
-def choose_adam_direction(grad: Tensor, state: dict[str, Tensor], knobs: Knobs) -> Tensor:
-    """Adam's step with bias correction, in float32, of any shape."""
-    beta1, beta2 = knobs.betas
-    grad = grad.float() * knobs.grad_scale
+def adam_direction(grad: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Adam's update with bias correction, in float32, of any shape. Source: record 32."""
+    beta1, beta2 = hyper.betas
+    grad = grad.float() * hyper.grad_scale
     exp_avg = state["exp_avg"].float() * beta1 + grad * (1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].float() * beta2 + grad.square() * (1 - beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
-    return exp_avg / knobs.bias_correction1 / ((exp_avg_sq / knobs.bias_correction2).sqrt() + knobs.eps)
+    return exp_avg / hyper.bias_correction1 / ((exp_avg_sq / hyper.bias_correction2).sqrt() + hyper.eps)
 
 
-def take_step(param: Tensor, step: Tensor, lr: Tensor, decay: Tensor, knobs: Knobs) -> None:
-    """Subtract lr * step and the decay. lr broadcasts against the parameter; decay is lr times wd.
+def normalize_variance(update: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Give the rows, or the columns of a wide matrix, of an update (M, rows, columns) equal size over time.
 
-    Cautious decay acts only where it has the direction of the step. Source: AdamW; the record of 2025-11-10.
+    The norm of the update stays. Source: NorMuon, the record of 2025-10-24.
     """
-    weight = param.float()
-    if knobs.decay == "cautious":
-        weight = weight * (1 - decay * (step * weight > 0))
-    elif knobs.decay == "decoupled":
-        weight = weight * (1 - decay)
-    param.copy_(weight - step * lr)
+    rows, columns = update.shape[-2:]
+    update = update.float()
+    mean_square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
+    state["second_momentum"].lerp_(mean_square, 1 - hyper.betas[1])
+    normalized = update * state["second_momentum"].clamp(min=1e-10).rsqrt()
+    return normalized * (matrix_norm(update) / matrix_norm(normalized).clamp(min=1e-10))
 
 
-def init_radius(param: Tensor) -> dict[str, Tensor]:
-    """State of rotate: the norm of every matrix (U, 1, 1) in float32, which it keeps."""
-    return dict(radius=measure_norm(param))
-
-
-def measure_norm(x: Tensor) -> Tensor:
-    """Frobenius norm of every matrix of x (U, rows, columns), float32 (U, 1, 1)."""
+def matrix_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of every matrix of x (M, rows, columns), float32 (M, 1, 1)."""
     return x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 
-def rotate(param: Tensor, step: Tensor, state: dict[str, Tensor], lr: Tensor) -> None:
-    """W <- R N(W - lr R N(step)), N(X) = X / |X|: every matrix stays on the sphere of its first norm R.
+def apply_update(param: Tensor, update: Tensor, _state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                 hyper: Hyperparameters) -> None:
+    """Subtract lr * update and the decay. lr broadcasts against the parameter; decay is lr times wd.
 
-    A step at a right angle to W turns it by arctan(lr) radians; the size of `step` does not matter. Without
+    Cautious decay acts only where it has the direction of the update. Source: AdamW; the record of
+    2025-11-10.
+    """
+    weight = param.float()
+    keep = 1 - decay * (update * weight > 0) if hyper.decay == "cautious" else 1 - decay
+    param.copy_(weight * keep - update * lr)
+
+
+def apply_spectral_update(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                          hyper: Hyperparameters) -> None:
+    """apply_update() where lr is the size of an orthogonal update in spectral norm. Source: record 4."""
+    rows, columns = update.shape[-2:]
+    apply_update(param, update, state, lr * max(1, rows / columns) ** 0.5, decay, hyper)
+
+
+def hyperball_step(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
+                   _hyper: Hyperparameters) -> None:
+    """W <- R N(W - lr R N(update)), N(X) = X / |X|: every matrix stays on the sphere of its first norm R.
+
+    An update at a right angle to W turns it by arctan(lr) radians; its size does not matter. Without
     gradient nothing moves. Source: Hyperball, arXiv 2606.16899.
     """
-    radius, step = state["radius"], step.float()
-    weight = param.float() - step * (lr * radius / measure_norm(step).clamp(min=1e-10))
-    param.copy_(weight * (radius / measure_norm(weight).clamp(min=1e-10)))
+    radius, update = state["radius"], update.float()
+    weight = param.float() - update * (lr * radius / matrix_norm(update).clamp(min=1e-10))
+    param.copy_(weight * (radius / matrix_norm(weight).clamp(min=1e-10)))
 
 
-def update_muon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                knobs: Knobs) -> None:
-    """Orthogonalised Nesterov momentum. param, grad (U, rows, columns); state as init_momentum.
+@dataclass(frozen=True)
+class Rule:
+    """An update rule, put together from the functions above."""
 
-    lr (U or 1, 1, 1) is the size of a step in spectral norm, or as knobs.muon_scale says; decay (like lr)
-    the share of the weight taken away. Source: Muon, 2024-10; records 3 to 32.
-    """
-    step = choose_direction(grad, state, knobs)
-    take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
+    direction: Callable
+    is_normalized: bool
+    apply: Callable
+    lr: float  # to begin with, of 12 layers
 
-
-def update_normuon(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                   knobs: Knobs) -> None:
-    """update_muon with rows of equal size; the same shapes and units, state also as init_balance.
-
-    Source: NorMuon; the record of 2025-10-24.
-    """
-    step = balance(choose_direction(grad, state, knobs), state, knobs)
-    take_step(param, step, lr * scale_step(step, knobs.muon_scale), decay, knobs)
-
-
-def update_muonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
-                 knobs: Knobs) -> None:
-    """Muon's direction on the sphere. param, grad (U, rows, columns); state as init_momentum, init_radius.
-
-    lr (U or 1, 1, 1) is the length of a step as a share of the norm: where it stands at a right angle, the
-    tangent of the angle it turns the matrix. Source: MuonH, nanochat's submission of 2026-02-03.
-    """
-    rotate(param, choose_direction(grad, state, knobs), state, lr)
-
-
-def update_normuonh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
-                    knobs: Knobs) -> None:
-    """update_muonh with rows of equal size; state also as init_balance. Source: the same submission."""
-    rotate(param, balance(choose_direction(grad, state, knobs), state, knobs), state, lr)
-
-
-def update_adamh(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
-                 knobs: Knobs) -> None:
-    """Adam's direction on the sphere: shapes and lr of update_muonh, state as init_adam and init_radius.
-
-    Source: AdamH, of the optimizer track.
-    """
-    rotate(param, choose_adam_direction(grad, state, knobs), state, lr)
-
-
-def update_adam(param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                knobs: Knobs) -> None:
-    """Adam with bias correction and decay (AdamW), computed in float32.
-
-    param, grad of one shape; lr broadcasts against them, in parameter units per step; decay like lr, a share
-    of the weight. Source: record 32.
-    """
-    take_step(param, choose_adam_direction(grad, state, knobs), lr, decay, knobs)
-
-
-class Rule(typing.NamedTuple):
-    """An update rule: its step, what it keeps in mind, and whether it must see whole matrices."""
-
-    update: Callable
-    states: tuple[Callable, ...]
-    lr: float  # to begin with, of 12 slots
-    per_matrix: bool = True
-
-    def init(self, param: Tensor) -> dict[str, Tensor]:
-        """The state for parameters (U, ...)."""
-        return {name: tensor for state in self.states for name, tensor in state(param).items()}
+    @property
+    def per_matrix(self) -> bool:
+        """Whether it must see whole matrices."""
+        return self.apply is not apply_update
 
     @property
     def keeps_norm(self) -> bool:
         """Whether matrices stay on their spheres: then there is no decay, and a zero matrix is stuck."""
-        return init_radius in self.states
+        return self.apply is hyperball_step
 
-    def suggest_lr(self, num_layers: int) -> float:
-        """A matrix_lr to begin with; where norms are kept, smaller the deeper (MuonH of 2026-02)."""
-        return self.lr * min(1, 12 / num_layers) if self.keeps_norm else self.lr
+    def init_state(self, param: Tensor) -> dict[str, Tensor]:
+        """The state for parameters (M, ...): moments like the parameter, all else in float32."""
+        names = ("momentum",) if self.direction is nesterov_orthogonalize else ("exp_avg", "exp_avg_sq")
+        state = {name: torch.zeros_like(param) for name in names}
+        if self.is_normalized:
+            rows, columns = param.shape[-2:]
+            shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
+            state["second_momentum"] = param.new_zeros(shape, dtype=torch.float32)
+        if self.keeps_norm:
+            state["radius"] = matrix_norm(param)
+        return state
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+               hyper: Hyperparameters) -> None:
+        """One update of param (M, ...) from grad (M, ...). lr and decay, lr times wd, broadcast against it.
+
+        lr is in units of the parameter for Adam, of the spectral norm for Muon, and the length of an update
+        as a fraction of the norm for rules that keep norms.
+        """
+        update = self.direction(grad, state, hyper)
+        if self.is_normalized:
+            update = normalize_variance(update, state, hyper)
+        self.apply(param, update, state, lr, decay, hyper)
 
 
 RULES = {
-    "muon": Rule(update_muon, (init_momentum,), 0.05),
-    "normuon": Rule(update_normuon, (init_momentum, init_balance), 0.05),
-    "muonh": Rule(update_muonh, (init_momentum, init_radius), 0.02),
-    "normuonh": Rule(update_normuonh, (init_momentum, init_balance, init_radius), 0.02),
-    "adamh": Rule(update_adamh, (init_adam, init_radius), 0.005),
-    "adamw": Rule(update_adam, (init_adam,), 0.0018, per_matrix=False),
+    "muon": Rule(nesterov_orthogonalize, False, apply_spectral_update, 0.05),
+    "normuon": Rule(nesterov_orthogonalize, True, apply_spectral_update, 0.05),
+    "muonh": Rule(nesterov_orthogonalize, False, hyperball_step, 0.02),
+    "normuonh": Rule(nesterov_orthogonalize, True, hyperball_step, 0.02),
+    "adamh": Rule(adam_direction, False, hyperball_step, 0.005),
+    "adamw": Rule(adam_direction, False, apply_update, 0.0018),
 }
 
 # ==== OPTIMIZER ============================================================================================
-# Parameters live in banks: one tensor per group of like parameters, a second one for their gradients. A bank
-# is cut into bins, the messages: as soon as all gradients of a bin are final it is reduce-scattered, each
-# rank updates its share of the units in one batched call, and an all-gather brings the new parameters back,
-# waited for where the model next uses them. On one rank the share is the bank and nothing is copied or sent.
-# Source: records 23, 24 and 32.
+# Like parameters lie in buckets: one tensor for their values, one for their gradients, padded to a multiple
+# of the ranks. As soon as all gradients of a bucket are final it is reduce-scattered, each rank updates its
+# shard in one batched call, and an all-gather brings the new values back, waited for where the model next
+# reads them. On one rank the shard is the bucket and nothing is copied or sent. Source: records 23, 24, 32.
 
-BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bank of its own
-ALIGNMENT = 32  # elements: parameters of elementwise banks begin on 64 bytes at least
+BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bucket of its own
+ALIGNMENT = 32  # elements: parameters in elementwise buckets begin on 64 bytes at least
 
 
 @dataclass(frozen=True)
 class ParamSpec:
     """How one parameter is trained; set beside the parameter by declare()."""
 
-    group: str  # a name in group_hypers(), which says rule and learning rate
+    group: str  # a name in GROUPS
     lr_mul: float | tuple[float, ...] = 1.0  # or of each matrix of a stack
     wd_mul: float = 1.0
-
-
-@dataclass(frozen=True)
-class GroupHyper:
-    """What all parameters of a group share."""
-
-    rule: str
-    lr: float
-    betas: tuple[float, float]
-    weight_decay: float = 0.0
-    every: int = 1  # steps from one update to the next
-    is_matrix: bool = False  # its learning rate follows the schedule of matrices
 
 
 def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
@@ -2250,104 +1798,135 @@ def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
     return param
 
 
-def group_hypers(cfg: OptimConfig) -> dict[str, GroupHyper]:
-    """The group table: rule, peak learning rate, betas, decay, steps between updates."""
-    def adam(lr: float, decay: float = 0.0) -> GroupHyper:
-        """A group that Adam trains."""
-        return GroupHyper("adamw", lr, cfg.adam_betas, decay, cfg.adam_every)
+class Bucket:
+    """Like parameters that travel as one message: values and gradients (M, *unit), this rank's state.
 
-    matrix = GroupHyper(cfg.matrix_rule, cfg.matrix_lr, cfg.matrix_betas, cfg.matrix_weight_decay,
-                        is_matrix=True)
-    return {
-        "matrix": matrix,
-        "gate": adam(cfg.scalar_lr) if RULES[cfg.matrix_rule].keeps_norm else matrix,  # it begins at zero
-        "embed": adam(cfg.embed_lr, cfg.adam_weight_decay),
-        "value_embed": adam(cfg.value_embed_lr, cfg.adam_weight_decay),
-        "head": adam(cfg.head_lr, cfg.adam_weight_decay),
-        "scalar": adam(cfg.scalar_lr),
-        "gain": adam(cfg.gain_lr),
-    }
-
-
-class Bin:
-    """Units of a bank that travel as one message: parameters (U, *unit), gradients, this rank's state.
-
-    A unit is what must not be split over ranks: a matrix for per-matrix rules, else one element.
+    A unit is what its rule must see whole: a matrix, or for elementwise rules one element. Padding has no
+    gradient and stays zero.
     """
 
-    def __init__(self, name: str, params: Tensor, grads: Tensor, multipliers: Tensor, group: str,
-                 hyper: GroupHyper, rt: Runtime):
-        self.name, self.group, self.hyper, self.rt = name, group, hyper, rt
-        self.params, self.grads = params, grads
-        self.shard = local_shard(params, rt)  # (U/N, *unit)
-        self.state = RULES[hyper.rule].init(self.shard)
-        self.lr_mul, self.wd_mul = (  # (U/N, 1, 1) or (U/N,), or of one element where all are equal
-            m[:1].clone() if bool((m == m.flatten()[0]).all()) else local_shard(m, rt).clone()
-            for m in multipliers)
-        self.num_params = self.missing = 0  # parameters with units here; those whose gradient is not final
+    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime):
+        self.name, self.group_name, self.group, self.rt = named[0][0], group_name, group, rt
+        self.params, self.rule, first = dict(named), RULES[group.rule], named[0][1]
+        unit = tuple(first.shape[-2:]) if self.rule.per_matrix else ()
+        align, self.slices, size = 1 if unit else ALIGNMENT, {}, 0
+        for name, param in named:
+            self.slices[name] = slice(size, size + param.numel() // math.prod(unit))
+            size += -(-(self.slices[name].stop - size) // align) * align
+        size = -(-size // (align * rt.world_size)) * align * rt.world_size
+        self.values = torch.zeros(size, *unit, dtype=first.dtype, device=rt.device)
+        self.grads = torch.zeros_like(self.values)
+        for name, param in named:
+            values, grads = (full[self.slices[name]].view(param.shape) for full in (self.values, self.grads))
+            values.copy_(param.data)
+            param.data, param.grad = values, grads
+        broadcast_from_main(self.values, rt)
+        self.shard = local_shard(self.values, rt)  # (M/N, *unit)
+        self.state = self.rule.init_state(self.shard)
+        self.lr_mul, self.wd_mul = (self._spread(kind) for kind in ("lr_mul", "wd_mul"))
+        self.follower: Bucket | None = None  # takes over the values; gives its gradients
+        self.missing = len(named)  # parameters whose gradient is not final
         self.tokens = 0  # whose gradients have been summed since the last update
-        self.wait_reduced: Callable | None = None
-        self.wait_gathered: Callable | None = None
+        self.reducing = self.gathering = None  # messages under way
+        self.num_bytes = 0.0  # that this rank has sent
+
+    def _spread(self, kind: str) -> Tensor:
+        """Multipliers of this rank's matrices (M/N, 1, 1); of elements, which share theirs, (1,)."""
+        if not self.rule.per_matrix:
+            return torch.tensor([getattr(next(iter(self.params.values())).spec, kind)], device=self.rt.device)
+        multipliers = torch.ones(len(self.values), device=self.rt.device)
+        for name, param in self.params.items():
+            multipliers[self.slices[name]] = torch.tensor(getattr(param.spec, kind), device=self.rt.device)
+        return local_shard(multipliers.view(-1, 1, 1), self.rt)
 
     def start_reduce(self) -> None:
         """Send the gradients; called as soon as the last of them is final."""
-        self.wait_reduced = start_reduce_scatter(self.grads, self.rt)
+        if self.follower:
+            self.grads += self.follower.grads
+        self.reduced = self.grads
+        if self.rt.world_size > 1:
+            self.reduced = torch.empty_like(self.shard)
+            self.num_bytes += self.grads.nbytes - self.shard.nbytes
+            self.reducing = reduce_scatter_single(self.reduced, self.grads, async_op=True)
 
-    def update(self, update: Callable, lr_factor: float, decay_factor: float, knobs: Knobs,
+    def update(self, update: Callable, lr_factor: float, decay_factor: float, hyper: Hyperparameters,
                probe: "Probe") -> None:
-        """Wait for the summed gradients, step this rank's units, start gathering all, clear gradients."""
+        """Wait for the summed gradients, update this rank's shard, start gathering all, clear gradients."""
         probe.mark("communication")
-        grad = self.wait_reduced()  # (U/N, *unit)
+        if self.reducing is not None:
+            self.reducing.wait()
         probe.mark("optimizer")
-        lr = self.lr_mul * (self.hyper.lr * lr_factor)
-        before = probe.note_gradient(self, grad)
-        if len(self.shard):
-            decay = lr * self.wd_mul * (self.hyper.weight_decay * decay_factor)
-            update(self.shard, grad, self.state, lr, decay, knobs)
-        probe.note_update(self, before)
-        self.wait_gathered = start_all_gather(self.params, self.rt)
+        lr = self.lr_mul * (self.group.lr * lr_factor)
+        before = self.shard.clone() if probe.is_full else None
+        update(self.shard, self.reduced, self.state, lr,
+               lr * self.wd_mul * (self.group.weight_decay * decay_factor), hyper)
+        probe.note(self, self.reduced, before)
+        if self.rt.world_size > 1:
+            self.num_bytes += self.values.nbytes - self.shard.nbytes
+            self.gathering = all_gather_single(self.values, self.shard, async_op=True)
+        elif self.follower:
+            self.follower.values.copy_(self.values)
         self.clear()
 
     def clear(self) -> None:
         """Forget gradients, sent or not."""
+        self.reducing = self.reduced = None
+        self.missing, self.tokens = len(self.params), 0
         self.grads.zero_()
-        self.wait_reduced, self.missing, self.tokens = None, self.num_params, 0
+        if self.follower:
+            self.follower.clear()
+            self.missing += len(self.follower.params)
 
     def finish(self) -> None:
-        """Wait until all ranks' units have arrived."""
-        if self.wait_gathered is not None:
-            self.wait_gathered()
-            self.wait_gathered = None
+        """Wait until all ranks' shards have arrived."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            if self.follower:
+                self.follower.values.copy_(self.values)
 
     def read(self, key: str) -> Tensor:
-        """The parameters, or all ranks' part of a state: (U, ...)."""
-        return self.params if key == "" else gather_units(self.state[key], len(self.params), self.rt)
+        """The values, or all ranks' part of a state: (M, ...)."""
+        return self.values if key == "" else gather_shards(self.state[key], self.rt)
 
     def write(self, key: str, full: Tensor) -> None:
-        """Put rank 0's (U, ...) back where read() found it."""
+        """Put rank 0's (M, ...) back where read() found it."""
         broadcast_from_main(full, self.rt)
         if key == "":
-            self.params.copy_(full)
+            self.values.copy_(full)
         else:
             self.state[key].copy_(local_shard(full, self.rt))
 
 
-@dataclass(frozen=True)
-class Bank:
-    """Parameters of one rule, dtype and unit shape, one behind the other, cut into bins."""
+def fill_buckets(model: nn.Module, cfg: Config, rt: Runtime) -> list[Bucket]:
+    """Sort parameters by group, rule, dtype and shape into buckets of about cfg.comm_bucket_mb.
 
-    params: dict[str, nn.Parameter]
-    extents: dict[str, slice]  # units of each parameter
-    bins: dict[tuple[int, int], Bin]  # by first unit and one past the last
-
-    def owners(self, name: str) -> list[Bin]:
-        """The bins that hold units of a parameter."""
-        units = self.extents[name]
-        return [bin for (start, end), bin in self.bins.items() if start < units.stop and units.start < end]
-
-    def keys(self) -> list[str]:
-        """What there is of every unit: the parameter (""), and the rule's state."""
-        return ["", *next(iter(self.bins.values())).state]
+    Backward finishes the last layers first, so they come first. A bucket ends where its matrices divide by
+    the ranks, if one can.
+    """
+    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in reversed(list(model.named_parameters())):
+        spec = getattr(param, "spec", None)
+        assert spec and spec.group in cfg.groups, (f"parameter {name} {tuple(param.shape)} is in no group: "
+                                                   f"create it with declare() in one of {', '.join(GROUPS)}")
+        if RULES[cfg.groups[spec.group].rule].per_matrix:
+            kind = param.shape[-2:]
+        else:
+            kind = spec.lr_mul, spec.wd_mul, name if param.numel() >= BIG_PARAMETER else "small"
+        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
+    buckets = []
+    for (group_name, dtype, kind), named in kinds.items():
+        group, parts, size = cfg.groups[group_name], [[]], 0
+        unit = math.prod(kind) if RULES[group.rule].per_matrix else 1
+        most = cfg.comm_bucket_mb * 1e6 / (unit * dtype.itemsize) if rt.world_size > 1 else math.inf
+        for name, param in named:
+            if size >= most and size % rt.world_size == 0:
+                parts.append([])
+                size = 0
+            parts[-1].append((name, param))
+            size += param.numel() // unit
+        buckets += [Bucket(part, group_name, group, rt) for part in parts]
+    return buckets
 
 
 class Probe:
@@ -2356,8 +1935,7 @@ class Probe:
     PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
     SUMS = ("grad", "weight", "update", "momentum")
 
-    def __init__(self, groups: Iterable[str] = (), device: torch.device | None = None,
-                 is_full: bool = False):
+    def __init__(self, groups: Iterable[str] = (), device: torch.device | None = None, is_full: bool = False):
         self.rows, self.is_full, self.marks = {group: i for i, group in enumerate(groups)}, is_full, []
         self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=device) if self.rows else None
 
@@ -2370,19 +1948,16 @@ class Probe:
         elif self.is_full:
             self.marks.append((part, time.perf_counter()))
 
-    def note_gradient(self, bin: Bin, grad: Tensor) -> Tensor | None:
-        """Add a bin's gradient, for the mean loss of a token; returns what note_update() will want."""
-        if self.rows and len(bin.shard):
-            self.sums[self.rows[bin.group], 0] += sum_squares(grad) / bin.tokens**2
-            return bin.shard.clone() if self.is_full else None
-        return None
-
-    def note_update(self, bin: Bin, before: Tensor | None) -> None:
-        """Add a bin's weights, their last change, and its momentum."""
+    def note(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
+        """Add a bucket's gradient, for the mean loss of a token; its weights, their change, its momentum."""
+        if not self.rows:
+            return
+        row = self.sums[self.rows[bucket.group_name]]
+        row[0] += sum_squares(grad) / bucket.tokens**2
         if before is not None:
-            momentum = next(iter(bin.state.values()))
-            parts = (bin.shard, bin.shard.float() - before.float(), momentum)
-            self.sums[self.rows[bin.group], 1:] += torch.stack([sum_squares(x) for x in parts])
+            momentum = next(iter(bucket.state.values()))
+            parts = (bucket.shard, bucket.shard.float() - before.float(), momentum)
+            row[1:] += torch.stack([sum_squares(x) for x in parts])
 
     def read_seconds(self) -> dict[str, float]:
         """Seconds of each part since the first mark; the last mark, of whatever name, is the end."""
@@ -2408,247 +1983,193 @@ def round_to_grid(x: Tensor, grid: float) -> Tensor:
     return (x + shift) - shift
 
 
-def split_units(num_units: int, multiple: int, most: float) -> list[tuple[int, int]]:
-    """Cut units into (start, end) bins of at most `most` where a multiple allows it, of like sizes.
-
-    What is left over below one multiple is a bin of its own.
-    """
-    whole = num_units // multiple
-    pieces = min(max(1, math.ceil(whole * multiple / max(most, 1))), max(1, whole))
-    bounds = [*(whole * i // pieces * multiple for i in range(pieces + 1)), num_units]
-    return [(start, end) for start, end in zip(bounds, bounds[1:]) if start < end]
-
-
-def build_bank(named: list[tuple[str, nn.Parameter]], group: str, hyper: GroupHyper, bin_bytes: float,
-               rt: Runtime) -> Bank:
-    """Move parameters of one rule, dtype and unit shape into a bank.
-
-    Backward finishes the last layers first, so they come first. Elementwise banks are padded to a multiple
-    of the ranks; padding has zero gradient and stays zero.
-    """
-    named, first = named[::-1], named[0][1]
-    unit = tuple(first.shape[-2:]) if RULES[hyper.rule].per_matrix else ()
-    align = 1 if unit else ALIGNMENT
-    multiple = align * rt.world_size
-    sizes = [-(-p.numel() // math.prod(unit) // align) * align for _, p in named]
-    total = sum(sizes) if unit else -(-sum(sizes) // multiple) * multiple
-    params = torch.zeros(total, *unit, dtype=first.dtype, device=rt.device)
-    grads = torch.zeros_like(params)
-    multipliers = torch.ones(2, total, *[1] * len(unit), device=rt.device)  # (2, U, 1, 1) or (2, U)
-    extents, offset = {}, 0
-    for (name, param), size in zip(named, sizes):
-        units = extents[name] = slice(offset, offset + param.numel() // math.prod(unit))
-        params[units].view(param.shape).copy_(param.data)
-        param.data, param.grad = params[units].view(param.shape), grads[units].view(param.shape)
-        lr_mul = torch.tensor(param.spec.lr_mul).view(-1, *[1] * len(unit))  # of all, or each matrix's
-        multipliers[0, units] = lr_mul.repeat_interleave((units.stop - units.start) // len(lr_mul), dim=0)
-        multipliers[1, units] = param.spec.wd_mul
-        offset += size
-    broadcast_from_main(params, rt)
-    if RULES[hyper.rule].keeps_norm:
-        for name, units in extents.items():
-            if not measure_norm(params[units]).all():
-                raise InputError(f"--matrix_rule={hyper.rule} keeps the norm of every matrix, and one of "
-                                 f"{name} is zero: give --output_gain=on or --zero_init=off, and --init_std "
-                                 "above 0")
-    most = bin_bytes / (math.prod(unit) * first.element_size()) if rt.world_size > 1 else math.inf
-    bins = {(start, end): Bin(f"{named[0][0]}:{start}", params[start:end], grads[start:end],
-                              multipliers[:, start:end], group, hyper, rt)
-            for start, end in split_units(total, multiple, most)}
-    bank = Bank(dict(named), extents, bins)
-    for bin in itertools.chain(*map(bank.owners, extents)):
-        bin.num_params = bin.missing = bin.num_params + 1
-    return bank
-
-
 class Optimizer:
-    """All bins of a model, stepped together. Owns the storage of every parameter and gradient."""
+    """All buckets of a model, updated together. Owns the storage of every parameter and gradient."""
 
     def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
-        self.cfg, self.rt, self.step_count, self.is_armed = cfg, rt, 0, False
-        hypers, self.probe = group_hypers(cfg), Probe()
-        self.banks = [build_bank(named, group, hypers[group], cfg.comm_bin_mb * 1e6, rt)
-                      for group, named in group_parameters(model, hypers)]
-        self.owners = {name: bank.owners(name) for bank in self.banks for name in bank.extents}
-        self.bins = [bin for bank in self.banks for bin in bank.bins.values()]
-        self.groups = [group for group in hypers if group in {bin.group for bin in self.bins}]
-        # a rank must send all gradients and all parameters once, but for its own share of either
+        self.cfg, self.rt, self.step_count, self.is_armed, self.probe = cfg, rt, 0, False, Probe()
+        self.buckets = fill_buckets(model, cfg, rt)
+        self.check_norms()
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        if cfg.tie_head == "on":  # the head takes both gradients and is copied
+            head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
+            head.follower, self.bucket_of["embed"] = embed, head
+            head.clear()
+        self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
+        self.groups = [name for name in cfg.groups if name in {bucket.group_name for bucket in self.updated}]
+        # a rank must send all gradients and all parameters once, but for its own shard of either
         self.minimum_bytes = 2 * sum(p.nbytes for p in model.parameters()) * (1 - 1 / rt.world_size)
         self.updates = {rule: rt.compile(RULES[rule].update)
-                        for rule in {bin.hyper.rule for bin in self.bins}}
-        self.launched: list[Bin] = []
+                        for rule in {bucket.group.rule for bucket in self.updated}}
+        self.launched: list[Bucket] = []
         for name, param in model.named_parameters():
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_grid, grid=cfg.grad_grid))
             if rt.world_size > 1:
                 param.register_post_accumulate_grad_hook(
-                    functools.partial(self._on_gradient, self.owners[name]))
+                    functools.partial(self._on_gradient, self.bucket_of[name]))
+
+    def check_norms(self) -> None:
+        """Raise InputError where a rule keeps norms and one is zero."""
+        for bucket in self.buckets:
+            for name in bucket.params if bucket.rule.keeps_norm else ():
+                if not matrix_norm(bucket.values[bucket.slices[name]]).all():
+                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, and "
+                                     f"one of {name} is zero: give --output_gain=on or --zero_init=off, and "
+                                     "--init_std above 0")
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that this rank has sent."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
 
     def wait_before(self, module: nn.Module, names: Iterable[str]) -> None:
         """Have every call of a module wait for these parameters, and no others, of the last step."""
-        bins = list(dict.fromkeys(bin for name in names for bin in self.owners[name]))
+        buckets = list(dict.fromkeys(self.bucket_of[name] for name in names))
 
-        def finish_bins(*_) -> None:
+        def finish_buckets(*_) -> None:
             """A forward pre-hook; in the pass that telemetry compiles all has been waited for."""
             if torch.compiler.is_compiling():
                 return
             self.probe.mark("communication")
-            for bin in bins:
-                bin.finish()
+            for bucket in buckets:
+                bucket.finish()
             self.probe.mark("forward and backward")
 
         if self.rt.world_size > 1:
-            module.register_forward_pre_hook(finish_bins)
+            module.register_forward_pre_hook(finish_buckets)
 
     def arm(self) -> None:
-        """Announce the last backward of the step: from now on a complete bin is sent at once."""
+        """Announce the last backward of the step: from now on a complete bucket is sent at once."""
         self.is_armed = True
 
-    def _is_due(self, bin: Bin) -> bool:
-        return (self.step_count + 1) % bin.hyper.every == 0
+    def _is_due(self, bucket: Bucket) -> bool:
+        return (self.step_count + 1) % bucket.group.every == 0
 
-    def _on_gradient(self, bins: list[Bin], _param: Tensor) -> None:
-        for bin in bins:
-            if self.is_armed and self._is_due(bin):
-                bin.missing -= 1
-                if bin.missing == 0:
-                    self._launch(bin)
+    def _on_gradient(self, bucket: Bucket, _param: Tensor) -> None:
+        if self.is_armed and self._is_due(bucket):
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch(bucket)
 
-    def _launch(self, bin: Bin) -> None:
-        bin.start_reduce()
-        self.launched.append(bin)
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.start_reduce()
+        self.launched.append(bucket)
 
     @torch.no_grad()
     def step(self, lr_factor: float, momentum: float, tokens_per_step: int,
              matrix_lr_factor: float | None = None, decay_factor: float = 1.0) -> None:
         """Update every parameter that is due from gradients summed over tokens_per_step tokens of all ranks.
 
-        Bins are updated in the order in which their gradients left; parameters are valid after finish().
-        Matrices have a factor of their own where one is given.
+        Buckets are updated in the order in which their gradients left; parameters are valid after finish().
+        Group "matrix" has a factor of its own where one is given.
         """
         matrix_lr_factor = lr_factor if matrix_lr_factor is None else matrix_lr_factor
-        for bin in self.bins:
-            bin.tokens += tokens_per_step
-            if self._is_due(bin) and bin not in self.launched:
-                self._launch(bin)
+        for bucket in self.updated:
+            bucket.tokens += tokens_per_step
+            if self._is_due(bucket) and bucket not in self.launched:
+                self._launch(bucket)
         self.step_count += 1
-        for bin in self.launched:
-            factor = matrix_lr_factor if bin.hyper.is_matrix else lr_factor
-            bin.update(self.updates[bin.hyper.rule], factor,
-                       factor if self.cfg.decay_schedule == "lr" else decay_factor,
-                       self._make_knobs(bin, momentum), self.probe)
+        for bucket in self.launched:
+            factor = matrix_lr_factor if bucket.group_name == "matrix" else lr_factor
+            bucket.update(self.updates[bucket.group.rule], factor,
+                          factor if self.cfg.decay_schedule == "lr" else decay_factor,
+                          self._make_hyperparameters(bucket, momentum), self.probe)
         self.launched, self.is_armed = [], False
 
-    def _make_knobs(self, bin: Bin, momentum: float) -> Knobs:
-        cfg, (beta1, beta2), num_updates = self.cfg, bin.hyper.betas, self.step_count // bin.hyper.every
-        scalars = momentum, GRAD_TOKENS / bin.tokens, 1 - beta1**num_updates, 1 - beta2**num_updates
-        return Knobs(*map(torch.tensor, scalars), bin.hyper.betas, cfg.adam_eps, self.rt.dtype,
-                     self.rt.use_kernels, cfg.muon_scale, cfg.momentum_form, cfg.orthogonalize, cfg.decay)
+    def _make_hyperparameters(self, bucket: Bucket, momentum: float) -> Hyperparameters:
+        cfg, (beta1, beta2), updates = self.cfg, bucket.group.betas, self.step_count // bucket.group.every
+        scalars = momentum, GRAD_TOKENS / bucket.tokens, 1 - beta1**updates, 1 - beta2**updates
+        return Hyperparameters(*map(torch.tensor, scalars), bucket.group.betas, cfg.adam_eps, self.rt.dtype,
+                               self.rt.use_kernels, cfg.orthogonalize, cfg.decay)
 
     def finish(self) -> None:
         """Wait for all parameters of the last step."""
-        for bin in self.bins:
-            bin.finish()
+        for bucket in self.buckets:
+            bucket.finish()
 
     def check_ranks(self) -> None:
         """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
         self.finish()
-        hashes = torch.zeros(self.rt.world_size, len(self.bins), dtype=torch.int64, device=self.rt.device)
-        for i, bin in enumerate(self.bins):
-            digest = hashlib.sha256(bin.params.flatten().view(torch.uint8).cpu().numpy())
-            hashes[self.rt.rank, i] = int.from_bytes(digest.digest()[:7])
-        start_all_gather(hashes, self.rt)()
+        digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
+                   for bucket in self.buckets]
+        hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=self.rt.device)
+        hashes = gather_shards(hashes, self.rt)  # (N, buckets)
         for rank, i in (hashes != hashes[0]).nonzero().tolist():
             raise RunError(f"after step {self.step_count} rank {rank} holds other parameters than rank 0 "
-                           f"in {self.bins[i].name}: a collective went wrong, or a GPU is faulty")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor a step changes, by name: parameters (all units) and this rank's rule state."""
-        return {f"{bin.name}/{key}": tensor for bin in self.bins
-                for key, tensor in {"params": bin.params, **bin.state}.items()}
+                           f"in {self.buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
     def is_settled(self) -> bool:
         """Whether no gradients wait for a later step: only then a snapshot holds everything."""
-        return not any(bin.tokens for bin in self.bins)
+        return not any(bucket.tokens for bucket in self.updated)
 
-    def state_dict(self) -> dict[str, Callable[[], Tensor]]:
-        """Parameters by name, and rule states of their units as name/key; on rank 0 alone, being copied.
+    def state_dict(self) -> dict[str, HostCopy]:
+        """Parameters by name, and their states as name/key; on rank 0 alone, being copied.
 
         It does not depend on the ranks. All must call it; the tensors are those of now.
         """
         self.finish()
         copies = {}
-        for bank in self.banks:
-            for key in bank.keys():
-                full = torch.cat([bin.read(key) for bin in bank.bins.values()])  # (U, ...)
-                for name, units in bank.extents.items() if self.rt.is_main else ():
-                    tensor = full[units] if key else full[units].view_as(bank.params[name])
-                    copies[f"{name}/{key}".removesuffix("/")] = copy_to_host(tensor)
+        for bucket in self.buckets:
+            for key in ("", *bucket.state):
+                full = bucket.read(key)  # (M, ...)
+                for name, param in bucket.params.items() if self.rt.is_main else ():
+                    tensor = full[bucket.slices[name]]
+                    copies[f"{name}/{key}".removesuffix("/")] = HostCopy(tensor if key else
+                                                                         tensor.view(param.shape))
         return copies
 
     def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
         """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
         self.step_count = step_count
-        for bank in self.banks:
-            for key in bank.keys():
-                full = torch.cat([bin.read(key) for bin in bank.bins.values()])
-                for name, units in bank.extents.items() if self.rt.is_main else ():
-                    saved = tensors[f"{name}/{key}".removesuffix("/")]
-                    full[units] = saved.to(full.device).view_as(full[units])
-                for (start, end), bin in bank.bins.items():
-                    bin.write(key, full[start:end])
-        for bin in self.bins:
-            bin.clear()
+        for bucket in self.buckets:
+            for key in ("", *bucket.state):
+                full = bucket.read(key).clone()
+                for name in bucket.params if self.rt.is_main else ():
+                    part = full[bucket.slices[name]]
+                    part.copy_(tensors[f"{name}/{key}".removesuffix("/")].view(part.shape))
+                bucket.write(key, full)
+            bucket.clear()
 
-    def snapshot(self) -> tuple[int, dict[str, Tensor]]:
+    def tensors(self) -> list[Tensor]:
+        """Every tensor a step changes: parameters and this rank's state."""
+        return [tensor for bucket in self.buckets for tensor in (bucket.values, *bucket.state.values())]
+
+    def snapshot(self) -> tuple[int, list[Tensor]]:
         """A copy of everything step() changes."""
         self.finish()
-        return self.step_count, {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return self.step_count, [tensor.clone() for tensor in self.tensors()]
 
-    def restore(self, snapshot: tuple[int, dict[str, Tensor]]) -> None:
+    def restore(self, snapshot: tuple[int, list[Tensor]]) -> None:
         """Return to a snapshot exactly; gradients are cleared."""
         self.finish()
         self.step_count, saved = snapshot
-        for name, tensor in self.tensors().items():
-            tensor.copy_(saved[name])
-        for bin in self.bins:
-            bin.clear()
-
-
-def group_parameters(model: nn.Module, hypers: dict[str, GroupHyper]
-                     ) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Sort parameters into banks; ValueError names a parameter that no rule, or no group, claims."""
-    groups: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in model.named_parameters():
-        spec = getattr(param, "spec", None)
-        if spec is None:
-            raise ValueError(f"parameter {name} {tuple(param.shape)} has no update rule: "
-                             "create it with declare()")
-        if spec.group not in hypers:
-            raise ValueError(f"parameter {name} is in group {spec.group!r}: "
-                             f"group_hypers() has {', '.join(hypers)}")
-        if RULES[hypers[spec.group].rule].per_matrix:
-            key = (spec.group, param.dtype, param.shape[-2:])
-        else:
-            key = (spec.group, param.dtype, name if param.numel() >= BIG_PARAMETER else "small")
-        groups.setdefault(key, []).append((name, param))
-    return [(key[0], named) for key, named in groups.items()]
+        for tensor, old in zip(self.tensors(), saved):
+            tensor.copy_(old)
+        for bucket in self.buckets:
+            bucket.clear()
 
 
 # ==== MODEL ================================================================================================
-# Pre-norm transformer on one packed row of T tokens: no batch dimension, documents are told apart by
-# doc_ids. Matrices are (outputs, inputs). To add a gate or a scalar: a config field or LayerSpec entry, a
-# declare() line, its use.
+# Pre-norm transformer on T tokens: no batch dimension, documents are told apart by doc_ids. Matrices are
+# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... To add a
+# gate or a number: an option or LayerSpec entry, a declare() or choose_scalars() line, its use.
+
+
+class StageInputs(typing.NamedTuple):
+    """What the schedule tells the model for a whole stage."""
+
+    windows: Tensor | tuple[int, int]  # (long, short) tokens; for FlexAttention a tensor (2,), so it can change
+    cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
+    sin: Tensor  # (T, 2, 1, K)
 
 
 class StepInputs(typing.NamedTuple):
-    """What the schedule tells the model, beside the tokens."""
+    """What a layer gets in a step, beside activations."""
 
-    # (long, short) tokens, for FlexAttention a tensor (2,), so that it can change; or every slot's cache
-    windows: Tensor | tuple[int, int] | list[KeyValues]
-    cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
-    sin: Tensor  # (T, 2, 1, K)
-    dtype: torch.dtype = torch.float32  # of activations
+    stage: StageInputs
+    scalars: dict[str, Tensor]  # its learned numbers (T, 1) by name
+    dtype: torch.dtype  # of activations
 
 
 def init_matrices(shape: tuple[int, ...], *stds: float) -> Tensor:
@@ -2675,36 +2196,14 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
-        self.has_qk_norm, self.is_lerp = cfg.qk_norm == "on", cfg.value_mix == "lerp"
-        self.depth_scale = (2 * cfg.num_layers) ** -0.5 if cfg.depth_scale == "on" else 1.0
-        dim = cfg.model_dim
-        matrices = init_matrices((dim, dim), *[cfg.init_std * dim**-0.5] * 3, cfg.output_std * dim**-0.5)
+        self.has_qk_norm, self.value_embed, dim = cfg.qk_norm == "on", f"ve{spec.value_embed}", cfg.model_dim
+        self.qkvo = declare(init_matrices(  # (4, D, D)
+            (dim, dim), *[cfg.init_std * dim**-0.5] * 3, cfg.output_std * dim**-0.5), "matrix")
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
-        if cfg.fuse_qkv == "on":
-            self.qkv = declare(matrices[:3].flatten(0, 1).clone(), "matrix")  # (3D, D)
-            self.out = declare(matrices[3].clone(), "matrix")  # (D, D)
-        else:
-            self.qkvo = declare(matrices, "matrix")  # (4, D, D)
-        if self.gate_dim:
+        if self.gate_dim:  # it begins at zero, which a rule that keeps norms would never leave
+            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
             self.gate = declare(
-                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), "gate")
-
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of Q, K and V (3D, D), and that of the output (D, D)."""
-        if hasattr(self, "qkv"):
-            return self.qkv.to(dtype), self.out.to(dtype)
-        qkv, out = self.qkvo.to(dtype).split((3, 1))
-        return qkv.flatten(0, 1), out[0]
-
-    def mix_values(self, v: Tensor, value_embed: Tensor, scalars: dict[str, Tensor]) -> Tensor:
-        """Values v and value embeddings (T, D) -> (T, D)."""
-        if self.is_lerp:
-            return v + (value_embed - v) * scalars["value"].type_as(v)
-        return v * scalars["value"].type_as(v) + value_embed * scalars["value_embed"].type_as(v)
-
-    def make_values(self, x: Tensor) -> Tensor:
-        """x (T, D) normalised -> values (T, D) before they are mixed with others."""
-        return x @ self.matrices(x.dtype)[0][-x.size(1) :].T
+                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), group)
 
     def open_gate(self, x: Tensor, factor: Tensor | None) -> Tensor | None:
         """x (T, D) -> what each head's output is multiplied by, (T, H) or (T, 1), or None."""
@@ -2713,36 +2212,32 @@ class Attention(nn.Module):
         gate = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
         return gate if factor is None else gate * factor
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, scalars: dict[str, Tensor],
-                mask: BlockMask | Tensor, step: StepInputs) -> Tensor:
-        """x (T, D) normalised, value_embed (T, D) or None -> (T, D)."""
-        (to_qkv, to_out), use_fp8, dim = self.matrices(x.dtype), self.use_fp8 and self.training, x.size(1)
-        heads = self.num_heads, self.head_dim
-        qk, v = multiply_linear(x, to_qkv, use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
+    def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor, step: StepInputs
+                ) -> Tensor:
+        """x (T, D) normalised -> (T, D)."""
+        (to_qkv, to_out), use_fp8, dim = self.qkvo.type_as(x).split((3, 1)), self.use_fp8 and self.training, x.size(1)
+        heads, factor = (self.num_heads, self.head_dim), step.scalars["value"].type_as(x)  # (T, 1)
+        qk, v = multiply_linear(x, to_qkv.flatten(0, 1), use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
         qk = qk.unflatten(1, (2, *heads))  # (T, 2, H, K)
         qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
-        q, k = apply_rotary(qk, step.cos, step.sin).unbind(1)  # (T, H, K) each, q scaled
-        factor = None
-        if value_embed is not None:
-            v = self.mix_values(v, value_embed, scalars)
-        elif "value" in scalars:
-            factor = scalars["value"].type_as(x)  # (T, 1): attention is linear in its values, so it can wait
+        q, k = apply_rotary(qk, step.stage.cos, step.stage.sin).unbind(1)  # (T, H, K) each, q scaled
+        if self.value_embed in streams:
+            v = v * factor + streams[self.value_embed] * step.scalars["value_embed"].type_as(x)
+            factor = None  # else it can wait: attention is linear in its values
         y = attend(q, k, v.unflatten(1, heads), mask)  # (T, H, K)
         gate = self.open_gate(x, factor)
         y = y if gate is None else y * gate[..., None]
-        y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
-        y = y * self.depth_scale if self.depth_scale != 1 else y
+        y = multiply_linear(y.flatten(1), to_out[0], use_fp8)  # (T, D)
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
 class MLP(nn.Module):
-    """Linear, activation, linear; both matrices stored (D, hidden), one batch for the optimizer."""
+    """Linear, ReLU^2, linear; both matrices stored (D, hidden), one batch for the optimizer."""
 
     use_fp8 = False  # while training
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.activation = {"relu_squared": relu_squared, "gelu": F.gelu}[cfg.activation]
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
         down_inputs = dim if cfg.has_output_gain else hidden
         matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5, cfg.output_std * down_inputs**-0.5)
@@ -2752,30 +2247,29 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
         (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
-        y = self.activation(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+        y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
         y = multiply_linear(y, down, use_fp8)  # (T, D)
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
 def choose_scalars(cfg: Config, spec: LayerSpec) -> dict[str, float]:
-    """The learned numbers of a slot, by name, as they begin: factors of what flows into it."""
+    """The learned numbers of a layer, by name, as they begin: factors of what flows into it."""
     scalars = dict(x=1.0, x0=0.0) if cfg.x0_shortcut == "on" else {}
     if spec.skip_from is not None:
-        scalars["skip"] = cfg.skip_init
-    if spec.attention != "none" and (spec.value_embed is not None or cfg.value_mix != "lerp"):
+        scalars["skip"] = -1.5  # before the sigmoid
+    if spec.attention != "none":
         scalars["value"] = 0.5
-        if spec.value_embed is not None and cfg.value_mix != "lerp":
+        if spec.value_embed is not None:
             scalars["value_embed"] = 0.5
     return scalars
 
 
 class Block(nn.Module):
-    """One layer slot: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
+    """One layer: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
 
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
-        self.spec, self.has_plain_skip = spec, cfg.skips == "plain"
-        self.scalars = choose_scalars(cfg, spec)
+        self.spec, self.scalars = spec, choose_scalars(cfg, spec)
         self.attention = None if spec.attention == "none" else Attention(cfg, spec)
         self.mlp = MLP(cfg) if spec.mlp else None
         self.attention_gain = self.mlp_gain = None  # (D,) of the norms
@@ -2784,41 +2278,34 @@ class Block(nn.Module):
                 declare(torch.ones(cfg.model_dim), "gain") if part else None
                 for part in (self.attention, self.mlp))
 
-    def forward(self, x: Tensor, streams: dict[str, Tensor], scalars: dict[str, Tensor],
-                mask: BlockMask | Tensor | None, step: StepInputs) -> Tensor:
-        """x and streams (T, D), scalars (T, 1) -> (T, D)."""
-        x = self.mix_inputs(x, streams, scalars)
+    def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor | None,
+                step: StepInputs) -> Tensor:
+        """x and streams (T, D) -> (T, D)."""
+        scalars = {name: scalar.type_as(x) for name, scalar in step.scalars.items()}
+        if "skip" in scalars:
+            x = x + streams[f"h{self.spec.skip_from}"] * torch.sigmoid(step.scalars["skip"]).type_as(x)
+        if "x0" in scalars:
+            x = x * scalars["x"] + streams["x0"] * scalars["x0"]
         if self.attention is not None:
-            value_embed = streams.get(f"v{self.spec.value_embed}")
-            x = x + self.attention(self.normalize(x, self.attention_gain, step), value_embed, scalars, mask,
-                                   step)
+            x = x + self.attention(self.normalize(x, self.attention_gain), streams, mask, step)
         if self.mlp is not None:
-            x = x + self.mlp(self.normalize(x, self.mlp_gain, step))
+            x = x + self.mlp(self.normalize(x, self.mlp_gain))
         return x
 
     @staticmethod
-    def normalize(x: Tensor, gain: Tensor | None, step: StepInputs) -> Tensor:
-        """The stream x (T, D) as attention or MLP reads it (T, D), in the dtype of activations."""
-        x = rms_norm(x).to(step.dtype)
+    def normalize(x: Tensor, gain: Tensor | None) -> Tensor:
+        """The residual stream x (T, D) as attention or MLP reads it."""
+        x = rms_norm(x)
         return x if gain is None else x * gain.type_as(x)
-
-    def mix_inputs(self, x: Tensor, streams: dict[str, Tensor], scalars: dict[str, Tensor]) -> Tensor:
-        """x and streams (T, D) -> the stream (T, D) that this slot reads."""
-        if "skip" in scalars:
-            weight = scalars["skip"] if self.has_plain_skip else torch.sigmoid(scalars["skip"])
-            x = x + streams[f"h{self.spec.skip_from}"] * weight.type_as(x)
-        if "x0" in scalars:
-            x = x * scalars["x"].type_as(x) + streams["x0"] * scalars["x0"].type_as(x)
-        return x
 
 
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool, tied: nn.Parameter | None):
+    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool):
         super().__init__()
         self.use_fp8, self.use_kernels, self.cap = use_fp8, use_kernels, cfg.softcap
-        self.weight = tied if tied is not None else declare(torch.zeros(  # (V, D)
+        self.weight = declare(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -2834,48 +2321,35 @@ class Head(nn.Module):
 
 
 class Segment(nn.Module):
-    """Consecutive slots of a model, which owns their blocks.
+    """Consecutive layers of a model, which owns their blocks.
 
     The first segment normalises the embeddings, the last one what the head reads. Where ranks share the work
     each is compiled by itself: its gradients are final, and on their way, when its backward ends.
     """
 
-    def __init__(self, cfg: Config, blocks: nn.ModuleList, slots: range, use_flex: bool):
+    def __init__(self, cfg: Config, blocks: nn.ModuleList, layers: range, use_flex: bool):
         super().__init__()
-        self.blocks, self.slots, self.use_flex = nn.ModuleList(blocks[i] for i in slots), slots, use_flex
-        self.is_first, self.is_last = slots.start == 0, slots.stop == cfg.num_layers
-        self.has_wide_stream, self.has_embed_norm = cfg.residual_dtype == "float32", cfg.embed_norm == "on"
-        self.kept = {spec.skip_from for spec in cfg.layers}  # slots whose output another one reads
-        self.has_first_values = any(spec.value_embed == "first" for spec in cfg.layers)
+        self.blocks, self.layers, self.use_flex = nn.ModuleList(blocks[i] for i in layers), layers, use_flex
+        self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
+        self.saved = set().union(*(spec.reads() for spec in cfg.layers))  # streams that some layer reads
 
     def forward(self, x: Tensor, streams: dict[str, Tensor], scalars: list[dict[str, Tensor]],
-                doc_ids: Tensor, step: StepInputs, keep_all: bool) -> tuple[Tensor, dict[str, Tensor]]:
+                doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype, save_all: bool
+                ) -> tuple[Tensor, dict[str, Tensor]]:
         """x and streams (T, D), scalars (T, 1), doc_ids (T,) -> x (T, D), and the streams it adds."""
-        masks, added = self.build_masks(doc_ids, step.windows), {}
+        masks, added = self.build_masks(doc_ids, stage.windows), {}
         if self.is_first:
-            x, added = self.begin(x, scalars, step)
-        for slot, block in zip(self.slots, self.blocks):
-            mask = masks[slot] if isinstance(masks, list) else masks.get(block.spec.attention)
-            x = block(x, {**streams, **added}, scalars[slot], mask, step)
-            if keep_all or slot in self.kept:
-                added[f"h{slot}"] = x
-        return rms_norm(x).to(step.dtype) if self.is_last else x, added
+            x = added["x0"] = rms_norm(x.to(dtype))
+        for layer, block in zip(self.layers, self.blocks):
+            step = StepInputs(stage, scalars[layer], dtype)
+            x = block(x, {**streams, **added}, masks.get(block.spec.attention), step)
+            if save_all or f"h{layer}" in self.saved:
+                added[f"h{layer}"] = x
+        return rms_norm(x) if self.is_last else x, added
 
-    def begin(self, x: Tensor, scalars: list[dict[str, Tensor]], step: StepInputs
-              ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Embeddings (T, D) -> x (T, D), and the streams that begin with it."""
-        x = x.to(torch.float32 if self.has_wide_stream else step.dtype)
-        x = rms_norm(x) if self.has_embed_norm else x
-        added, first = {"x0": x}, self.blocks[0]
-        if self.has_first_values:  # record 9; computed twice, so that a block need not return them
-            added["vfirst"] = first.attention.make_values(  # (T, D)
-                first.normalize(first.mix_inputs(x, added, scalars[0]), first.attention_gain, step))
-        return x, added
-
-    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int] | list[KeyValues]):
-        """What attend() wants to know of each kind of attention here; or every slot's cache."""
-        if isinstance(windows, list):
-            return windows
+    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]
+                    ) -> dict[str, BlockMask | Tensor]:
+        """What attend() wants to know of each kind of attention in these layers."""
         build = build_block_mask if self.use_flex else build_dense_mask
         kinds = {block.spec.attention for block in self.blocks}
         return {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)
@@ -2895,62 +2369,63 @@ class GPT(nn.Module):
         embed = (init_matrices(table, cfg.init_std * cfg.model_dim**-0.5)[0] if is_tied
                  else draw(Tensor.normal_, torch.empty(table)))
         self.embed = declare(embed.to(storage), "embed")  # (V, D)
-        used = {spec.value_embed for spec in cfg.layers}
+        used = {spec.value_embed for spec in cfg.layers} - {None}
         self.value_embeds = nn.ParameterDict({
             str(i): declare(draw(Tensor.normal_, torch.empty(table)).to(storage), "value_embed")
-            for i in sorted(used - {None, "first"})})
+            for i in sorted(used)})
         self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
         scalars = [value for block in self.blocks for value in block.scalars.values()]
-        self.scalars = declare(torch.tensor(scalars), "scalar") if scalars else None  # slot by slot
-        self.head = Head(cfg, use_fp8, use_kernels, self.embed if is_tied else None)
+        self.scalars = declare(torch.tensor(scalars), "scalar") if scalars else None  # layer by layer
+        self.head = Head(cfg, use_fp8, use_kernels)
+        if is_tied:
+            self.head.weight.data.copy_(self.embed.data)
         self.cut(1)
         self.set_fp8_linear(use_fp8_linear)
 
     def set_fp8_linear(self, use_fp8: bool) -> None:
         """Whether attention and MLP multiply in FP8 while training."""
         self.use_fp8_linear = use_fp8
-        for block in self.blocks:
-            for part in (block.attention, block.mlp):
-                if part is not None:
-                    part.use_fp8 = use_fp8
+        for module in self.modules():
+            if isinstance(module, (Attention, MLP)):
+                module.use_fp8 = use_fp8
 
-    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
         """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
-        return self.compute_loss(*self.look_up(inputs), targets, doc_ids, step)
+        return self.compute_loss(*self.look_up(inputs), targets, doc_ids, stage)
 
     def look_up(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """inputs (T,) -> token embeddings (T, D), and the streams v0, v1, ... of value embeddings (T, D).
+        """inputs (T,) -> token embeddings (T, D), and the streams ve0, ve1, ... of value embeddings (T, D).
 
         Never compiled: PyTorch's own kernel sums the rows of their gradients sorted, so always in the same
         order; Inductor would add them atomically, into a float32 copy of each table.
         """
         return F.embedding(inputs, self.embed), {
-            f"v{i}": F.embedding(inputs, table).to(self.dtype) for i, table in self.value_embeds.items()}
+            f"ve{i}": F.embedding(inputs, table).to(self.dtype) for i, table in self.value_embeds.items()}
 
     def compute_loss(self, x: Tensor, streams: dict[str, Tensor], targets: Tensor, doc_ids: Tensor,
-                     step: StepInputs) -> Tensor:
+                     stage: StageInputs) -> Tensor:
         """What forward() makes of embeddings: all that is compiled."""
-        return self.head(self.run_segments(x, streams, doc_ids, step)[0], targets)
+        return self.head(self.run_segments(x, streams, doc_ids, stage)[0], targets)
 
-    def encode(self, inputs: Tensor, doc_ids: Tensor, step: StepInputs) -> Tensor:
+    def encode(self, inputs: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
         """inputs, doc_ids (T,) -> normalised final activations (T, D)."""
-        return self.run_segments(*self.look_up(inputs), doc_ids, step)[0]
+        return self.run_segments(*self.look_up(inputs), doc_ids, stage)[0]
 
-    def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs,
-                     keep_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs,
+                     save_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """What look_up() returned, doc_ids (T,) -> normalised final activations (T, D), and all streams.
 
-        To the streams come x0 and those outputs of slots, h0, h1, ... (T, D), that are read again, or all.
+        To the streams come x0 and those outputs of layers, h0, h1, ... (T, D), that are read again, or all.
         Source: record 32.
         """
-        step, scalars = step._replace(dtype=self.dtype), self.expand_scalars(x.size(0))
+        scalars = self.expand_scalars(x.size(0))
         for segment in self.segments:
-            x, added = segment(x, streams, scalars, doc_ids, step, keep_all)
+            x, added = segment(x, streams, scalars, doc_ids, stage, self.dtype, save_all)
             streams = {**streams, **added}
         return x, streams
 
     def expand_scalars(self, num_tokens: int) -> list[dict[str, Tensor]]:
-        """The learned numbers (T, 1) of every slot, by name.
+        """The learned numbers (T, 1) of every layer, by name.
 
         So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
         more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
@@ -2963,21 +2438,21 @@ class GPT(nn.Module):
         return [name for name, _ in self.named_parameters() if not name.startswith(("blocks.", "head."))]
 
     def cut(self, num_segments: int) -> None:
-        """Divide the slots into so many segments, of like sizes."""
+        """Divide the layers into so many segments, of like sizes."""
         bounds = [len(self.blocks) * i // num_segments for i in range(num_segments + 1)]
         self.segments = [Segment(self.cfg, self.blocks, range(*pair), self.use_flex)
                          for pair in itertools.pairwise(bounds)]
 
 
 # ==== DATA =================================================================================================
-# Shards -> rows -> batches. A row is seq_len tokens of whole documents (cut to max_doc_len), each beginning
-# with the document-start token. Which rows a step sees is decided once, for the whole run, before the first
-# step; ranks and micro-batches only split them. Source: record 32; the file format is described in
-# README.md.
+# Shards -> packed sequences -> batches. A packed sequence ("row") is seq_len tokens of whole documents (cut to
+# max_doc_len), each beginning with the BOS token. Which ones a step sees is decided once, for the whole run,
+# before the first step; ranks and micro-batches only split them. Source: record 32; data/README.md has the
+# file format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "delete it and fetch or build it again (data/)"
-BYTE_VOCAB_SIZE, BYTE_DOCUMENT_START = 257, 256  # byte tokens: 256 values and a document start
+BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 
 class Batch(typing.NamedTuple):
@@ -2998,7 +2473,7 @@ class Shard:
 
     tokens: np.ndarray  # uint16
     starts: np.ndarray
-    document_start: int
+    bos: int
     sha256: str
 
     def ends(self, max_doc_len: int) -> np.ndarray:
@@ -3008,11 +2483,12 @@ class Shard:
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
-    """(tokens, vocabulary size, document-start token) of a shard whose length agrees; else InputError."""
-    problem = None
+    """(tokens, vocabulary size, BOS token) of a shard whose length agrees; else InputError."""
+    problem, header = None, np.zeros(0, dtype="<i4")
     try:
         size = os.path.getsize(path)
-        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+        if os.path.isfile(path):  # a pipe would wait for its writer
+            header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}): "
                          "check the path and its permissions") from None
@@ -3029,7 +2505,7 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
 
 def open_shard(path: str, vocab_size: int) -> Shard:
     """Map and check a .bin shard; InputError names the file and what is wrong with it."""
-    num_tokens, shard_vocab, document_start = read_shard_header(path)
+    num_tokens, shard_vocab, bos = read_shard_header(path)
     if shard_vocab != vocab_size:
         raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
                          f"set --vocab_size={shard_vocab} or choose other files")
@@ -3037,10 +2513,10 @@ def open_shard(path: str, vocab_size: int) -> Shard:
     if tokens.max() >= vocab_size:
         raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
                          f"{SHARD_REMEDY}")
-    starts = np.flatnonzero(tokens == document_start)
+    starts = np.flatnonzero(tokens == bos)
     if not len(starts):
-        raise InputError(f"{path} has no document start (token {document_start}): {SHARD_REMEDY}")
-    return Shard(tokens, starts, document_start, hashlib.sha256(tokens).hexdigest())
+        raise InputError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}")
+    return Shard(tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
@@ -3053,8 +2529,8 @@ def find_shards(pattern: str, field: str) -> list[str]:
 
 
 class Row(typing.NamedTuple):
-    """Where one packed row lies in a shard: documents first..last, each cut to max_doc_len; or, where rows
-    start anywhere, tokens first..last."""
+    """Where a packed sequence lies in a shard: documents first..last, each cut to max_doc_len; or, where they
+    begin anywhere, tokens first..last."""
 
     shard: int
     first: int
@@ -3063,67 +2539,70 @@ class Row(typing.NamedTuple):
 
 
 class TrainData:
-    """The rows of a whole run, planned exactly; any rank can build any of them."""
+    """The packed sequences of a whole run, planned exactly; any rank can build any of them."""
 
     def __init__(self, cfg: Config, schedule: "Schedule"):
         self.cfg, self.seq_len, self.shards, self.rows = cfg, cfg.seq_len, [], []
-        paths = find_shards(cfg.train_files, "train_files")
-        self.first_row, self.ends_of = [], None  # of each step; what self.ends were counted for
-        demands = []
-        for stage, start, end in schedule.spans():
-            rows = (stage.tokens_per_step or cfg.tokens_per_step) // cfg.seq_len
-            for _ in range(start, end):
-                self.first_row.append(self.first_row[-1] + demands[-1][0] if demands else 0)
-                demands.append((rows, stage.max_doc_len or cfg.max_doc_len))
-        self.num_rows = sum(rows for rows, _ in demands)
-        self._plan(demands, self._walk_shards(paths))
+        self.paths = find_shards(cfg.train_files, "train_files")
+        self.spans = [(start, end, (stage.tokens_per_step or cfg.tokens_per_step) // cfg.seq_len,
+                       stage.max_doc_len or cfg.max_doc_len) for stage, start, end in schedule.spans()]
+        self.num_rows = sum((end - start) * rows for start, end, rows, _ in self.spans)
+        self._plan(self._walk_shards())
 
-    def _walk_shards(self, paths: list[str]) -> Iterator[int]:
+    def first_row(self, step: int) -> int:
+        """The first packed sequence of a step; the next step's is one past its last."""
+        return sum((min(end, step) - start) * rows for start, end, rows, _ in self.spans if start < step)
+
+    def _walk_shards(self) -> Iterator[int]:
         """Numbers of the shards in the order of reading, each opened when first asked for."""
-        for path in tqdm(paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False):
+        for path in tqdm(self.paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False):
             self.shards.append(open_shard(path, self.cfg.vocab_size))
             yield len(self.shards) - 1
         for _ in range(1, self.cfg.epochs):
-            yield from range(len(paths))
+            yield from range(len(self.paths))
 
-    def _plan(self, demands: list[tuple[int, int]], shards: Iterator[int]) -> None:
-        """Walk the shards in order; a row that a shard cannot fill begins anew in the next one."""
+    def _plan(self, shards: Iterator[int]) -> None:
+        """Walk the shards in order; a packed sequence that a shard cannot fill begins in the next one."""
         find_row = self._find_tokens if self.cfg.row_start == "anywhere" else self._find_documents
-        row = None
-        for max_doc_len in (max_doc_len for rows, max_doc_len in demands for _ in range(rows)):
-            row = row and find_row(row, max_doc_len)
-            while row is None:
-                shard = next(shards, None)
-                if shard is None:
-                    missing = (self.num_rows - len(self.rows)) * self.seq_len
-                    whole = "; --row_start=anywhere uses documents whole, however long they are"
-                    epochs = -(-self.cfg.epochs * self.num_rows // max(1, len(self.rows)))  # at least
-                    again = f", read it again (--epochs={epochs})" if self.rows else ""
-                    raise InputError(
-                        f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
-                        f"more (data/cached_fineweb10B.py N, data/text.py PATH...){again} or lower "
-                        f"--num_iterations{whole if self.cfg.row_start == 'document' else ''}")
-                row = find_row(Row(shard, 0, -1, 0), max_doc_len)
-            self.rows.append(row)
+        shard, position, ends = None, 0, None  # position: first document, or token, that is still free
+        for start, end, rows, max_doc_len in self.spans:
+            ends = None
+            for _ in range((end - start) * rows):
+                row = None
+                while row is None:
+                    if shard is not None:
+                        ends = self.shards[shard].ends(max_doc_len) if ends is None else ends
+                        row = find_row(shard, position, max_doc_len, ends)
+                    if row is None:
+                        shard, position, ends = next(shards, None), 0, None
+                        if shard is None:
+                            self._report_missing()
+                self.rows.append(row)
+                position = row.last + (self.cfg.row_start == "document")
 
-    def _find_documents(self, before: Row, max_doc_len: int) -> Row | None:
-        """The row after another, of documents that together hold a token more than it."""
-        if self.ends_of != (before.shard, max_doc_len):
-            self.ends_of = before.shard, max_doc_len
-            self.ends = self.shards[before.shard].ends(max_doc_len)
-        ends, first = self.ends, before.last + 1
+    def _find_documents(self, shard: int, first: int, max_doc_len: int, ends: np.ndarray) -> Row | None:
+        """The row that begins with a document, and holds a token more than it needs."""
         needed = (ends[first - 1] if first else 0) + self.seq_len + 1
         last = int(np.searchsorted(ends, needed))
-        return Row(before.shard, first, last, max_doc_len) if last < len(ends) else None
+        return Row(shard, first, last, max_doc_len) if last < len(ends) else None
 
-    def _find_tokens(self, before: Row, max_doc_len: int) -> Row | None:
-        """The row after another, whose first token is the last target of that one."""
-        first = max(0, before.last)
-        has_room = first + self.seq_len < len(self.shards[before.shard].tokens)
-        return Row(before.shard, first, first + self.seq_len, max_doc_len) if has_room else None
+    def _find_tokens(self, shard: int, first: int, max_doc_len: int, _ends: np.ndarray) -> Row | None:
+        """The row that begins with a token, the last target of the row before."""
+        has_room = first + self.seq_len < len(self.shards[shard].tokens)
+        return Row(shard, first, first + self.seq_len, max_doc_len) if has_room else None
+
+    def _report_missing(self) -> typing.NoReturn:
+        """Say how many tokens are missing, and what helps."""
+        missing = (self.num_rows - len(self.rows)) * self.seq_len
+        epochs = -(-self.cfg.epochs * self.num_rows // max(1, len(self.rows)))  # at least
+        again = f", read it again (--epochs={epochs})" if self.rows else ""
+        whole = "; --row_start=anywhere uses documents whole, however long they are"
+        raise InputError(f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
+                         f"more (data/cached_fineweb10B.py N, data/text.py PATH...){again} or lower "
+                         f"--num_iterations{whole if self.cfg.row_start == 'document' else ''}")
 
     def tokens_of(self, index: int) -> np.ndarray:
-        """The seq_len + 1 tokens of a row, uint16."""
+        """The seq_len + 1 tokens of a packed sequence, uint16."""
         row = self.rows[index]
         shard = self.shards[row.shard]
         if self.cfg.row_start == "anywhere":
@@ -3135,28 +2614,27 @@ class TrainData:
         return np.concatenate(pieces)[: self.seq_len + 1]
 
     def batch(self, rows: range) -> Batch:
-        """Whole rows, one after the other, as one sequence."""
+        """Packed sequences, one after the other."""
         tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
-        return make_batch(tokens, self.shards[0].document_start, self.cfg.document_mask == "on")
+        return make_batch(tokens, self.shards[0].bos, self.cfg.document_mask == "on")
 
     def batches(self, cfg: Config, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1."""
-        bounds = [*self.first_row, self.num_rows]
         for step in range(start, end):
-            accum, per_micro = split_rows(cfg, rt.world_size,
-                                          (bounds[step + 1] - bounds[step]) * self.seq_len)
-            first = bounds[step] + rt.rank * accum * per_micro
+            first, past = self.first_row(step), self.first_row(step + 1)
+            accum, per_micro = split_rows(cfg, rt.world_size, (past - first) * self.seq_len)
+            first += rt.rank * accum * per_micro
             for micro in range(accum):
                 yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
 
 
-def make_batch(tokens: np.ndarray, document_start: int, has_document_mask: bool = True) -> Batch:
-    """Rows of tokens (rows, 1 + their inputs) of any integer type -> one Batch on the CPU.
+def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> Batch:
+    """Packed sequences (rows, 1 + their inputs) of any integer type -> one Batch on the CPU.
 
-    Rows never see each other; documents of a row do where has_document_mask is False.
+    They never see each other; documents within one do where has_document_mask is False.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
-    is_start = (inputs == document_start) & has_document_mask
+    is_start = (inputs == bos) & has_document_mask
     is_start[:, 0] = True
     doc_ids = is_start.cumsum(dtype=np.int32)
     inputs = inputs.ravel().astype(np.int32)
@@ -3187,48 +2665,35 @@ class ValData:
         span = self.tokens[index * self.batch_tokens :]
         rows = np.lib.stride_tricks.sliding_window_view(span, self.cfg.val_seq_len + 1)
         rows = rows[: self.batch_tokens : self.cfg.val_seq_len]  # (rows, val_seq_len + 1)
-        return make_batch(rows, self.shards[0].document_start, self.cfg.document_mask == "on")
+        return make_batch(rows, self.shards[0].bos, self.cfg.document_mask == "on")
 
 
 class Prefetcher:
-    """Build batches ahead in a thread, pinned for CUDA. An error in the thread is raised by next()."""
+    """Builds batches ahead in a thread, pinned for CUDA; next() raises what was raised there."""
 
     DEPTH = 4
 
     def __init__(self, batches: Iterator[Batch], device: torch.device):
-        self.device, self.queue, self.is_closed = device, queue.Queue(self.DEPTH), threading.Event()
-        self.thread = threading.Thread(target=self._fill, args=(batches,), daemon=True, name="prefetch")
-        self.thread.start()
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
 
-    def _put(self, item) -> None:
-        while not self.is_closed.is_set():
-            try:
-                return self.queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def _fill(self, batches: Iterator[Batch]) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # threads start on device 0, where pinning would allocate
-        try:
-            for batch in batches:
-                self._put(Batch(*(t.pin_memory() for t in batch)) if self.device.type == "cuda" else batch)
-                if self.is_closed.is_set():
-                    return
-            self._put(StopIteration("the planned batches are used up"))
-        except Exception as error:  # handed to the thread that trains
-            self._put(error)
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # threads start on device 0, where pinning would allocate
+        return Batch(*(t.pin_memory() for t in batch))
 
     def __next__(self) -> Batch:
-        item = self.queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item.to(self.device)
+        batch = self.pending.popleft().result()
+        assert batch is not None, "the planned batches are used up"
+        self.pending.append(self.executor.submit(self._build))
+        return batch.to(self.device)
 
     def close(self) -> None:
         """Stop the thread."""
-        self.is_closed.set()
-        self.thread.join()
+        self.executor.shutdown(cancel_futures=True)
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
@@ -3236,43 +2701,38 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, document_start: int) -> None:
-    """Write a shard under a temporary name and rename it. tokens uint16, beginning with document_start."""
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
+    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
     header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
-    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, document_start
+    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
     write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
 
 
-def is_validation(name: str) -> bool:
-    """Whether a document belongs to validation: one in sixteen, by the hash of its name."""
-    return hashlib.sha256(name.encode()).digest()[0] < 16
-
-
 def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
-                 encode: Callable[[bytes], np.ndarray], vocab_size: int, document_start: int,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
                  shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
     """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
 
-    One file in sixteen is for validation; of few files, one document in sixteen.
-
+    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
     Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
     same bytes.
     """
     check_writable(out, "choose another folder, or mend its permissions")
     splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
     for name, text in texts:
+        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
         for number, piece in enumerate(split_text(text, doc_bytes)):
-            key = hashlib.sha256(f"{number} {name}".encode()).digest()
-            splits["val" if is_validation(name) else "train"].append((key, encode(piece)))
+            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
     if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
         entries = splits["train"] + splits["val"]
         splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
                       val=[entry for entry in entries if entry[0][0] < 16])
-    streams = {split: join_documents([tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])],
-                                     document_start) for split, entries in splits.items()}
-    for split, stream in streams.items():
-        if len(stream) <= BLOCK:
-            raise InputError(f"{source}: the {split} split has {len(stream)} tokens, fewer than the "
+    streams, start = {}, np.array([bos], dtype=np.uint16)
+    for split, entries in splits.items():
+        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
+        streams[split] = np.concatenate([start[:0], *(part for tokens in documents for part in (start, tokens))])
+        if len(streams[split]) <= BLOCK:
+            raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
                              f"{BLOCK + 1} of one attention block: give more text")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
                 tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
@@ -3283,17 +2743,11 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     for split, stream in streams.items():
         for number, begin in enumerate(range(0, len(stream), shard_tokens)):
             path = out / f"{split}_{number:06d}.bin"
-            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, document_start)
+            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
             written.append(open_shard(str(path), vocab_size))
     info["fingerprint"] = fingerprint(written)
     write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
     return info
-
-
-def join_documents(documents: Iterable[np.ndarray], document_start: int) -> np.ndarray:
-    """One stream of tokens (uint16), each document behind a document start."""
-    start = np.array([document_start], dtype=np.uint16)
-    return np.concatenate([start[:0], *(part for tokens in documents for part in (start, tokens))])
 
 
 def torch_source_name() -> str:
@@ -3337,12 +2791,14 @@ def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
                 source = None
             if source != torch_source_name():
                 write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
-                             BYTE_DOCUMENT_START)
-        wait_for_ranks(rt)
+                             BYTE_BOS)
+        barrier(rt)
 
 
 # ==== SCHEDULES ============================================================================================
 # Everything that changes with the step, as pure functions of the step. Source: record 32.
+
+ROTARY_BASE = 1024  # the lowest rotary frequency is 1/base
 
 
 class StepState(typing.NamedTuple):
@@ -3350,6 +2806,7 @@ class StepState(typing.NamedTuple):
 
     stage_index: int
     stage: Stage
+    windows: tuple[int, int]  # long, short
     lr_factor: float
     matrix_lr_factor: float
     decay_factor: float
@@ -3363,22 +2820,23 @@ class Schedule:
 
     def __init__(self, cfg: Config):
         self.cfg, self.num_iterations = cfg, cfg.num_iterations
-        total = sum(stage.share for stage in cfg.stages)
-        ends = np.cumsum([stage.share for stage in cfg.stages]) * (self.num_iterations + 1) / total
+        total = sum(stage.duration for stage in cfg.stages)
+        ends = np.cumsum([stage.duration for stage in cfg.stages]) * (self.num_iterations + 1) / total
         self.ends = [math.ceil(end) for end in ends]  # first step after each stage
+        self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
+        self.windows.append(cfg.val_windows or self.windows[-1])  # of the final validation
         self.rotary = list(self._extend_rotary())
 
     def _extend_rotary(self) -> Iterator[tuple[np.ndarray, float]]:
-        """Frequencies and softmax scale of each stage: YaRN, where on, on every change of the window."""
+        """Frequencies and softmax scale of each stage: YaRN, where on, on every change of the window.
+
+        Half of the pairs turn, the others have frequency 0 (record 17).
+        """
         cfg, quarter = self.cfg, self.cfg.head_dim // 4
-        if cfg.rotary == "half":  # half turn, the others have frequency 0
-            exponents = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
-        else:
-            exponents = np.arange(2 * quarter) / (2 * quarter)
-        frequencies = (1 / cfg.rotary_base) ** exponents
-        scale, old = cfg.attention_scale or cfg.head_dim**-0.5, None
-        for stage in cfg.stages:
-            new = min(stage.window_long, cfg.yarn_max_window) or 1  # the same always, where there is no YaRN
+        exponents = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
+        frequencies, scale, old = (1 / ROTARY_BASE) ** exponents, cfg.attention_scale, None
+        for window, _ in self.windows:
+            new = min(window, cfg.yarn_max_window) or 1  # the same always, where there is no YaRN
             old = old or new
             rotations = old * frequencies / (2 * math.pi)
             weight = np.clip((rotations - 1) / (32 - 1), 0, 1)
@@ -3388,10 +2846,9 @@ class Schedule:
             yield frequencies, scale
 
     def spans(self) -> list[tuple[Stage, int, int]]:
-        """(stage, first training step, one past its last) of every stage that trains."""
-        starts = [0, *self.ends[:-1]]
+        """(stage, first step, one past its last) of every stage that has steps."""
         spans = [(stage, start, min(end, self.num_iterations))
-                 for stage, start, end in zip(self.cfg.stages, starts, self.ends)]
+                 for stage, start, end in zip(self.cfg.stages, [0, *self.ends], self.ends)]
         return [span for span in spans if span[1] < span[2]]
 
     def total_tokens(self) -> int:
@@ -3405,10 +2862,8 @@ class Schedule:
         The fall takes the last cooldown_frac of the run; its end is a share of the peak, not of the stage's.
         """
         cfg, left, warmup = self.cfg, 1 - step / self.num_iterations, self.cfg.lr_warmup_frac
-        cooldown = cfg.cooldown_frac
-        if is_matrix:
-            warmup = max(warmup, cfg.matrix_warmup_frac)
-            cooldown = cooldown if cfg.matrix_cooldown_frac < 0 else cfg.matrix_cooldown_frac
+        has_own = is_matrix and cfg.matrix_cooldown_frac >= 0
+        cooldown = cfg.matrix_cooldown_frac if has_own else cfg.cooldown_frac
         if step + 1 < warmup * self.num_iterations:
             return stage.lr_factor * (step + 1) / (warmup * self.num_iterations)
         if cooldown == 0 or left > cooldown:
@@ -3417,40 +2872,40 @@ class Schedule:
         return stage.lr_factor * weight + cfg.final_lr_frac * (1 - weight)
 
     def at(self, step: int) -> StepState:
-        """The state at a step; at num_iterations, the final validation, a last stage of share 0 holds."""
+        """The state at a step; at num_iterations, that of the final validation."""
         assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
-        index = len(self.ends) - 1
+        cfg, index = self.cfg, len(self.ends)
         if step < self.num_iterations:
             index = next(i for i, end in enumerate(self.ends) if step < end)
-        stage, cfg = self.cfg.stages[index], self.cfg
+        stage = cfg.stages[min(index, len(self.ends) - 1)]
         rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
         momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
         lr_factor, matrix_lr_factor = (self.lr_factor(step, stage, is_matrix) for is_matrix in (False, True))
         decay_factor = dict(constant=1.0, lr=matrix_lr_factor,
                             cosine=0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations))
-        return StepState(index, stage, lr_factor, matrix_lr_factor, decay_factor[cfg.decay_schedule],
-                         momentum, *self.rotary[index])
+        return StepState(index, stage, self.windows[index], lr_factor, matrix_lr_factor,
+                         decay_factor[cfg.decay_schedule], momentum, *self.rotary[index])
 
 
-def make_rotary(state: StepState, num_tokens: int, period: int, rt: Runtime,
-                first: int = 0) -> tuple[Tensor, Tensor]:
-    """cos and sin tables (T, 2, 1, K) for apply_rotary on stacked q and k; q's carry the softmax scale.
+def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtime) -> StageInputs:
+    """Windows, and cos and sin tables (T, 2, 1, K) for stacked q and k; q's carry the softmax scale.
 
-    Positions are first, first + 1, ... and start anew with every row of `period` tokens. Float32 on CUDA,
-    where the compiler fuses the product.
+    Positions start anew with every packed sequence of `period` tokens. Float32 on CUDA, where the compiler
+    fuses the product.
     """
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
-    positions = torch.arange(first, first + num_tokens, device=rt.device) % period
+    positions = torch.arange(num_tokens, device=rt.device) % period
     angles = positions[:, None].double() * torch.tensor(state.frequencies, device=rt.device)  # (T, K/2)
     scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
     sin = torch.cat((angles.sin(), -angles.sin()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
-    return cos.to(dtype), sin.to(dtype)
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device) if rt.use_flex else state.windows
+    return StageInputs(windows, cos.to(dtype), sin.to(dtype))
 
 
 # ==== RUN RECORD ===========================================================================================
-# What a run leaves: a log that begins with the script itself, a json of its result, measurements on request,
-# and checkpoints. Rank 0 alone writes.
+# What a run leaves: the script, a log, a json of its result, measurements on request, and checkpoints. Rank 0
+# alone writes.
 
 
 def show_bar() -> bool:
@@ -3477,37 +2932,45 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
 
 def check_writable(folder: Path, remedy: str) -> None:
     """Raise InputError where a folder cannot be made or takes no files: tries it, and leaves nothing."""
-    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    missing = []
     for is_last in (*[False] * 9, True):  # another process may take away what it has just tried
         try:
+            missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"\0")
             break
         except OSError as error:
             if is_last:
-                raise InputError(f"{folder} cannot be written ({error.strerror}): {remedy}") from None
+                raise InputError(f"{str(folder)[:200]} cannot be written ({error.strerror}): {remedy}") from None
         finally:
             for path in missing:
                 with suppress(OSError):  # was not made, or another process uses it
                     path.rmdir()
 
 
-def choose_folder(cfg: Config, source: bytes, today: str) -> Path:
-    """Where this run's files go; InputError if the name is taken or nothing can be written there."""
-    folder = Path(cfg.logs_dir)
+def check_outputs(cfg: Config, source: bytes) -> None:
+    """Raise InputError where a file of this run could not be written, or its record's name is taken."""
+    folders = {"logs_dir": Path(cfg.logs_dir)}
     if cfg.record:
-        root = Path(cfg.records_dir, cfg.track)
-        taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
-        folder = taken[0] if taken else Path(root, f"{today}_{cfg.record}")
-        script = folder / "train_gpt.py"
+        folders["records_dir"] = choose_folder(cfg)
+        script = folders["records_dir"] / "train_gpt.py"
         if script.exists() and script.read_bytes() != source:
             raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
                              "choose another name")
-    for path, field in ((folder, "records_dir" if cfg.record else "logs_dir"),
-                        (Path(cfg.logs_dir), "logs_dir")):
-        check_writable(path, f"choose another folder with --{field}")
-    return folder
+    if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
+        folders["checkpoint_dir"] = name_checkpoints(cfg)
+    for field, folder in folders.items():
+        check_writable(folder, f"choose another folder with --{field}")
+
+
+def choose_folder(cfg: Config) -> Path:
+    """Where this run's result goes."""
+    if not cfg.record:
+        return Path(cfg.logs_dir)
+    root = Path(cfg.records_dir, cfg.track)
+    taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+    return taken[0] if taken else Path(root, f"{datetime.date.today()}_{cfg.record}")
 
 
 def describe_versions() -> dict:
@@ -3546,105 +3009,73 @@ def read_git_commit() -> str:
     return result.stdout.strip() if result.returncode == 0 else ""
 
 
-class GrowingFile:
-    """A text that is kept in memory, and on disk while it grows, as far as the disk takes it."""
-
-    def __init__(self, path: Path):
-        self.path, self.data, self.error = path, bytearray(), ""
-        if path.exists():
-            self.data += path.read_bytes()
-        self.file = open(path, "ab", buffering=0)
-
-    def add(self, text: bytes) -> str:
-        """Append; returns what is wrong with the disk, the first time that something is."""
-        self.data += text
-        try:
-            if not self.error:
-                self.file.write(text)
-        except OSError as error:
-            self.error = error.strerror
-            return self.error
-        return ""
-
-    def move(self, path: Path) -> None:
-        """Write the whole text where it belongs, and remove the growing copy."""
-        write_atomic(path, bytes(self.data))
-        self.path.unlink(missing_ok=True)
+def print0(text: str, rt: Runtime) -> None:
+    """Print a line on rank 0, flushed, above the progress bar."""
+    if rt.is_main:
+        with suppress(OSError):  # nobody reads it any more: training goes on
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
 
 class RunLog:
-    """Log lines and events of a run. On ranks other than 0 every method does nothing."""
+    """Log lines and events of a run, appended while it runs; on ranks other than 0 nothing is written."""
 
-    def __init__(self, cfg: Config, rt: Runtime, resumed: dict | None = None):
-        self.cfg, self.rt, self.bar, self.is_mute = cfg, rt, None, False
+    def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
+        self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
         self.val_points = resumed["val_points"] if resumed else []
-        self.files: dict[str, GrowingFile] = {}  # by suffix
-        self.run_id = ""
-        if not rt.is_main:
-            return
-        now = datetime.datetime.now()
         self.source = Path(__file__).read_bytes()
-        self.folder = choose_folder(cfg, self.source, now.strftime("%Y-%m-%d"))
-        self.run_id = f"{now.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
-        if resumed and resumed["script_sha256"] == hashlib.sha256(self.source).hexdigest():
+        self.facts = dict(script_sha256=hashlib.sha256(self.source).hexdigest(), argv=argv,
+                          versions=describe_versions(), hardware=describe_hardware(rt))
+        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
+        self.folder = choose_folder(cfg)
+        if resumed and resumed["script_sha256"] == self.facts["script_sha256"]:
             if not Path(self.folder, f"{resumed['run_id']}.json").exists():
-                self.run_id = resumed["run_id"]  # the same run: its log goes on
+                self.run_id = resumed["run_id"]  # the same run: its log continues
 
     def __enter__(self) -> "RunLog":
-        if not self.rt.is_main:
-            return self
-        logs = Path(self.cfg.logs_dir)
-        logs.mkdir(parents=True, exist_ok=True)
-        has_events = self.cfg.telemetry_every or self.cfg.guard == "on"
-        for suffix in (".txt", ".jsonl") if has_events else (".txt",):
-            self.files[suffix] = GrowingFile(logs / f"{self.run_id}{suffix}.partial")
-        facts = json.dumps(dict(versions=describe_versions(), hardware=describe_hardware(self.rt)), indent=1)
-        if not self.files[".txt"].data:
-            self._add(".txt", f"{self.source.decode()}\n{'=' * 100}\n{facts}\n{'=' * 100}")
+        if self.rt.is_main:
+            suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
+            for suffix in suffixes:
+                path = Path(self.cfg.logs_dir, f"{self.run_id}{suffix}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.files[suffix] = open(path, "ab", buffering=0)
+            if not self.files[".txt"].tell():
+                self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
-        """Take the bar off the screen. The log of a crash stays as .partial; bad input leaves nothing."""
+        """Take the bar off the screen; bad input leaves nothing."""
         if self.bar is not None:
             self.bar.close()
         for file in self.files.values():
-            file.file.close()
+            file.close()
             if kind is not None and issubclass(kind, InputError):
-                file.path.unlink(missing_ok=True)
+                Path(file.name).unlink(missing_ok=True)
+
+    def _append(self, suffix: str, line: str) -> None:
+        """Write a line; a full disk is reported once, and training goes on."""
+        file = self.files.get(suffix)
+        try:
+            if file:
+                file.write((line + "\n").encode())
+        except OSError as error:
+            del self.files[suffix]
+            print0(f"{file.name} cannot be written ({error.strerror}): training goes on without it", self.rt)
 
     def open_bar(self, step: int) -> None:
         """Start the progress bar after so many steps, where it would be seen."""
         if show_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=step, unit="step", dynamic_ncols=True)
 
-    def print(self, text: str, to_log: bool = True, to_console: bool = True) -> None:
-        """Write a line, flushed."""
-        if not self.rt.is_main:
-            return
-        if to_log:
-            self._add(".txt", text)
-        if to_console and not self.is_mute:
-            try:
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
-            except OSError as error:
-                self.is_mute, sys.stdout = True, open(os.devnull, "w")
-                self._warn(f"the console cannot be written ({error.strerror})")
-
-    def _add(self, suffix: str, line: str) -> None:
-        problem = self.files[suffix].add((line + "\n").encode())
-        if problem:
-            self._warn(f"{self.files[suffix].path} cannot be written ({problem})")
-
-    def _warn(self, problem: str) -> None:
-        with suppress(OSError):
-            tqdm.write(f"{problem}: training goes on, the text stays in memory until the end",
-                       file=sys.stderr)
+    def print(self, text: str, to_console: bool = True) -> None:
+        """Write a line to the log, and to the console."""
+        self._append(".txt", text)
+        if to_console:
+            print0(text, self.rt)
 
     def write_event(self, event: str, step: int, **facts) -> None:
         """One line of <run_id>.jsonl, where there is one."""
-        if ".jsonl" in self.files:
-            self._add(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
+        self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
 
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
         """The line of a validation; the clock stands at train_time seconds."""
@@ -3665,31 +3096,32 @@ class RunLog:
             self.bar.update()
 
     def finish(self, result: dict) -> None:
-        """Leave the result: log and json, in a record run also the script; and print the card."""
+        """Leave the result: script, log and json in one folder; and print the card."""
         if not self.rt.is_main:
             return
         if self.bar is not None:
             self.bar.close()
-        result = dict(**result, track=self.cfg.track, preset=self.cfg.preset, seed=self.cfg.seed,
-                      val_points=self.val_points, final_val_loss=self.val_points[-1][1],
-                      script_sha256=hashlib.sha256(self.source).hexdigest(), git_commit=read_git_commit(),
-                      versions=describe_versions(), hardware=describe_hardware(self.rt))
+        result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
+                      seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
+                      git_commit=read_git_commit())
         path = self.folder / f"{self.run_id}.json"
-        self.print(format_card(result, self.rt, path), to_log=False)
+        script = "train_gpt.py" if self.cfg.record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
+        print0(format_card(result, self.rt, path), self.rt)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.cfg.record:
-                write_atomic(self.folder / "train_gpt.py", self.source)
+            if not (self.folder / script).exists():
+                write_atomic(self.folder / script, self.source)
             for suffix, file in self.files.items():
-                file.move(self.folder / f"{self.run_id}{suffix}")
+                if self.cfg.record:
+                    shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
             write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         except OSError as error:
             raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
-                           f"is not recorded; what the disk took of its log is in {self.cfg.logs_dir}",
-                           of_one_rank=True) from error
+                           "is not recorded; its log, as far as the disk took it, is in "
+                           f"{self.cfg.logs_dir}", of_one_rank=True) from error
 
 
-CHECKPOINT_FORMAT = "train_gpt 2"
+CHECKPOINT_FORMAT = "train_gpt 3"
 
 
 def name_checkpoints(cfg: Config) -> Path:
@@ -3703,42 +3135,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def find_abandoned(folder: Path) -> Iterator[Path]:
-    """Partial checkpoints whose writer no longer runs."""
-    for path in folder.glob(".step_*.partial"):
-        try:
-            os.kill(int(path.name.split(".")[-2]), 0)
-        except ProcessLookupError:
-            yield path
-
-
-def hash_checkpoint(meta: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over everything a checkpoint says."""
-    digest = hashlib.sha256(meta.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed.
-
-    It is a torch.save() archive: PyTorch's distributed checkpoints keep their index as an unrestricted
-    pickle in a folder of files, which no single rename makes complete, and safetensors is one more package.
-    """
+    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed."""
     try:
-        content = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        facts, is_ours = json.loads(content["meta"]), content["format"] == CHECKPOINT_FORMAT
-        is_whole = content["sha256"] == hash_checkpoint(content["meta"], content["tensors"])
+        if not path.is_file():
+            raise OSError("it is no file" if path.exists() else "it does not exist")
+        damaged = zipfile.ZipFile(path).testzip()  # torch.save() keeps a checksum of every member
+        if damaged:
+            raise OSError(f"it is damaged: the checksum of {damaged} differs")
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if content["format"] != CHECKPOINT_FORMAT:
+            raise ValueError(f"it has the format {content['format']!r}, not {CHECKPOINT_FORMAT!r}")
+        return json.loads(content["facts"]), dict(content["tensors"])
     except Exception as error:  # whatever a damaged file makes its readers raise
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise InputError(f"{path} cannot be read as a checkpoint ({reason}): name another one, or give "
-                         "--resume=auto for the newest that can") from None
-    if not is_ours or not is_whole:
-        raise InputError(f"{path} is {'damaged: its SHA-256 differs' if is_ours else 'of another format'}: "
-                         "name another checkpoint")
-    return facts, content["tensors"]
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason}): name another one, or "
+                         "give --resume=auto for the newest that can") from None
 
 
 def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
@@ -3768,14 +3180,12 @@ def find_result(facts: dict, cfg: Config) -> str:
 
 def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
     """Raise InputError where a checkpoint does not fit this run."""
-    ours = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    theirs = {**{name: field.default for name, field in config_fields().items()}, **facts["config"]}
+    ours, theirs, step = plain_dict(cfg), facts["config"], facts["progress"]["step"]
     for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
-        if not name.startswith("fp8_") and ours[name] != theirs[name]:
-            shown = [value if name != "layers" else "others" for value in (theirs[name], ours[name])]
+        if not name.startswith("fp8_") and ours[name] != theirs.get(name):
+            shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
             raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
                              f"{shown[1]} here: give that run's options, or start anew without --resume")
-    step = facts["progress"]["step"]
     if step > cfg.num_iterations:
         raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
                          f"give at least --num_iterations={step}")
@@ -3794,29 +3204,28 @@ class Checkpoints:
         self.folder, self.log, self.thread, self.path = name_checkpoints(cfg), log, None, None
         self.is_broken = False
 
-    def save(self, step: int, facts: dict, copies: dict[str, Callable[[], Tensor]]) -> None:
+    def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
         """Write, on the rank that has the copies, as soon as the last checkpoint is out."""
-        self.wait_for_disk()
+        self.wait()
         if copies:
             self.thread = threading.Thread(target=self._write, args=(step, json.dumps(facts), copies))
             self.thread.start()
 
-    def wait_for_disk(self) -> Path | None:
-        """Wait for the last one; its path, or None where it could not be written. Watch knows this name."""
+    def wait(self) -> Path | None:
+        """Wait for the last one; its path, or None where it could not be written."""
         if self.thread is not None:
             self.thread.join()
         return self.path
 
-    def _write(self, step: int, meta: str, copies: dict[str, Callable[[], Tensor]]) -> None:
+    def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> None:
         path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: wait() for name, wait in copies.items()}
-            content = dict(format=CHECKPOINT_FORMAT, meta=meta, tensors=tensors,
-                           sha256=hash_checkpoint(meta, tensors))
+            content = dict(format=CHECKPOINT_FORMAT, facts=facts,
+                           tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
             others = [other for other in list_checkpoints(self.folder) if other != path]
-            for old in (*others[self.KEPT - 1 :], *find_abandoned(self.folder)):
+            for old in (*others[self.KEPT - 1 :], *self.folder.glob(".step_*.partial")):  # of killed runs
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
             if not self.is_broken:
@@ -3832,27 +3241,24 @@ class Checkpoints:
 
 def format_card(result: dict, rt: Runtime, path: Path) -> str:
     """The result card at the end of a run."""
-    derived, seconds = result["config"]["derived"], result["train_time_ms"] / 1000
-    rows = [
-        ("preset", f"{result['preset']}, seed {result['seed']}, "
-                   f"{derived['num_params'] / 1e6:.2f} M parameters"),
-        ("validation loss", f"{result['final_val_loss']:.4f} after "
-                            f"{result['config']['num_iterations']} steps"),
-        ("training time", f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up "
-                          "before the clock"),
-        ("speed", f"{result['tokens_per_s']:,} tokens/s"),
-        ("MFU", f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, "
-                "the matmul rate measured here"),
-        ("peak memory", f"{result['peak_memory_mib']:,} MiB"),
-        ("sent per step", f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least possible is "
-                          f"{result['minimum_bytes_per_step'] / 1e6:,.2f} MB"),
-        ("left in", str(path)),
-    ]
-    rows = [row for row in rows if row[0] != "sent per step" or rt.world_size > 1]
-    width = max(len(value) for _, value in rows)
-    body = [f"| {name:<15} | {value:<{width}} |" for name, value in rows]
+    derived, seconds, config = result["config"]["derived"], result["train_time_ms"] / 1000, result["config"]
+    paused = f"; suspended {result['pauses']} times, which counts" if result["pauses"] else ""
+    rows = {
+        "preset": f"{result['preset']}, seed {result['seed']}, {derived['num_params'] / 1e6:.2f} M parameters",
+        "validation loss": f"{result['final_val_loss']:.4f} after {config['num_iterations']} steps",
+        "training time": f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up before the clock"
+                         f"{paused}",
+        "speed": f"{result['tokens_per_s']:,} tokens/s",
+        "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
+               "matmul rate measured here",
+        "peak memory": f"{result['peak_memory_mib']:,} MiB"}
+    if rt.world_size > 1:
+        rows["sent per step"] = (f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least possible "
+                                 f"is {result['minimum_bytes_per_step'] / 1e6:,.2f} MB")
+    rows["left in"] = str(path)
+    width = max(map(len, rows.values()))
     rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
-    return "\n".join((rule, *body, rule))
+    return "\n".join((rule, *(f"| {name:<15} | {value:<{width}} |" for name, value in rows.items()), rule))
 
 
 # ==== TRAINING =============================================================================================
@@ -3890,8 +3296,8 @@ class Trainer:
         self.optimizer = Optimizer(model, cfg, rt)
         self.model, self.progress = model, Progress()
         self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
-        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # of the stage last asked for
-        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry's, for the next batch
+        self.stage_inputs: dict[tuple[int, int], tuple[int, StageInputs]] = {}  # of the stage last asked for
+        self.inspect: Callable[[Batch, StageInputs], None] | None = None  # telemetry's, for the next batch
 
     def compile_parts(self, num_segments: int) -> None:
         """One graph for everything (0), or one for each segment and the head, which await their weights."""
@@ -3906,15 +3312,12 @@ class Trainer:
             optimizer.wait_before(part, [names[param] for param in part.parameters()])
             part.forward = rt.compile(part.forward)
 
-    def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StepInputs:
+    def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StageInputs:
         """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
-        stage_index, made = self.step_inputs.get((num_tokens, period), (None, None))
+        stage_index, made = self.stage_inputs.get((num_tokens, period), (None, None))
         if stage_index != state.stage_index:
-            windows = (state.stage.window_long, state.stage.window_short)
-            if self.rt.use_flex:
-                windows = torch.tensor(windows, dtype=torch.int32, device=self.rt.device)
-            made = StepInputs(windows, *make_rotary(state, num_tokens, period, self.rt))
-            self.step_inputs[num_tokens, period] = (state.stage_index, made)
+            made = make_stage_inputs(state, num_tokens, period, self.rt)
+            self.stage_inputs[num_tokens, period] = (state.stage_index, made)
         return made
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
@@ -3964,19 +3367,19 @@ class Trainer:
         elif self.rt.dtype == torch.bfloat16:
             self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
             self.model.dtype, lowered = torch.float32, "activations become float32"
-            self.step_inputs.clear()
+            self.stage_inputs.clear()
         else:
             return ""
         self.progress.num_lowered += 1
         return lowered
 
-    def state_dict(self) -> tuple[dict, dict[str, Callable[[], Tensor]]]:
+    def state_dict(self) -> tuple[dict, dict[str, HostCopy]]:
         """What a checkpoint holds of this run: plain facts, and tensors being copied (rank 0)."""
         copies = self.optimizer.state_dict()
-        copies["random/cpu"] = copy_to_host(torch.get_rng_state())
+        copies["random/cpu"] = HostCopy(torch.get_rng_state())
         if self.rt.device.type == "cuda":
-            copies["random/cuda"] = copy_to_host(torch.cuda.get_rng_state(self.rt.device))
-        facts = dict(config=dataclasses.asdict(self.cfg), progress=dataclasses.asdict(self.progress),
+            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
+        facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
                      optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
                      script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
                      versions=describe_versions())
@@ -4038,23 +3441,23 @@ class Telemetry:
         return is_measuring
 
     @torch.no_grad()
-    def _inspect(self, batch: Batch, step: StepInputs) -> None:
+    def _inspect(self, batch: Batch, stage: StageInputs) -> None:
         optimizer = self.trainer.optimizer
         optimizer.probe.mark("communication")
         optimizer.finish()  # the pass reads parameters that others may still be sending
         optimizer.probe.mark("measuring")
-        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, step)
+        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, stage)
         self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
                              **self._measure_head(x, batch.targets))
         optimizer.probe.mark("forward and backward")
         self.trainer.inspect = None
 
-    def _measure_layers(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, step: StepInputs
+    def _measure_layers(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs
                         ) -> tuple[Tensor, Tensor]:
         """What the head sees (T, D), and mean, std, largest of each layer's output (layers, 3)."""
         model = self.trainer.model
-        x, streams = model.run_segments(x, streams, doc_ids, step, keep_all=True)
-        outputs = (streams[f"h{slot}"].float() for slot in range(len(model.blocks)))
+        x, streams = model.run_segments(x, streams, doc_ids, stage, save_all=True)
+        outputs = (streams[f"h{layer}"].float() for layer in range(len(model.blocks)))
         return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
 
     def _measure_head(self, x: Tensor, targets: Tensor) -> dict:
@@ -4066,9 +3469,8 @@ class Telemetry:
         rows = w[:: max(1, len(w) // self.SAMPLE)]
         return dict(
             logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
-            fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), torch.float8_e4m3fn),
-                     w=measure_fp8(rows, FP8_WEIGHT_SCALE, torch.float8_e4m3fn),
-                     grad=measure_fp8(grads, 1.0, torch.float8_e5m2)))
+            fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), E4M3),
+                     w=measure_fp8(rows, FP8_WEIGHT_SCALE, E4M3), grad=measure_fp8(grads, 1.0, E5M2)))
 
     def end_step(self, loss: Tensor, probe: Probe, train_time: float) -> None:
         """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
@@ -4095,27 +3497,25 @@ class Telemetry:
 
 
 class Guard:
-    """Notices that training goes wrong, and goes back to weights from before it did.
+    """Notices that training goes wrong, and restores weights and optimizer state from before it did.
 
-    Weights and rule states go back, time does not: data and schedule go on, so that what did harm is not
-    seen again and the run ends when it should. All ranks judge the same sums, one step late: no GPU waits.
+    Step and data keep advancing, so that what did harm is not seen again and the run ends when it should.
+    All ranks judge the same sums, one step late: no GPU waits.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # times the median of the last good steps: too much
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # in that median, at most and at least
-    VAL_RISE = 0.05  # share by which validation loss may exceed its best
+    VAL_RISE = 0.05  # fraction by which validation loss may exceed its best
     SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps; a snapshot is trusted after so many good ones
     LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for so many steps
     MOST_ACTIONS, STATUS = 6, 3  # then the run stops with this exit status
 
-    def __init__(self, trainer: Trainer, log: RunLog):
-        self.trainer, self.log = trainer, log
+    def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
+        self.trainer, self.log, self.stop, self.is_on = trainer, log, stop, trainer.cfg.guard == "on"
         # groups that are not updated in every step make no norm to compare from step to step
-        hypers = group_hypers(trainer.cfg)
-        self.intervals = [hypers[group].every for group in trainer.optimizer.groups]
+        self.steady = [trainer.cfg.groups[name].every == 1 for name in trainer.optimizer.groups]
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
-        self.is_on = trainer.cfg.guard == "on"
-        self.pending: list[tuple[int, Callable[[], Tensor]]] = []  # (step, its sums): not yet judged
+        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums): not yet judged
         self.is_snapshot_due = False
         self.snapshots = [(trainer.progress.step, trainer.optimizer.snapshot())] if self.is_on else []
 
@@ -4123,23 +3523,22 @@ class Guard:
         """Judge the step before this one; take a snapshot where one is due."""
         if not self.is_on:
             return
-        trainer, step = self.trainer, self.trainer.progress.step
-        squares = probe.sums[:, 0].unbind()  # by group
-        steady = [square for square, every in zip(squares, self.intervals) if every == 1]
-        sums = torch.stack((loss / trainer.rt.world_size, sum(steady), sum(squares)))
-        self.pending.append((step, copy_to_host(all_reduce_sum(sums, trainer.rt))))
+        trainer, step, squares = self.trainer, self.trainer.progress.step, probe.sums[:, 0]  # by group
+        sums = torch.stack((loss / trainer.rt.world_size, squares[self.steady].sum(), squares.sum()))
+        self.pending.append((step, HostCopy(all_reduce_sum(sums, trainer.rt))))
         self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
         if not self.is_snapshot_due or not trainer.optimizer.is_settled():
             self.judge(but=1)
         elif self.judge():
             self.snapshots = [*self.snapshots[-1:], (step, trainer.optimizer.snapshot())]
             self.is_snapshot_due = False
+            set_timeout(trainer.rt, datetime.timedelta(seconds=trainer.cfg.comm_timeout))
 
     def judge(self, but: int = 0) -> bool:
-        """Judge all steps but the last few; whether all were good, as far as they can be bad."""
+        """Judge all steps but the last few; True if no judged step was bad."""
         while len(self.pending) > but:
             step, sums = self.pending.pop(0)
-            loss, square, all_squares = sums().tolist()
+            loss, square, all_squares = sums.read().tolist()
             grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
             fault = self._find_fault(loss, grad_norm)
             if fault:
@@ -4176,12 +3575,13 @@ class Guard:
         self.pending, self.snapshots = [], self.snapshots[: index + 1]
         progress.num_actions += 1
         if progress.num_actions > self.MOST_ACTIONS:
-            trainer.rt.stop.status, progress.num_actions = self.STATUS, 0  # anew for those who resume it
+            self.stop.wish, progress.num_actions = self.STATUS, 0  # anew for those who resume it
             measures = [f"{self.MOST_ACTIONS} actions were not enough"]
         else:
             in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
             progress.lr_scale = in_force * self.LR_FACTOR
             progress.lr_scale_until = progress.step + self.LR_STEPS
+            set_timeout(trainer.rt, PATIENCE)  # another precision may have to be compiled
             measures = [trainer.lower_precision(), f"learning rates times {progress.lr_scale:g} until step "
                                                    f"{progress.lr_scale_until}"]
         text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
@@ -4215,22 +3615,19 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def open_checkpoint(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
-    """What find_checkpoint() finds on rank 0, on all ranks, or its InputError, or that none can be written.
-
-    Only rank 0 has the tensors.
-    """
+def prepare_outputs(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
+    """Check on rank 0 what this run will write, and read what it resumes, as find_checkpoint(); errors and
+    facts reach all ranks, tensors only rank 0."""
     found, problem = None, ""
     if rt.is_main:
         try:
+            check_outputs(cfg, Path(__file__).read_bytes())
             found = find_checkpoint(cfg) if cfg.resume else None
-            if cfg.checkpoint_every:
-                check_writable(name_checkpoints(cfg), "choose another folder with --checkpoint_dir")
         except InputError as error:
             problem = str(error)
     if found:
         found[1]["result"] = find_result(found[1], cfg)
-    shared, problem = share_from_main((found and found[:2], problem), rt)
+    shared, problem = broadcast_object((found and found[:2], problem), rt)
     if problem:
         raise InputError(problem)
     return shared and (*shared, found[2] if found else {})
@@ -4241,28 +3638,32 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     path, facts, tensors = saved
     trainer.load_state_dict(facts, tensors)
     trainer.progress.resumed_at.append(trainer.progress.step)
-    ours, theirs = json.loads(json.dumps(dataclasses.asdict(trainer.cfg))), facts["config"]
-    fields = (*(field.name for field in dataclasses.fields(OptimConfig)), "dtype", "residual_dtype",
-              "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens", "max_doc_len",
-              "row_start", "document_mask", "train_files", "stages")
-    others = [f"{name} was {theirs.get(name)}" for name in fields if ours[name] != theirs.get(name)]
+    ours, theirs = plain_dict(trainer.cfg), facts["config"]
+    free = {"preset", "record", "resume", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every",
+            "time_limit", "print_every", "telemetry_every", "val_loss_every", "layers"}
+    others = [f"{name} was {theirs.get(name)}" for name in ours
+              if name not in free and ours[name] != theirs.get(name)]
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
-def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
+def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: data, log, model, warm-up, loop, result."""
+    rt = start_runtime(cfg)
+    stop, resolved = Stop(rt), resolved_dict(cfg, rt.world_size)
+    derived = resolved["derived"]
+    intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
+             f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens, in {Path.cwd()}")
+    print0(intro, rt)
+    saved = prepare_outputs(cfg, rt)
+    if saved and saved[1]["result"]:
+        print0(f"{saved[0]} is the end of a finished run, see {saved[1]['result']}: nothing to do (without "
+               "--resume it starts anew)", rt)
+        return
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
-    resolved, saved = resolved_dict(cfg, rt.world_size), open_checkpoint(cfg, rt)
-    if saved and saved[1]["result"]:
-        if rt.is_main:
-            print(f"{saved[0]} is the end of a finished run, see {saved[1]['result']}: nothing to do "
-                  "(without --resume it starts anew)")
-        return
-    with RunLog(cfg, rt, saved and saved[1]) as log, explain_memory(cfg):
-        log.print(f"preset {cfg.preset}: {resolved['derived']['num_params'] / 1e6:.2f} M parameters, "
-                  f"{rt.world_size} x {rt.device.type}, "
-                  f"{resolved['derived']['train_tokens'] / 1e6:.2f} M training tokens")
+    rt = choose_precision(cfg, rt)
+    with RunLog(cfg, rt, argv, saved and saved[1]) as log, explain_memory(cfg):
+        log.print(intro, to_console=False)
         for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
@@ -4270,33 +3671,28 @@ def train(cfg: Config, rt: Runtime, argv: list[str]) -> None:
             log.print(resume(trainer, saved))
         elif cfg.resume:
             log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
-        if rt.watch is not None:
-            rt.watch.is_strict = True
-        start = clock(rt.device)
-        telemetry = Telemetry(trainer, log)
+        start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data)
-        facts = dict(config=resolved, argv=argv, compile_time_s=round(clock(rt.device) - start, 2),
+        facts = dict(config=resolved, compile_time_s=round(clock(rt.device) - start, 2),
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
-        with rt.stop.catch_signals():
-            first_step, before = trainer.progress.step, rt.traffic.num_bytes
-            Run(trainer, train_data, val_data, log, argv, telemetry).run()
-            sent = (rt.traffic.num_bytes - before) / max(1, cfg.num_iterations - first_step)
-            log.finish({**facts, **measure_run(trainer, resolved["derived"], sent)})
+        with stop.catch_signals():
+            first_step, before = trainer.progress.step, trainer.optimizer.num_bytes
+            Run(trainer, train_data, val_data, log, argv, stop, telemetry).run()
+        sent = (trainer.optimizer.num_bytes - before) / max(1, cfg.num_iterations - first_step)
+        log.finish({**facts, **measure_run(trainer, derived, sent, stop)})
     if rt.is_main:
         print_sample(trainer.model, cfg, trainer.rt)
 
 
-def measure_run(trainer: Trainer, derived: dict, sent: float) -> dict:
+def measure_run(trainer: Trainer, derived: dict, sent: float, stop: Stop) -> dict:
     """The figures of a finished run; sent: bytes that this rank has given to others in each step."""
     rt, progress = trainer.rt, trainer.progress
-    sent = torch.tensor(sent / rt.world_size, dtype=torch.float64, device=rt.device)
     tokens_per_s = derived["train_tokens"] / progress.train_time
     return dict(
         train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
         mfu=round(tokens_per_s * derived["flops_per_token"] / (rt.peak_flops * rt.world_size), 4),
-        bytes_per_step=round(all_reduce_sum(sent, rt).item()),
-        minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
-        peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at,
+        bytes_per_step=round(sent), minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
+        peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at, pauses=stop.num_pauses,
         guard_actions=progress.num_actions)
 
 
@@ -4308,20 +3704,21 @@ class Run:
               TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
 
     def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
-                 argv: list[str], telemetry: Telemetry | None = None):
+                 argv: list[str], stop: Stop, telemetry: Telemetry | None = None):
         self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
-        self.val_data, self.log, self.argv = val_data, log, argv
+        self.val_data, self.log, self.argv, self.stop = val_data, log, argv, stop
         self.checkpoints = Checkpoints(self.cfg, log)
         batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
         self.batches = Prefetcher(batches, self.rt.device)
-        self.guard, self.telemetry = Guard(trainer, log), telemetry or Telemetry(trainer, log)
+        self.guard, self.telemetry = Guard(trainer, log, stop), telemetry or Telemetry(trainer, log)
         self.is_checkpoint_due = False
 
     def run(self) -> None:
         """All steps; RunStopped where a signal, the time limit or the guard ends them early."""
         cfg, progress = self.cfg, self.progress
         self.log.open_bar(progress.step)
-        wait_for_ranks(self.rt)
+        barrier(self.rt)
+        set_timeout(self.rt, datetime.timedelta(seconds=cfg.comm_timeout))
         self.start_clock()
         try:
             while progress.step < cfg.num_iterations:
@@ -4329,10 +3726,11 @@ class Run:
                     self.guard.judge_validation(progress.step, self.validate())
                 self.train_step()
                 self.save_or_stop()
+            self.stop.collect()
             self.validate()
         finally:
             self.batches.close()
-            self.checkpoints.wait_for_disk()
+            self.checkpoints.wait()
 
     def start_clock(self) -> None:
         """Training time counts from here."""
@@ -4368,20 +3766,19 @@ class Run:
         self.log.log_step(progress.step, loss.item, progress.tokens, elapsed)
         self.guard.end_step(loss, probe)
         self.telemetry.end_step(loss, probe, elapsed)
-        if cfg.time_limit and time.monotonic() - rt.started > cfg.time_limit:
-            rt.stop.status = rt.stop.status or self.TIME_LIMIT_STATUS
+        if cfg.time_limit and time.monotonic() - self.stop.started > cfg.time_limit:
+            self.stop.wish = self.stop.wish or self.TIME_LIMIT_STATUS
         self.is_checkpoint_due |= bool(cfg.checkpoint_every) and (
             progress.step % cfg.checkpoint_every == 0 or progress.step == cfg.num_iterations)
 
     def save_or_stop(self) -> None:
         """Save a checkpoint where one is due; where all ranks are to stop, save it and raise RunStopped."""
-        step = self.progress.step
+        step, status = self.progress.step, self.stop.agree()
         is_last = step == self.cfg.num_iterations
         if is_last:
             self.guard.judge()
         if not (is_last or self.trainer.optimizer.is_settled()):  # else gradients would be lost
             return
-        status = self.rt.agree_to_stop(step)
         if not (status or self.is_checkpoint_due):
             return
         self.guard.judge()
@@ -4392,9 +3789,10 @@ class Run:
         self.checkpoints.save(step, facts, copies)
         self.is_checkpoint_due = False
         if status:
-            path = self.checkpoints.wait_for_disk()
-            wait_for_ranks(self.rt)  # a launcher ends all ranks when the first one leaves
-            remedy = f"go on with: {format_resume(self.argv, path, self.rt)}"
+            self.stop.collect()
+            path = self.checkpoints.wait()
+            barrier(self.rt)  # a launcher ends all ranks when the first one leaves
+            remedy = f"continue with: {format_resume(self.argv, path, self.rt)}"
             raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
                              f"{self.cfg.num_iterations}: {remedy if path else 'no checkpoint'}", status)
 
@@ -4409,8 +3807,7 @@ def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
 
 
 # ==== SAMPLING =============================================================================================
-# Text from a trained model, token by token. Every slot keeps the keys and values its window can reach, so a
-# token costs the same however long the text has become.
+# Text from a trained model, token by token; each token is computed from all before it, as in training.
 
 
 class Tokenizer(typing.NamedTuple):
@@ -4418,13 +3815,13 @@ class Tokenizer(typing.NamedTuple):
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], bytes]
-    document_start: int
+    bos: int
 
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
     """The tokenizer that belongs to a vocabulary, if it is at hand."""
     if vocab_size == BYTE_VOCAB_SIZE:
-        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_DOCUMENT_START)
+        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
     try:
         import tiktoken  # optional: only text needs it
         gpt2 = tiktoken.get_encoding("gpt2")  # from its cache, or downloaded
@@ -4435,41 +3832,40 @@ def find_tokenizer(vocab_size: int) -> Tokenizer | None:
     return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes, gpt2.eot_token)
 
 
-def choose_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw from logits (V,) on the CPU; at temperature 0 the largest."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -math.inf)
-    shares = ((logits.double() - logits.max()) / temperature).softmax(-1)
-    return int(torch.multinomial(shares, 1, generator=generator))
+    probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=generator))
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: list[int], document_start: int, cfg: Config, rt: Runtime) -> Iterator[int]:
-    """Go on from a document start and a prompt, until the next document or cfg.max_new_tokens.
+def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) -> Iterator[int]:
+    """Continue a prompt until the next document or cfg.max_new_tokens.
 
-    The windows and the rotary are those of the final validation.
+    Windows and rotary are those of the final validation. The model sees BOS and what follows it, as far back
+    as a training document reaches (max_doc_len).
     """
     state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
-    windows = dict(long=state.stage.window_long, short=state.stage.window_short)
-    caches = [None if spec.attention == "none" else KeyValues(windows[spec.attention])
-              for spec in cfg.layers]
-    position, given = 0, [document_start, *prompt]
+    text = list(prompt)
     for _ in range(cfg.max_new_tokens):
-        for part in torch.tensor(given, dtype=torch.int32, device=rt.device).split(256):
-            end = position + len(part)
-            step = StepInputs(caches, *make_rotary(state, len(part), end, rt, position))
-            x, position = model.encode(part, torch.zeros_like(part), step), end  # (T, D)
-        logits = model.head.logits(x[-1:])[0, : cfg.vocab_size].cpu()  # (V,)
+        tokens = [bos, *text[-(cfg.max_doc_len - 1) :]]
+        num_padded = -(-len(tokens) // BLOCK) * BLOCK  # whole blocks; nobody sees what comes after
+        inputs = torch.tensor(tokens + [bos] * (num_padded - len(tokens)), dtype=torch.int32, device=rt.device)
+        stage = make_stage_inputs(state, num_padded, num_padded, rt)
+        x = model.encode(inputs, torch.zeros_like(inputs), stage)  # (T, D)
+        logits = model.head.logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # a model that diverged has nothing to say
             return
-        token = choose_token(logits, cfg.temperature, cfg.top_k, generator)
-        if token == document_start:
+        token = sample_token(logits, cfg.temperature, cfg.top_k, generator)
+        if token == bos:
             return
         yield token
-        given = [token]
+        text.append(token)
 
 
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
@@ -4478,10 +3874,12 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     if tokenizer is None:
         return
     model.eval()
-    cfg = dataclasses.replace(cfg, prompt="", max_new_tokens=120)
+    cfg, rt = dataclasses.replace(cfg, max_new_tokens=120), dataclasses.replace(rt, use_flex=False)
+    model.use_flex = False
+    model.cut(1)  # shapes change with every token: not worth compiling
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
-        text = tokenizer.decode(list(generate(model, [], tokenizer.document_start, cfg, rt)))
-    print(f"sample: {text.decode(errors='replace').strip()}", flush=True)
+        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
+    print0(f"sample: {text.decode(errors='replace').strip()}", rt)
 
 
 def write_sample(values: dict) -> None:
@@ -4502,18 +3900,15 @@ def write_sample(values: dict) -> None:
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
                          "tokenizer is at hand: pip install tiktoken, or give ids") from None
-    rt = start_runtime(cfg, is_alone=True)
+    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=getattr(torch, cfg.dtype))
     with torch.device("meta"):
         model = GPT(cfg, dtype=rt.dtype)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
                           assign=True)
-    if cfg.tie_head == "on":
-        model.head.weight = model.embed
     model.to(rt.device).eval()
-    document_start = tokenizer.document_start if tokenizer else 50256
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
-    for token in generate(model, prompt, document_start, cfg, rt):
+    for token in generate(model, prompt, tokenizer.bos if tokenizer else 50256, cfg, rt):
         print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
     print()
 
@@ -4524,9 +3919,7 @@ def write_sample(values: dict) -> None:
 def run(argv: list[str]) -> int:
     """Obey a command line; returns the exit status."""
     values, flags = parse_argv(argv)
-    if "help" in flags:
-        print(format_help())
-    elif "list_presets" in flags:
+    if "list_presets" in flags:
         print(format_presets())
     elif "print_config" in flags:
         print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
@@ -4534,10 +3927,7 @@ def run(argv: list[str]) -> int:
         if env_int("RANK", 0) == 0:
             write_sample(values)
     else:
-        cfg = make_config(values)
-        rt = start_runtime(cfg)
-        with rt.watch or nullcontext():
-            train(cfg, rt, argv)
+        train(make_config(values), argv)
     return 0
 
 
@@ -4562,11 +3952,16 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         status = report(error, program)
     except KeyboardInterrupt:
         status = 130
-    except Exception:
+    except Exception as error:
         if not dist.is_initialized():
             raise
-        traceback.print_exc()
         status = 1
+        if not is_lost_contact(error):
+            traceback.print_exc()
+        elif is_first_to_say("lost contact"):
+            print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, was "
+                  "killed, or has stood still for --comm_timeout; torchrun's report below names it "
+                  f"({' '.join(str(error).split())[-150:]})", file=sys.stderr)
     if dist.is_initialized():
         if status:
             sys.stdout.flush()
@@ -4576,8 +3971,19 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     return status
 
 
+def open_standard_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr an empty one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says."""
+    open_standard_streams()
     return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
