@@ -28,6 +28,7 @@ Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded
 """
 import argparse
 import codecs
+import copy
 import ctypes
 import dataclasses
 import datetime
@@ -47,7 +48,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import typing
@@ -83,29 +83,25 @@ except ImportError:  # CPU builds of PyTorch come without it
 class RunError(Exception):
     """A run that cannot continue: main() prints one line and exits with the status."""
 
-    status = 1
-
-    def __init__(self, message: str, of_one_rank: bool = False):
+    def __init__(self, message: str, status: int = 1, of_one_rank: bool = False):
         super().__init__(message)
+        self.status = status
         self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must print it
 
 
 class InputError(RunError):
     """Bad input; the line names value and remedy."""
 
-    status = 2
+    def __init__(self, message: str, of_one_rank: bool = False):
+        super().__init__(message, 2, of_one_rank)
 
 
 class RunStopped(RunError):
     """An end before the last step, on purpose: the status says why, the line how to continue."""
 
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
-
 
 def option(default, meaning: str, low=None, high=None, choices=None):
-    """Declare an option; low and high are inclusive, choices a tuple or a function that returns one."""
+    """Declare an option; low and high are inclusive."""
     if isinstance(default, int) and high is None:
         high = 2**31 - 1
     return dataclasses.field(default=default,
@@ -113,7 +109,6 @@ def option(default, meaning: str, low=None, high=None, choices=None):
 
 
 def switch(default: str, meaning: str, *others: str):
-    """Declare an option that is on, off, or one of `others`."""
     return option(default, meaning, choices=(*others, "on", "off"))
 
 
@@ -148,7 +143,8 @@ class Stage:
 class Group:
     """How the parameters of a group are trained."""
 
-    rule: str = option("adamw", "update rule", choices=lambda: tuple(RULES))
+    rule: str = option("adamw", "update rule",
+                       choices=("muon", "normuon", "muonh", "normuonh", "adamh", "adamw"))
     lr: float = option(0.0, "peak learning rate", low=0.0)
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (the second also of normuon)",
                                         low=0.0, high=0.9999)
@@ -393,21 +389,15 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 
 def hold_windows(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Give all stages the windows of the last one."""
     last = stages[-1]
     return tuple(dataclasses.replace(stage, window_long=last.window_long, window_short=last.window_short)
                  for stage in stages)
 
 
-def change_layers(**changes) -> Callable:
-    """A function that replaces values in a tuple of LayerSpec; where a value is a dict, by the old value."""
-    def change(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        """The new layers."""
-        return tuple(dataclasses.replace(spec, **{
-            name: new.get(getattr(spec, name), getattr(spec, name)) if isinstance(new, dict) else new
-            for name, new in changes.items()}) for spec in layers)
-
-    return change
+def change_layers(name: str, new, old=None) -> Callable:
+    """A function that sets a value in every LayerSpec of a tuple, or in those that have the old one."""
+    return lambda layers: tuple(dataclasses.replace(spec, **{name: new})
+                                if old in (None, getattr(spec, name)) else spec for spec in layers)
 
 
 # What --without switches off, and how; a function is applied to the option's value
@@ -420,13 +410,13 @@ MECHANISMS: dict[str, dict] = {
     "qk_norm": dict(qk_norm="off"),
     "yarn": dict(yarn_max_window=0),
     "attention_gate": dict(attention_gate_dim=0),
-    "value_embeds": dict(num_value_embeds=0, layers=change_layers(value_embed=None)),
+    "value_embeds": dict(num_value_embeds=0, layers=change_layers("value_embed", None)),
     "x0_shortcut": dict(x0_shortcut="off"),
-    "skips": dict(layers=change_layers(skip_from=None)),
-    "short_windows": dict(layers=change_layers(attention=dict(short="long"))),
+    "skips": dict(layers=change_layers("skip_from", None)),
+    "short_windows": dict(layers=change_layers("attention", "long", old="short")),
     "window_warmup": dict(stages=hold_windows),
-    "dropped_attention": dict(layers=change_layers(attention=dict(none="long"))),
-    "dropped_mlp": dict(layers=change_layers(mlp=True)),
+    "dropped_attention": dict(layers=change_layers("attention", "long", old="none")),
+    "dropped_mlp": dict(layers=change_layers("mlp", True)),
     "document_mask": dict(document_mask="off"),
     "document_rows": dict(row_start="anywhere"),
     "softcap": dict(softcap=0.0),
@@ -435,8 +425,7 @@ MECHANISMS: dict[str, dict] = {
 
 
 def choose_mechanisms(values: dict) -> list[str]:
-    """The mechanisms that --without names, or that --only_with does not."""
-    named = {field: [name for name in values[field].split(",") if name] for field in ("without", "only_with")}
+    named = {field: list(filter(None, values[field].split(","))) for field in ("without", "only_with")}
     for field, names in named.items():
         for name in set(names) - set(MECHANISMS):
             raise InputError(f"--{field}={values[field]}: {name} is not a mechanism: "
@@ -455,19 +444,13 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
     """
     depth, rule = values["depth"], values["matrix_rule"]
 
-    def size(layers: int) -> tuple[int, int]:
-        """(width, parameters that count)."""
-        width = -(-64 * layers // 128) * 128
-        return width, 12 * layers * width**2 + values["vocab_size"] * width
-
-    def choose_batch(num_params: int) -> int:
-        """Tokens of a step."""
-        return 2 ** round(math.log2(2**19 * (num_params / reference) ** 0.383))
-
-    (width, num_params), reference = size(depth), size(12)[1]
-    least = max(num_params, size(8)[1])  # below, the rule for the decay explodes
-    decay = 0.28 * ((tokens_per_step or choose_batch(least)) / 2**19) ** 0.5 * reference / least
-    batch = tokens_per_step or choose_batch(num_params)
+    widths = {layers: -(-64 * layers // 128) * 128 for layers in (depth, 8, 12)}
+    sizes = {layers: width * (12 * layers * width + values["vocab_size"])
+             for layers, width in widths.items()}
+    width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
+    batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
+                          for size in (num_params, least))
+    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # the rule explodes below 8 layers
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
     is_muon, keeps_norm = "muon" in rule, RULES[rule].keeps_norm
@@ -491,13 +474,13 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
 
 def list_options() -> dict[str, dataclasses.Field]:
     """All options by name, in the order of --help; those of groups as <group>_<field>."""
-    options = {}
-    for field in itertools.chain(*map(dataclasses.fields, CONFIG_PARTS)):
-        if field.name != "groups":
-            options[field.name] = field
-            continue
-        options |= {f"{group}_{field.name}": field for group in GROUPS
-                    for field in dataclasses.fields(Group) if field.name != "rule" or group == "matrix"}
+    options = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
+    del options["groups"]
+    for name, group in GROUPS.items():
+        for field in map(copy.copy, dataclasses.fields(Group)):
+            if field.name != "rule" or name == "matrix":
+                field.default = getattr(group, field.name)
+                options[f"{name}_{field.name}"] = field
     return options
 
 
@@ -543,10 +526,8 @@ def parse_value(name: str, field: dataclasses.Field, text: str):
         element = typing.get_args(field.type)[0]
         if dataclasses.is_dataclass(element):
             return build_items(element, json.loads(text))
-        numbers = tuple(element(word) for word in text.split(",") if word)
-        if len(numbers) != 2 and (numbers or field.default == (0.8, 0.95)):
-            raise ValueError("two numbers are needed")
-        return numbers
+        first, second = text.split(",") if text else (None, None)
+        return (element(first), element(second)) if text else ()
     except (ValueError, TypeError, RecursionError) as error:
         kind = {int: "whole number", float: "number"}.get(field.type, "list")
         text = text if len(text) < 100 else f"{text[:100]}..."
@@ -555,23 +536,16 @@ def parse_value(name: str, field: dataclasses.Field, text: str):
 
 
 def show_value(value) -> str:
-    """The command-line spelling of a value."""
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
         return json.dumps([dataclasses.asdict(item) for item in value])
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def list_choices(field: dataclasses.Field) -> tuple[str, ...]:
-    """The values a field may have; empty where they are not listed."""
-    choices = field.metadata["choices"]
-    return choices() if callable(choices) else choices or ()
-
-
 def check_value(name: str, field: dataclasses.Field, value) -> None:
     """Raise InputError where a value leaves the field's range or choices."""
-    meta, choices = field.metadata, list_choices(field)
-    if choices and value not in choices:
-        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
+    meta = field.metadata
+    if meta["choices"] and value not in meta["choices"]:
+        raise InputError(f"--{name}={value} is not one of {', '.join(meta['choices'])}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
         raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
     for number in value if isinstance(value, tuple) else (value,):
@@ -586,7 +560,6 @@ def check_value(name: str, field: dataclasses.Field, value) -> None:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The nearest known names, for an error message."""
     near = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(near)}?" if near else "see --help"
 
@@ -598,33 +571,26 @@ class Parser(argparse.ArgumentParser):
         super().__init__("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
                          "Defaults are those of --preset=track_1. '-' and '_' are the same in names.",
                          argument_default=argparse.SUPPRESS, allow_abbrev=False)
-        for flag, meaning in (("--list_presets", "the presets and what they are"),
-                              ("--print_config", "the resolved config as JSON; touches no data")):
-            self.add_argument(flag, action="store_true", help=meaning)
-        options = list_options()
-        for part in (*CONFIG_PARTS, Group):
-            names = [name for name, field in options.items() if field in dataclasses.fields(part)]
-            group = self.add_argument_group(part.__doc__.strip().rstrip("."))
-            for name in names:
-                group.add_argument(f"--{name}", type=functools.partial(parse_value, name, options[name]),
-                                   **self.describe(name, options[name]))
+        self.add_argument("--list_presets", action="store_true", help="the presets and what they are")
+        self.add_argument("--print_config", action="store_true", help="the resolved config as JSON; touches "
+                          "no data")
+        parts = {name: part for part in CONFIG_PARTS for name in part.__annotations__}
+        sections = {part: self.add_argument_group(part.__doc__.strip().rstrip("."))
+                    for part in (*CONFIG_PARTS, Group)}
+        for name, field in list_options().items():
+            sections[parts.get(name, Group)].add_argument(
+                f"--{name}", type=functools.partial(parse_value, name, field), **self.describe(name, field))
 
     @staticmethod
     def describe(name: str, field: dataclasses.Field) -> dict:
-        """What --help says of an option: type, meaning, default and range."""
-        meta, default = field.metadata, field.default
-        kind = "|".join(list_choices(field)) or getattr(field.type, "__name__", "str").upper()
-        for group, values in GROUPS.items():
-            if name.startswith(f"{group}_") and field in dataclasses.fields(Group):
-                default = getattr(values, field.name)
-        bounds = [f"{word} {meta[key]}" for key, word in (("low", "at least"), ("high", "at most"))
-                  if meta[key] is not None and meta[key] != 2**31 - 1]
-        is_json = name in ("layers", "stages")
-        shown = [*([] if is_json or default == "" else [f"[{show_value(default)}]"]), *bounds]
+        meta, is_json = field.metadata, name in ("layers", "stages")
+        kind = "|".join(meta["choices"] or ()) or getattr(field.type, "__name__", "str").upper()
+        shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
+        shown += [f"{word} {bound}" for word, bound in (("at least", meta["low"]), ("at most", meta["high"]))
+                  if bound not in (None, 2**31 - 1)]
         return dict(metavar="JSON" if is_json else kind, help=" ".join((meta["help"], *shown)))
 
     def error(self, message: str) -> typing.NoReturn:
-        """One line instead of the usage."""
         raise InputError(f"{message}: see --help")
 
 
@@ -660,8 +626,6 @@ def format_presets() -> str:
 def make_config(overrides: dict) -> Config:
     """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
     options, name = list_options(), overrides.get("preset", "auto")
-    for key, value in overrides.items():
-        check_value(key, options[key], value)
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
@@ -687,11 +651,11 @@ def make_config(overrides: dict) -> Config:
 
 def choose_lr(values: dict, preset: dict) -> float:
     """matrix_lr where none is given: that of the preset, or where the rule is another, one that suits it."""
-    rule, families = values["matrix_rule"], [{"muon", "normuon"}, {preset["matrix_rule"]}]
-    is_deep = values["num_layers"] if RULES[rule].keeps_norm else 0  # then smaller the deeper (MuonH)
-    if any({rule, preset["matrix_rule"]} <= family for family in families):
-        return preset["matrix_lr"] * (preset["num_layers"] / is_deep if is_deep else 1)
-    return RULES[rule].lr * (min(1, 12 / is_deep) if is_deep else 1)
+    rule, old_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
+    keeps_norm = RULES[rule].keeps_norm  # then smaller the deeper (MuonH)
+    if rule == old_rule or {rule, old_rule} == {"muon", "normuon"}:
+        return preset["matrix_lr"] * (preset["num_layers"] / num_layers if keeps_norm else 1)
+    return RULES[rule].lr * (min(1, 12 / num_layers) if keeps_norm else 1)
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -724,8 +688,8 @@ def check_config(cfg: Config) -> None:
           for name, value, unit, what in multiples),
         (not (keeps_norm and matrix.weight_decay), f"--matrix_weight_decay={matrix.weight_decay} has no "
                                                    f"effect, {rule}: give --matrix_weight_decay=0"),
-        (cfg.zero_init == "on" or not cfg.has_output_gain, "--zero_init=off has no effect where layers begin "
-                                                           "with zero gains: give --output_gain=off"),
+        (cfg.zero_init == "on" or not cfg.has_output_gain,
+         "--zero_init=off has no effect where layers begin with zero gains: give --output_gain=off"),
         (cfg.depth > 0 or cfg.tokens_per_param == Config.tokens_per_param,
          f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"),
         (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
@@ -734,6 +698,8 @@ def check_config(cfg: Config) -> None:
          f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len="
          f"{cfg.seq_len}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
         (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
+        *((len(group.betas) == 2, f"--{name}_betas is empty: give two numbers as a,b")
+          for name, group in cfg.groups.items()),
         (cfg.val_windows == tuple(sorted(cfg.val_windows, reverse=True)),
          f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short"),
         *check_stages(cfg), *check_layers(cfg)]
@@ -743,7 +709,6 @@ def check_config(cfg: Config) -> None:
 
 
 def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """(condition, message) of every stage."""
     for stage in cfg.stages:
         yield 0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9, (
             f"--stages has a duration or lr_factor out of range: {stage}: give a positive one")
@@ -755,7 +720,6 @@ def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
 
 
 def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """(condition, message) of every layer."""
     yield len(cfg.layers) == cfg.num_layers, (f"--layers has {len(cfg.layers)} layers, num_layers is "
                                               f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}")
     for i, spec in enumerate(cfg.layers):
@@ -780,8 +744,8 @@ def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int,
         shorter = [n for n in range(BLOCK, min(cfg.seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
         remedy = "" if left or not shorter else f"; or keep it and give --seq_len={shorter[-1]}"
         raise InputError(
-            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={cfg.seq_len}, which "
-            f"{world_size} ranks cannot share: "
+            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={cfg.seq_len}, "
+            f"which {world_size} ranks cannot share: "
             f"{nearest_multiples(tokens_per_step, cfg.seq_len * world_size)}{remedy}")
     rows_per_rank = rows // world_size
     most = cfg.micro_batch_tokens // cfg.seq_len
@@ -797,7 +761,6 @@ def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
 
 
 def derive(cfg: Config, world_size: int) -> dict:
-    """Numbers that follow from the config: --print_config and the run record show them."""
     grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
     with torch.device("meta"):
         num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
@@ -831,7 +794,6 @@ def resolved_dict(cfg: Config, world_size: int) -> dict:
 
 
 def plain_dict(cfg: Config) -> dict:
-    """Every option as plain JSON types."""
     return json.loads(json.dumps(flatten_config(cfg), default=vars))
 
 
@@ -846,8 +808,8 @@ def config_from_dict(values: dict) -> Config:
 
 # ==== RUNTIME ==============================================================================================
 # Which device, which rank, what is fast here. The only section that reads the environment, and the only one
-# that talks to other processes: every collective below does nothing on one rank. torchrun ends all ranks when
-# one dies; the timeout of the collectives ends a rank that waits for one that has stalled.
+# that talks to other processes: every collective below does nothing on one rank. torchrun ends all ranks
+# when one dies; the timeout of the collectives ends a rank that waits for one that has stalled.
 
 
 @dataclass(frozen=True)
@@ -870,7 +832,6 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that prints and writes."""
         return self.rank == 0
 
     def compile(self, fn):
@@ -882,25 +843,23 @@ PATIENCE = datetime.timedelta(hours=1)  # for compilation and disks
 
 
 def env_int(name: str, default: int) -> int:
-    """An integer torchrun sets in the environment."""
     return int(os.environ.get(name, default))
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
-    """Join the process group, unless told to stay alone; without precision, which choose_precision() adds."""
-    if cfg.device == "cuda" and not torch.cuda.is_available():
+    """Join the process group, unless told to stay alone; choose_precision() then adds precision."""
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    rank, local_rank, world_size = (0, 0, 1) if is_alone else (
+        env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
+    if cfg.device == "cuda" and not use_cuda:
         raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
                          "or install a CUDA build of torch")
-    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
-    if is_alone:
-        rank, local_rank, world_size = 0, 0, 1
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
+                         f"{torch.cuda.device_count()} processes per node, or use --device=cpu")
     check_ranks_fit(cfg, world_size)
     device, control = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), None
     if use_cuda:
-        if local_rank >= torch.cuda.device_count():
-            raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
-                             f"{torch.cuda.device_count()} processes per node, or use --device=cpu")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     else:
@@ -910,24 +869,42 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                                 timeout=PATIENCE)
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return Runtime(device, rank, local_rank, world_size, torch.float32, False, False, False, False, False, 0.0,
-                   (), control)
+    return Runtime(device, rank, local_rank, world_size, torch.float32, use_compile=False, use_flex=False,
+                   use_fp8=False, use_fp8_linear=False, use_kernels=False, peak_flops=0.0, notes=(),
+                   control=control)
 
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all."""
-    device = rt.device
-    dtype, peak_flops, dtype_note = choose_dtype(cfg, device)
-    use_compile, use_flex, compile_note = choose_compile(cfg, device)
-    use_fp8, fp8_note = choose_fp8(cfg, device, "fp8_head", use_compile)
-    use_fp8_linear, fp8_linear_note = choose_fp8(cfg, device, "fp8_linear", use_compile)
-    use_kernels, kernels_note = choose_kernels(cfg, device, dtype, use_compile)
+    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
+    use_compile, note = choose_compile(cfg, rt.device)
+    use_fp8, fp8_note = choose_fp8(cfg, rt.device, "fp8_head", use_compile)
+    use_fp8_linear, linear_note = choose_fp8(cfg, rt.device, "fp8_linear", use_compile)
+    use_kernels, kernels_note = choose_kernels(cfg, rt.device, dtype, use_compile)
     if use_compile:  # segments share one piece of code, which has a graph for each
         torch._dynamo.config.recompile_limit = 64
     return dataclasses.replace(rt, **broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, use_flex=use_flex, use_fp8=use_fp8,
-        use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
-        notes=(dtype_note, compile_note, fp8_note, fp8_linear_note, kernels_note)), rt))
+        dtype=dtype, use_compile=use_compile, use_flex=use_compile and rt.device.type == "cuda",
+        use_fp8=use_fp8, use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
+        notes=(*notes, note, fp8_note, linear_note, kernels_note)), rt))
+
+
+def try_launch(field: str, wish: str, reason: str, launch: Callable[[], None], device: torch.device
+               ) -> tuple[bool, str]:
+    """(whether to use what an option names, one line saying why), by launching it where nothing speaks
+    against it. Whatever a compiler raises, training must not depend on it."""
+    name = field.replace("_", " ")
+    if wish == "off" or wish == "auto" and reason:
+        return False, f"{name}: off ({reason if wish == 'auto' else f'--{field}=off'})"
+    try:
+        launch()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        if wish == "on":
+            raise InputError(f"--{field}=on but it fails on this device ({reason}): use --{field}=auto or "
+                             "off") from None
+        return False, f"{name}: off, it fails on this {device.type} device ({reason})"
+    return True, f"{name}: on"
 
 
 def keep_freed_memory() -> None:
@@ -941,7 +918,6 @@ def keep_freed_memory() -> None:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, after all queued work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -979,10 +955,10 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
     return names[name], rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
 
 
-def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, bool, str]:
-    """(whether to compile, whether attention is FlexAttention, one line saying why).
+def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
+    """(whether to compile, one line saying why); it takes Triton, which Windows lacks, and capability 7.0.
 
-    Compiling for CUDA takes Triton, which Windows lacks, and capability 7.0; FlexAttention takes compiling.
+    Attention on CUDA is FlexAttention where the rest is compiled.
     """
     is_cuda, reason = device.type == "cuda", ""
     if is_cuda and triton is None:
@@ -992,10 +968,9 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, bool, str]:
     if cfg.compile == "on" and reason:
         raise InputError(f"--compile=on but it cannot be ({reason}): use --compile=auto or off")
     use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
-    use_flex = use_compile and is_cuda
-    return use_compile, use_flex, (
-        f"attention: {'FlexAttention' if use_flex else 'block-wise scaled_dot_product_attention'}; "
-        f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}")
+    attention = "FlexAttention" if use_compile and is_cuda else "block-wise scaled_dot_product_attention"
+    return use_compile, (f"attention: {attention}; torch.compile {'on' if use_compile else 'off'}"
+                         f"{reason and f' ({reason})'}")
 
 
 # PyTorch 2.13 renamed these two
@@ -1004,14 +979,12 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
-    """Sum a tensor over all ranks, in place."""
     if rt.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def broadcast_from_main(tensor: Tensor, rt: Runtime) -> None:
-    """Overwrite a tensor with rank 0's."""
+def broadcast(tensor: Tensor, rt: Runtime) -> None:
     if rt.world_size > 1:
         dist.broadcast(tensor, src=0)
 
@@ -1025,7 +998,6 @@ def broadcast_object(value, rt: Runtime):
 
 
 def barrier(rt: Runtime) -> None:
-    """Return when every rank has come here."""
     if rt.world_size > 1:
         dist.barrier(group=rt.control)
 
@@ -1072,13 +1044,13 @@ class HostCopy:
         if tensor.device.type == "cpu":
             self.copy = tensor.clone()
         else:
-            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.copy.copy_(tensor, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 
     def read(self) -> Tensor:
-        """Wait for the copy."""
-        if self.event is not None:
+        if self.event:
             self.event.synchronize()
         return self.copy
 
@@ -1096,27 +1068,23 @@ class Stop:
         """Turn SIGINT and SIGTERM into a wish; SIGINT again after a second interrupts."""
         first_at = math.inf
 
-        def ask(signum: int, _frame) -> None:
-            """A signal handler."""
+        def handle(signum: int, _frame) -> None:
             nonlocal first_at
+            if signum not in (signal.SIGINT, signal.SIGTERM):
+                self.num_pauses += 1
+                return
             if signum == signal.SIGINT and time.monotonic() > first_at + 1:
                 raise KeyboardInterrupt
             first_at = min(first_at, time.monotonic())
             self.wish = self.wish or 128 + signum
 
-        def count_pause(_signum: int, _frame) -> None:
-            """A signal handler."""
-            self.num_pauses += 1
-
-        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask}
-        if hasattr(signal, "SIGCONT"):  # not on Windows
-            handlers[signal.SIGCONT] = count_pause
-        old = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGCONT") if hasattr(signal, name)]  # Windows: two
+        old = {name: signal.signal(getattr(signal, name), handle) for name in names}
         try:
             yield
         finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
+            for name, handler in old.items():
+                signal.signal(getattr(signal, name), handler)
 
     def agree(self) -> int:
         """The largest wish of all ranks. Every rank calls this after every step; wishes of others arrive a
@@ -1129,7 +1097,6 @@ class Stop:
         return self.agreed
 
     def collect(self) -> None:
-        """Wait for the wishes that are on their way."""
         if self.work is not None:
             self.work.wait()
             self.work, self.agreed = None, self.agreed or int(self.flag)
@@ -1150,7 +1117,6 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, keeps_input: bool) -> Tensor:
-        """x (..., D) -> (..., D)."""
         mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.rsqrt(mean_square + 1.1920929e-07).type_as(x)  # (..., 1); float32's epsilon
         y = x * scale
@@ -1196,7 +1162,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
     """The one definition of who sees whom. doc_ids (T,); window in tokens, itself excluded."""
     def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Causal, near, of one document."""
         return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
 
     return mask_mod
@@ -1251,11 +1216,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     spans = num_keys // size
 
     def blocks(x: Tensor) -> Tensor:
-        """Queries by block."""
         return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
 
     def widen(x: Tensor) -> Tensor:
-        """Keys or values by query block, with those of the blocks before it."""
         x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
         x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
         return x.transpose(1, 2)  # (T/C, H, M * C, K)
@@ -1379,37 +1342,30 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
 
     They are launched as training launches them: a kernel that is right by itself may not compile in a graph.
     """
-    if cfg.kernels == "off" or cfg.kernels == "auto" and device.type == "cpu":
-        return False, "kernels: plain PyTorch"
-    try:
+    is_cpu = device.type == "cpu"
+
+    def launch() -> None:
         if triton is None:
             raise RuntimeError("Triton is not installed")
         if not computes_bfloat16(device):
             raise RuntimeError("a GPU below capability 8.0, whose registers the tiles overflow")
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
-        x = torch.randn(2, 208, 304, device=device).to(torch.float32 if device.type == "cpu" else dtype)
+        x = torch.randn(2, 208, 304, device=device).to(torch.float32 if is_cpu else dtype)
         logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)
         gram = symmetric_product(x)
 
         def compute(use_kernels: bool) -> list[Tensor]:
-            """What both forms must agree on."""
             return [symmetric_product(x, use_kernels=use_kernels),
                     symmetric_product(gram, gram, 0.5, 2.0, use_kernels),
                     *softcapped_cross_entropy(logits, targets, 15.0, x.dtype, use_kernels=use_kernels)]
 
-        is_compiled = use_compile and device.type == "cuda"
-        ours = torch.compile(compute, dynamic=False)(True) if is_compiled else compute(True)
-        for our, plain in zip(ours, compute(False)):
+        compiled = torch.compile(compute, dynamic=False) if use_compile and not is_cpu else compute
+        for our, plain in zip(compiled(True), compute(False)):
             error = (our.float() - plain.float()).norm() / plain.float().norm()
             if not error < 0.01:  # bfloat16 rounds to 0.002 rms
                 raise RuntimeError(f"a kernel differs from its plain form by {error:.3g}")
-    except Exception as error:  # whatever a compiler raises: training must not depend on it
-        reason = " ".join(str(error).split())[:120]
-        if cfg.kernels == "on":
-            raise InputError(f"--kernels=on but they fail on this device ({reason}): "
-                             "use --kernels=auto or off") from None
-        return False, f"kernels: plain PyTorch ({reason})"
-    return True, "kernels: Triton"
+
+    return try_launch("kernels", cfg.kernels, "plain PyTorch on a CPU" if is_cpu else "", launch, device)
 
 
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_dtype: torch.dtype,
@@ -1447,7 +1403,6 @@ LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
 
 
 def fp8_x_scale(dim: int) -> float:
-    """Scale of activations with unit root mean square: their entries are at most sqrt(D)."""
     return math.sqrt(dim) / 448
 
 
@@ -1473,7 +1428,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
 
 
 def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x scaled so that its largest entry is the largest of an FP8 dtype, and the inverse scale, float32 ()."""
+    """x scaled so that its largest entry is the largest of an FP8 dtype; the inverse scale, float32 ()."""
     limit = torch.finfo(dtype).max
     scale = limit / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).clamp_(-limit, limit).to(dtype).contiguous(), scale.reciprocal()
@@ -1484,7 +1439,6 @@ class LinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., K), weight (N, K) of any float dtype -> (..., N) in x.dtype."""
         x8, x_scale = measure_and_cast(x.flatten(0, -2), torch.float8_e4m3fn)
         w8, w_scale = measure_and_cast(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
@@ -1538,7 +1492,6 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """The saved gradients times that of the loss."""
         grad_x, grad_w = ctx.saved_tensors
         return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None
 
@@ -1552,7 +1505,6 @@ def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, cap: float, use_ke
 
 def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, targets: Tensor, cap: float, use_kernels: bool
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with FP8 weights (V, D) and (D, V)."""
     x_scale = fp8_x_scale(x.size(1))
     x8 = to_fp8(x, x_scale, E4M3)
     logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
@@ -1565,35 +1517,29 @@ def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, targets: Tensor, 
 
 def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool) -> tuple[bool, str]:
     """(whether head or linears train in FP8, one line saying why), by running the real matmuls once."""
-    name, wish = field.replace("_", " "), getattr(cfg, field)
-    if wish == "off":
-        return False, f"{name}: off (--{field}=off)"
-    if wish == "auto" and device.type == "cpu":
-        return False, f"{name}: off (no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it)"
-    if wish == "auto" and cfg.dtype == "float32":
-        return False, f"{name}: off (--dtype=float32)"
-    if wish == "auto" and field == "fp8_linear" and (cfg.model_dim < 1536 or not use_compile):
-        return False, f"{name}: off (measuring costs more than it gains below 1536 channels, or uncompiled)"
-    try:
-        for option_name in ("model_dim", "padded_vocab_size") if field == "fp8_head" else ("model_dim",):
-            if getattr(cfg, option_name) % 16:
-                raise RuntimeError(f"{option_name}={getattr(cfg, option_name)} is not a multiple of 16")
-        if field == "fp8_linear" and cfg.model_dim < FP8_LEAST:
+    is_head, reason = field == "fp8_head", ""
+    if device.type == "cpu":
+        reason = f"no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it"
+    elif cfg.dtype == "float32":
+        reason = "--dtype=float32"
+    elif not is_head and (cfg.model_dim < 1536 or not use_compile):
+        reason = "measuring costs more than it gains below 1536 channels, or uncompiled"
+
+    def launch() -> None:
+        for name in ("model_dim", "padded_vocab_size") if is_head else ("model_dim",):
+            if getattr(cfg, name) % 16:
+                raise RuntimeError(f"{name}={getattr(cfg, name)} is not a multiple of 16")
+        if not is_head and cfg.model_dim < FP8_LEAST:
             raise RuntimeError(f"model_dim={cfg.model_dim} is below {FP8_LEAST}")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        if field == "fp8_linear":
-            LinearFP8.apply(x, w).sum().backward()
-        else:
-            targets = torch.zeros(32, device=device, dtype=torch.int64)
+        targets = torch.zeros(32, device=device, dtype=torch.int64)
+        if is_head:
             HeadLoss.apply(x, w, targets, cfg.softcap, True, False).backward()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0][:120]
-        if wish == "on":
-            raise InputError(f"--{field}=on but FP8 matmuls fail on this device ({reason}): "
-                             f"use --{field}=auto or off") from None
-        return False, f"{name}: off, {device.type} multiplies in the activation dtype ({reason})"
-    return True, f"{name}: on"
+        else:
+            LinearFP8.apply(x, w).sum().backward()
+
+    return try_launch(field, getattr(cfg, field), reason, launch, device)
 
 
 # ==== UPDATE RULES =========================================================================================
@@ -1792,7 +1738,6 @@ class ParamSpec:
 
 def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
             wd_mul: float = 1.0) -> nn.Parameter:
-    """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
     param.spec = ParamSpec(group, lr_mul, wd_mul)
     return param
@@ -1820,7 +1765,7 @@ class Bucket:
             values, grads = (full[self.slices[name]].view(param.shape) for full in (self.values, self.grads))
             values.copy_(param.data)
             param.data, param.grad = values, grads
-        broadcast_from_main(self.values, rt)
+        broadcast(self.values, rt)
         self.shard = local_shard(self.values, rt)  # (M/N, *unit)
         self.state = self.rule.init_state(self.shard)
         self.lr_mul, self.wd_mul = (self._spread(kind) for kind in ("lr_mul", "wd_mul"))
@@ -1833,7 +1778,8 @@ class Bucket:
     def _spread(self, kind: str) -> Tensor:
         """Multipliers of this rank's matrices (M/N, 1, 1); of elements, which share theirs, (1,)."""
         if not self.rule.per_matrix:
-            return torch.tensor([getattr(next(iter(self.params.values())).spec, kind)], device=self.rt.device)
+            spec = next(iter(self.params.values())).spec
+            return torch.tensor([getattr(spec, kind)], device=self.rt.device)
         multipliers = torch.ones(len(self.values), device=self.rt.device)
         for name, param in self.params.items():
             multipliers[self.slices[name]] = torch.tensor(getattr(param.spec, kind), device=self.rt.device)
@@ -1878,7 +1824,6 @@ class Bucket:
             self.missing += len(self.follower.params)
 
     def finish(self) -> None:
-        """Wait until all ranks' shards have arrived."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -1891,7 +1836,7 @@ class Bucket:
 
     def write(self, key: str, full: Tensor) -> None:
         """Put rank 0's (M, ...) back where read() found it."""
-        broadcast_from_main(full, self.rt)
+        broadcast(full, self.rt)
         if key == "":
             self.values.copy_(full)
         else:
@@ -1935,18 +1880,18 @@ class Probe:
     PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
     SUMS = ("grad", "weight", "update", "momentum")
 
-    def __init__(self, groups: Iterable[str] = (), device: torch.device | None = None, is_full: bool = False):
-        self.rows, self.is_full, self.marks = {group: i for i, group in enumerate(groups)}, is_full, []
-        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=device) if self.rows else None
+    def __init__(self, groups: Iterable[str] = (), rt: Runtime | None = None, is_full: bool = False):
+        self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
+        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device) if self.rows else None
+        self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
 
     def mark(self, part: str) -> None:
-        """From here on time belongs to this part."""
-        if self.is_full and self.sums.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append((part, event))
-        elif self.is_full:
-            self.marks.append((part, time.perf_counter()))
+        """From here on time belongs to this part; "" ends the step. Waits for the device, once measured."""
+        if self.is_full:
+            now = clock(self.rt.device)
+            if self.part:
+                self.seconds[self.part] += now - self.since
+            self.part, self.since = part, now
 
     def note(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
         """Add a bucket's gradient, for the mean loss of a token; its weights, their change, its momentum."""
@@ -1959,18 +1904,8 @@ class Probe:
             parts = (bucket.shard, bucket.shard.float() - before.float(), momentum)
             row[1:] += torch.stack([sum_squares(x) for x in parts])
 
-    def read_seconds(self) -> dict[str, float]:
-        """Seconds of each part since the first mark; the last mark, of whatever name, is the end."""
-        seconds = dict.fromkeys(self.PARTS, 0.0)
-        if self.marks and self.sums.device.type == "cuda":
-            torch.cuda.synchronize(self.sums.device)
-        for (part, start), (_, end) in itertools.pairwise(self.marks):
-            seconds[part] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-        return seconds
-
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Sum of squares in float32 ()."""
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 
@@ -2010,17 +1945,15 @@ class Optimizer:
                     functools.partial(self._on_gradient, self.bucket_of[name]))
 
     def check_norms(self) -> None:
-        """Raise InputError where a rule keeps norms and one is zero."""
         for bucket in self.buckets:
             for name in bucket.params if bucket.rule.keeps_norm else ():
                 if not matrix_norm(bucket.values[bucket.slices[name]]).all():
-                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, and "
-                                     f"one of {name} is zero: give --output_gain=on or --zero_init=off, and "
-                                     "--init_std above 0")
+                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
+                                     f"and one of {name} is zero: give --output_gain=on or --zero_init=off, "
+                                     "and --init_std above 0")
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that this rank has sent."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def wait_before(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -2028,7 +1961,6 @@ class Optimizer:
         buckets = list(dict.fromkeys(self.bucket_of[name] for name in names))
 
         def finish_buckets(*_) -> None:
-            """A forward pre-hook; in the pass that telemetry compiles all has been waited for."""
             if torch.compiler.is_compiling():
                 return
             self.probe.mark("communication")
@@ -2040,7 +1972,6 @@ class Optimizer:
             module.register_forward_pre_hook(finish_buckets)
 
     def arm(self) -> None:
-        """Announce the last backward of the step: from now on a complete bucket is sent at once."""
         self.is_armed = True
 
     def _is_due(self, bucket: Bucket) -> bool:
@@ -2084,7 +2015,6 @@ class Optimizer:
                                self.rt.use_kernels, cfg.orthogonalize, cfg.decay)
 
     def finish(self) -> None:
-        """Wait for all parameters of the last step."""
         for bucket in self.buckets:
             bucket.finish()
 
@@ -2132,11 +2062,9 @@ class Optimizer:
             bucket.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor a step changes: parameters and this rank's state."""
         return [tensor for bucket in self.buckets for tensor in (bucket.values, *bucket.state.values())]
 
     def snapshot(self) -> tuple[int, list[Tensor]]:
-        """A copy of everything step() changes."""
         self.finish()
         return self.step_count, [tensor.clone() for tensor in self.tensors()]
 
@@ -2152,14 +2080,14 @@ class Optimizer:
 
 # ==== MODEL ================================================================================================
 # Pre-norm transformer on T tokens: no batch dimension, documents are told apart by doc_ids. Matrices are
-# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... To add a
-# gate or a number: an option or LayerSpec entry, a declare() or choose_scalars() line, its use.
+# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... To add
+# a gate or a number: an option or LayerSpec entry, a declare() or choose_scalars() line, its use.
 
 
 class StageInputs(typing.NamedTuple):
     """What the schedule tells the model for a whole stage."""
 
-    windows: Tensor | tuple[int, int]  # (long, short) tokens; for FlexAttention a tensor (2,), so it can change
+    windows: Tensor | tuple[int, int]  # (long, short) tokens; for FlexAttention a tensor (2,): it can change
     cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
     sin: Tensor  # (T, 2, 1, K)
 
@@ -2215,9 +2143,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor, step: StepInputs
                 ) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
-        (to_qkv, to_out), use_fp8, dim = self.qkvo.type_as(x).split((3, 1)), self.use_fp8 and self.training, x.size(1)
-        heads, factor = (self.num_heads, self.head_dim), step.scalars["value"].type_as(x)  # (T, 1)
-        qk, v = multiply_linear(x, to_qkv.flatten(0, 1), use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
+        (to_qkv, to_out), use_fp8 = self.qkvo.type_as(x).split((3, 1)), self.use_fp8 and self.training
+        heads, factor, dim = (self.num_heads, self.head_dim), step.scalars["value"].type_as(x), x.size(1)
+        qkv = multiply_linear(x, to_qkv.flatten(0, 1), use_fp8)  # (T, 3D)
+        qk, v = qkv.split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
         qk = qk.unflatten(1, (2, *heads))  # (T, 2, H, K)
         qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
         q, k = apply_rotary(qk, step.stage.cos, step.stage.sin).unbind(1)  # (T, H, K) each, q scaled
@@ -2294,7 +2223,6 @@ class Block(nn.Module):
 
     @staticmethod
     def normalize(x: Tensor, gain: Tensor | None) -> Tensor:
-        """The residual stream x (T, D) as attention or MLP reads it."""
         x = rms_norm(x)
         return x if gain is None else x * gain.type_as(x)
 
@@ -2349,7 +2277,6 @@ class Segment(nn.Module):
 
     def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]
                     ) -> dict[str, BlockMask | Tensor]:
-        """What attend() wants to know of each kind of attention in these layers."""
         build = build_block_mask if self.use_flex else build_dense_mask
         kinds = {block.spec.attention for block in self.blocks}
         return {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)
@@ -2383,7 +2310,6 @@ class GPT(nn.Module):
         self.set_fp8_linear(use_fp8_linear)
 
     def set_fp8_linear(self, use_fp8: bool) -> None:
-        """Whether attention and MLP multiply in FP8 while training."""
         self.use_fp8_linear = use_fp8
         for module in self.modules():
             if isinstance(module, (Attention, MLP)):
@@ -2408,7 +2334,6 @@ class GPT(nn.Module):
         return self.head(self.run_segments(x, streams, doc_ids, stage)[0], targets)
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
-        """inputs, doc_ids (T,) -> normalised final activations (T, D)."""
         return self.run_segments(*self.look_up(inputs), doc_ids, stage)[0]
 
     def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs,
@@ -2438,17 +2363,16 @@ class GPT(nn.Module):
         return [name for name, _ in self.named_parameters() if not name.startswith(("blocks.", "head."))]
 
     def cut(self, num_segments: int) -> None:
-        """Divide the layers into so many segments, of like sizes."""
         bounds = [len(self.blocks) * i // num_segments for i in range(num_segments + 1)]
         self.segments = [Segment(self.cfg, self.blocks, range(*pair), self.use_flex)
                          for pair in itertools.pairwise(bounds)]
 
 
 # ==== DATA =================================================================================================
-# Shards -> packed sequences -> batches. A packed sequence ("row") is seq_len tokens of whole documents (cut to
-# max_doc_len), each beginning with the BOS token. Which ones a step sees is decided once, for the whole run,
-# before the first step; ranks and micro-batches only split them. Source: record 32; data/README.md has the
-# file format.
+# Shards -> packed sequences -> batches. A packed sequence ("row") is seq_len tokens of whole documents (cut
+# to max_doc_len), each beginning with the BOS token. Which ones a step sees is decided once, for the whole
+# run, before the first step; ranks and micro-batches only split them. Source: record 32; data/README.md has
+# the file format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "delete it and fetch or build it again (data/)"
@@ -2463,7 +2387,6 @@ class Batch(typing.NamedTuple):
     doc_ids: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; does not wait for the copy."""
         return Batch(*(t.to(device, non_blocking=True) for t in self))
 
 
@@ -2529,8 +2452,8 @@ def find_shards(pattern: str, field: str) -> list[str]:
 
 
 class Row(typing.NamedTuple):
-    """Where a packed sequence lies in a shard: documents first..last, each cut to max_doc_len; or, where they
-    begin anywhere, tokens first..last."""
+    """Where a packed sequence lies in a shard: documents first..last, each cut to max_doc_len; or, where it
+    may begin anywhere, tokens first..last."""
 
     shard: int
     first: int
@@ -2550,7 +2473,6 @@ class TrainData:
         self._plan(self._walk_shards())
 
     def first_row(self, step: int) -> int:
-        """The first packed sequence of a step; the next step's is one past its last."""
         return sum((min(end, step) - start) * rows for start, end, rows, _ in self.spans if start < step)
 
     def _walk_shards(self) -> Iterator[int]:
@@ -2614,7 +2536,6 @@ class TrainData:
         return np.concatenate(pieces)[: self.seq_len + 1]
 
     def batch(self, rows: range) -> Batch:
-        """Packed sequences, one after the other."""
         tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
         return make_batch(tokens, self.shards[0].bos, self.cfg.document_mask == "on")
 
@@ -2661,7 +2582,6 @@ class ValData:
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
-        """One validation sequence, or several short ones."""
         span = self.tokens[index * self.batch_tokens :]
         rows = np.lib.stride_tricks.sliding_window_view(span, self.cfg.val_seq_len + 1)
         rows = rows[: self.batch_tokens : self.cfg.val_seq_len]  # (rows, val_seq_len + 1)
@@ -2692,12 +2612,10 @@ class Prefetcher:
         return batch.to(self.device)
 
     def close(self) -> None:
-        """Stop the thread."""
         self.executor.shutdown(cancel_futures=True)
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
-    """What was trained on: a hash over the hashes of the shards, training shards first."""
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
@@ -2730,7 +2648,7 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     streams, start = {}, np.array([bos], dtype=np.uint16)
     for split, entries in splits.items():
         documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
-        streams[split] = np.concatenate([start[:0], *(part for tokens in documents for part in (start, tokens))])
+        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
         if len(streams[split]) <= BLOCK:
             raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
                              f"{BLOCK + 1} of one attention block: give more text")
@@ -2776,7 +2694,6 @@ def split_text(text: bytes, limit: int) -> Iterator[bytes]:
 
 
 def encode_bytes(text: bytes) -> np.ndarray:
-    """One token per byte, uint16."""
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
@@ -2852,7 +2769,6 @@ class Schedule:
         return [span for span in spans if span[1] < span[2]]
 
     def total_tokens(self) -> int:
-        """Training tokens of the whole run."""
         return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start)
                    for stage, start, end in self.spans())
 
@@ -2899,17 +2815,16 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
     scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
     sin = torch.cat((angles.sin(), -angles.sin()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
-    windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device) if rt.use_flex else state.windows
-    return StageInputs(windows, cos.to(dtype), sin.to(dtype))
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device)
+    return StageInputs(windows if rt.use_flex else state.windows, cos.to(dtype), sin.to(dtype))
 
 
 # ==== RUN RECORD ===========================================================================================
-# What a run leaves: the script, a log, a json of its result, measurements on request, and checkpoints. Rank 0
-# alone writes.
+# What a run leaves: the script, a log, a json of its result, measurements on request, and checkpoints. Rank
+# 0 alone writes.
 
 
 def show_bar() -> bool:
-    """Whether a progress bar would be seen: rank 0 on a terminal."""
     return sys.stderr.isatty() and env_int("RANK", 0) == 0
 
 
@@ -2942,7 +2857,8 @@ def check_writable(folder: Path, remedy: str) -> None:
             break
         except OSError as error:
             if is_last:
-                raise InputError(f"{str(folder)[:200]} cannot be written ({error.strerror}): {remedy}") from None
+                raise InputError(f"{str(folder)[:200]} cannot be written ({error.strerror}): {remedy}"
+                                 ) from None
         finally:
             for path in missing:
                 with suppress(OSError):  # was not made, or another process uses it
@@ -2965,7 +2881,6 @@ def check_outputs(cfg: Config, source: bytes) -> None:
 
 
 def choose_folder(cfg: Config) -> Path:
-    """Where this run's result goes."""
     if not cfg.record:
         return Path(cfg.logs_dir)
     root = Path(cfg.records_dir, cfg.track)
@@ -2973,46 +2888,33 @@ def choose_folder(cfg: Config) -> Path:
     return taken[0] if taken else Path(root, f"{datetime.date.today()}_{cfg.record}")
 
 
-def describe_versions() -> dict:
-    """Versions of everything that decides a result."""
+def describe_machine(rt: Runtime) -> dict:
+    """Versions and hardware, as far as they decide a result or its speed."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    if torch.version.cuda:
-        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
-    return versions
-
-
-def describe_hardware(rt: Runtime) -> dict:
-    """The machine, as far as it decides speed."""
-    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu=read_cpu_name(),
-                    cpu_count=os.cpu_count(), threads=torch.get_num_threads())
+    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
+                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine())
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        hardware["cpu"] = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
-    return hardware
-
-
-def read_cpu_name() -> str:
-    """The processor's name."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
+    return dict(versions=versions, hardware=hardware)
 
 
 def read_git_commit() -> str:
     """The commit of the working tree, or an empty string outside one."""
-    try:
-        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip() if result.returncode == 0 else ""
+    with suppress(OSError):
+        return subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], capture_output=True,
+                              text=True).stdout.strip()
+    return ""
 
 
 def print0(text: str, rt: Runtime) -> None:
     """Print a line on rank 0, flushed, above the progress bar."""
-    if rt.is_main:
-        with suppress(OSError):  # nobody reads it any more: training goes on
+    with suppress(OSError):  # nobody reads it any more: training goes on
+        if rt.is_main:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
@@ -3025,7 +2927,7 @@ class RunLog:
         self.val_points = resumed["val_points"] if resumed else []
         self.source = Path(__file__).read_bytes()
         self.facts = dict(script_sha256=hashlib.sha256(self.source).hexdigest(), argv=argv,
-                          versions=describe_versions(), hardware=describe_hardware(rt))
+                          **describe_machine(rt))
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
         self.folder = choose_folder(cfg)
         if resumed and resumed["script_sha256"] == self.facts["script_sha256"]:
@@ -3033,14 +2935,12 @@ class RunLog:
                 self.run_id = resumed["run_id"]  # the same run: its log continues
 
     def __enter__(self) -> "RunLog":
-        if self.rt.is_main:
-            suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
-            for suffix in suffixes:
-                path = Path(self.cfg.logs_dir, f"{self.run_id}{suffix}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.files[suffix] = open(path, "ab", buffering=0)
-            if not self.files[".txt"].tell():
-                self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
+        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
+        for suffix in suffixes if self.rt.is_main else ():
+            Path(self.cfg.logs_dir).mkdir(parents=True, exist_ok=True)
+            self.files[suffix] = open(Path(self.cfg.logs_dir, self.run_id + suffix), "ab", buffering=0)
+        if self.files and not self.files[".txt"].tell():
+            self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
         return self
 
     def __exit__(self, kind: type | None, *_) -> None:
@@ -3063,18 +2963,15 @@ class RunLog:
             print0(f"{file.name} cannot be written ({error.strerror}): training goes on without it", self.rt)
 
     def open_bar(self, step: int) -> None:
-        """Start the progress bar after so many steps, where it would be seen."""
         if show_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=step, unit="step", dynamic_ncols=True)
 
     def print(self, text: str, to_console: bool = True) -> None:
-        """Write a line to the log, and to the console."""
         self._append(".txt", text)
         if to_console:
             print0(text, self.rt)
 
     def write_event(self, event: str, step: int, **facts) -> None:
-        """One line of <run_id>.jsonl, where there is one."""
         self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
 
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
@@ -3086,51 +2983,48 @@ class RunLog:
 
     def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
         """The line of a training step, counted from 1, and the bar. loss() is read only to be shown."""
-        every = self.cfg.print_every
+        every, is_last = self.cfg.print_every, step == self.cfg.num_iterations
         self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
                    f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
         if self.bar is not None:
-            if time.monotonic() - self.bar.last_print_t > 0.5 or step == self.cfg.num_iterations:
-                self.bar.set_postfix_str(f"loss {loss():.3f}, {tokens / train_time:,.0f} tok/s",
-                                         refresh=False)
+            if is_last or time.monotonic() - self.bar.last_print_t > 0.5:
+                speed = f"{tokens / train_time:,.0f} tok/s"
+                self.bar.set_postfix_str(f"loss {loss():.3f}, {speed}", refresh=False)
             self.bar.update()
 
     def finish(self, result: dict) -> None:
         """Leave the result: script, log and json in one folder; and print the card."""
         if not self.rt.is_main:
             return
-        if self.bar is not None:
-            self.bar.close()
         result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
                       seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
                       git_commit=read_git_commit())
         path = self.folder / f"{self.run_id}.json"
         script = "train_gpt.py" if self.cfg.record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
+        if self.bar is not None:
+            self.bar.close()
         print0(format_card(result, self.rt, path), self.rt)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / script).exists():
                 write_atomic(self.folder / script, self.source)
-            for suffix, file in self.files.items():
-                if self.cfg.record:
-                    shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
+            for suffix, file in self.files.items() if self.cfg.record else ():
+                shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
             write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         except OSError as error:
             raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
-                           "is not recorded; its log, as far as the disk took it, is in "
-                           f"{self.cfg.logs_dir}", of_one_rank=True) from error
+                           f"is not recorded; its log, as far as the disk took it, is in {self.cfg.logs_dir}",
+                           of_one_rank=True) from error
 
 
 CHECKPOINT_FORMAT = "train_gpt 3"
 
 
 def name_checkpoints(cfg: Config) -> Path:
-    """The folder of this run's checkpoints."""
     return Path(cfg.checkpoint_dir, f"{cfg.record or cfg.preset}_seed{cfg.seed}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last written first."""
     found = [path for path in folder.glob("step_*.pt") if path.is_file()]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
@@ -3149,25 +3043,22 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
         return json.loads(content["facts"]), dict(content["tensors"])
     except Exception as error:  # whatever a damaged file makes its readers raise
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason}): name another one, or "
-                         "give --resume=auto for the newest that can") from None
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason}): name another one, "
+                         "or give --resume=auto for the newest that can") from None
 
 
 def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
     """What --resume names: (path, facts, tensors); for auto the newest that is whole, or None."""
-    paths, problem = [Path(cfg.resume)], None
-    if cfg.resume == "auto":
-        paths = list_checkpoints(name_checkpoints(cfg))
-    for path in paths:
+    paths = list_checkpoints(name_checkpoints(cfg)) if cfg.resume == "auto" else [Path(cfg.resume)]
+    for i, path in enumerate(paths):
         try:
             facts, tensors = read_checkpoint(path)
-        except InputError as error:
-            problem = problem or error  # of the newest
+        except InputError:
+            if i == len(paths) - 1:
+                raise
         else:
             check_same_run(path, facts, cfg)
             return path, facts, tensors
-    if problem:
-        raise problem
     return None
 
 
@@ -3201,23 +3092,19 @@ class Checkpoints:
     KEPT = 2
 
     def __init__(self, cfg: Config, log: RunLog):
-        self.folder, self.log, self.thread, self.path = name_checkpoints(cfg), log, None, None
-        self.is_broken = False
+        self.folder, self.log, self.is_broken = name_checkpoints(cfg), log, False
+        self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
     def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
-        """Write, on the rank that has the copies, as soon as the last checkpoint is out."""
         self.wait()
-        if copies:
-            self.thread = threading.Thread(target=self._write, args=(step, json.dumps(facts), copies))
-            self.thread.start()
+        if copies:  # on rank 0
+            self.writing = self.executor.submit(self._write, step, json.dumps(facts), copies)
 
     def wait(self) -> Path | None:
         """Wait for the last one; its path, or None where it could not be written."""
-        if self.thread is not None:
-            self.thread.join()
-        return self.path
+        return self.writing and self.writing.result()
 
-    def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> None:
+    def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> Path | None:
         path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -3228,23 +3115,24 @@ class Checkpoints:
             for old in (*others[self.KEPT - 1 :], *self.folder.glob(".step_*.partial")):  # of killed runs
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
             if not self.is_broken:
-                cause = error.__context__ if isinstance(error.__context__, OSError) else error
-                reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
                 self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
                                "training goes on")
-            self.is_broken, self.path = True, None
-            return
-        self.is_broken, self.path = False, path
+            self.is_broken = True
+            return None
+        self.is_broken = False
         self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
+        return path
 
 
 def format_card(result: dict, rt: Runtime, path: Path) -> str:
-    """The result card at the end of a run."""
     derived, seconds, config = result["config"]["derived"], result["train_time_ms"] / 1000, result["config"]
     paused = f"; suspended {result['pauses']} times, which counts" if result["pauses"] else ""
     rows = {
-        "preset": f"{result['preset']}, seed {result['seed']}, {derived['num_params'] / 1e6:.2f} M parameters",
+        "preset": f"{result['preset']}, seed {result['seed']}, "
+                  f"{derived['num_params'] / 1e6:.2f} M parameters",
         "validation loss": f"{result['final_val_loss']:.4f} after {config['num_iterations']} steps",
         "training time": f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up before the clock"
                          f"{paused}",
@@ -3253,8 +3141,8 @@ def format_card(result: dict, rt: Runtime, path: Path) -> str:
                "matmul rate measured here",
         "peak memory": f"{result['peak_memory_mib']:,} MiB"}
     if rt.world_size > 1:
-        rows["sent per step"] = (f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least possible "
-                                 f"is {result['minimum_bytes_per_step'] / 1e6:,.2f} MB")
+        rows["sent per step"] = (f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least "
+                                 f"possible is {result['minimum_bytes_per_step'] / 1e6:,.2f} MB")
     rows["left in"] = str(path)
     width = max(map(len, rows.values()))
     rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
@@ -3324,12 +3212,11 @@ class Trainer:
         """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
         tokens_per_step = state.stage.tokens_per_step or self.cfg.tokens_per_step
         accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step)
-        total = torch.zeros((), device=self.rt.device)
-        mark, progress = self.optimizer.probe.mark, self.progress
+        total, progress = torch.zeros((), device=self.rt.device), self.progress
         for micro in range(accum):
-            mark("data wait")
+            self.optimizer.probe.mark("data wait")
             batch = next(batches)
-            mark("forward and backward")
+            self.optimizer.probe.mark("forward and backward")
             if micro == accum - 1:
                 self.optimizer.arm()
             inputs = self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len)
@@ -3341,7 +3228,7 @@ class Trainer:
         lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
         self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step,
                             state.matrix_lr_factor * lr_scale, state.decay_factor)
-        mark("")
+        self.optimizer.probe.mark("")
         return total / (tokens_per_step // self.rt.world_size)
 
     @torch.no_grad()
@@ -3381,8 +3268,7 @@ class Trainer:
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
         facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
                      optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
-                     script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-                     versions=describe_versions())
+                     script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
         return facts, copies if self.rt.is_main else {}
 
     def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
@@ -3474,26 +3360,24 @@ class Telemetry:
 
     def end_step(self, loss: Tensor, probe: Probe, train_time: float) -> None:
         """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
-        if not self.every:
+        if self.every:
+            self.losses.append(loss)
+        if not probe.is_full:
             return
-        self.losses.append(loss)
         rt, progress = self.trainer.rt, self.trainer.progress
-        if progress.step % self.every:
-            return
         losses = (all_reduce_sum(torch.stack(self.losses), rt) / rt.world_size).tolist()
         norms = all_reduce_sum(probe.sums, rt).sqrt().tolist()
         self.losses = []
         for value in losses:
-            ema = progress.loss_ema
-            progress.loss_ema = value if math.isnan(ema) else ema + (1 - self.EMA_DECAY) * (value - ema)
+            ema = value if math.isnan(progress.loss_ema) else progress.loss_ema
+            progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
-        self.log.write_event(
-            "telemetry", progress.step, train_time_ms=round(train_time * 1000),
-            loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
-            groups={group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
-                                momentum_norm=momentum)
-                    for group, (grad, weight, update, momentum) in zip(probe.rows, norms)},
-            **self.measured, seconds=probe.read_seconds())
+        groups = {group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
+                              momentum_norm=momentum)
+                  for group, (grad, weight, update, momentum) in zip(probe.rows, norms)}
+        self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
+                             loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
+                             groups=groups, **self.measured, seconds=probe.seconds)
 
 
 class Guard:
@@ -3549,7 +3433,6 @@ class Guard:
         return True
 
     def judge_validation(self, step: int, val_loss: float) -> None:
-        """The same for a validation loss, the same number on all ranks."""
         if self.is_on and not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
             self._act(step, f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}", to_oldest=True)
         self.best_val_loss = min(self.best_val_loss, val_loss)
@@ -3619,18 +3502,16 @@ def prepare_outputs(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Ten
     """Check on rank 0 what this run will write, and read what it resumes, as find_checkpoint(); errors and
     facts reach all ranks, tensors only rank 0."""
     found, problem = None, ""
-    if rt.is_main:
-        try:
+    try:
+        if rt.is_main:
             check_outputs(cfg, Path(__file__).read_bytes())
             found = find_checkpoint(cfg) if cfg.resume else None
-        except InputError as error:
-            problem = str(error)
-    if found:
-        found[1]["result"] = find_result(found[1], cfg)
-    shared, problem = broadcast_object((found and found[:2], problem), rt)
+    except InputError as error:
+        problem = str(error)
+    path, facts, problem = broadcast_object((*(found or (None, None))[:2], problem), rt)
     if problem:
         raise InputError(problem)
-    return shared and (*shared, found[2] if found else {})
+    return path and (path, facts, found[2] if found else {})
 
 
 def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str:
@@ -3655,9 +3536,9 @@ def train(cfg: Config, argv: list[str]) -> None:
              f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens, in {Path.cwd()}")
     print0(intro, rt)
     saved = prepare_outputs(cfg, rt)
-    if saved and saved[1]["result"]:
-        print0(f"{saved[0]} is the end of a finished run, see {saved[1]['result']}: nothing to do (without "
-               "--resume it starts anew)", rt)
+    if saved and (result := broadcast_object(find_result(saved[1], cfg), rt)):
+        print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
+               "starts anew)", rt)
         return
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
@@ -3680,8 +3561,7 @@ def train(cfg: Config, argv: list[str]) -> None:
             Run(trainer, train_data, val_data, log, argv, stop, telemetry).run()
         sent = (trainer.optimizer.num_bytes - before) / max(1, cfg.num_iterations - first_step)
         log.finish({**facts, **measure_run(trainer, derived, sent, stop)})
-    if rt.is_main:
-        print_sample(trainer.model, cfg, trainer.rt)
+    print_sample(trainer.model, cfg, trainer.rt)
 
 
 def measure_run(trainer: Trainer, derived: dict, sent: float, stop: Stop) -> dict:
@@ -3733,16 +3613,13 @@ class Run:
             self.checkpoints.wait()
 
     def start_clock(self) -> None:
-        """Training time counts from here."""
         self.started = clock(self.rt.device)
 
     def stop_clock(self) -> None:
-        """Training time counts to here."""
         self.trainer.optimizer.finish()
         self.progress.train_time += clock(self.rt.device) - self.started
 
     def validate(self) -> float:
-        """Validate, write the line."""
         self.stop_clock()
         val_loss = self.trainer.validate(self.val_data, self.trainer.schedule.at(self.progress.step))
         self.log.log_validation(self.progress.step, val_loss, self.progress.train_time)
@@ -3754,8 +3631,8 @@ class Run:
         cfg, rt, progress = self.cfg, self.rt, self.progress
         state = self.trainer.schedule.at(progress.step)
         is_measured, optimizer = self.telemetry.start_step(), self.trainer.optimizer
-        probe = optimizer.probe = Probe(optimizer.groups if is_measured or self.guard.is_on else (),
-                                        rt.device, is_measured)
+        probe = optimizer.probe = Probe(optimizer.groups if is_measured or self.guard.is_on else (), rt,
+                                        is_measured)
         loss = self.trainer.train_step(self.batches, state)
         optimizer.probe = Probe()
         progress.step += 1
@@ -3798,12 +3675,11 @@ class Run:
 
 
 def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
-    """The command line that goes on from a checkpoint."""
+    """The command line that continues from a checkpoint."""
+    launcher = f"torchrun --standalone --nproc_per_node={rt.world_size}" if rt.world_size > 1 else "python"
     rest = [word for before, word in zip(("", *argv), argv)
             if not word.startswith("--resume") and before != "--resume"]
-    launcher = ["python"] if rt.world_size == 1 else [
-        "torchrun", "--standalone", f"--nproc_per_node={rt.world_size}"]
-    return shlex.join([*launcher, os.path.relpath(__file__), *rest, f"--resume={path}"])
+    return f"{launcher} {shlex.join([os.path.relpath(__file__), *rest, f'--resume={path}'])}"
 
 
 # ==== SAMPLING =============================================================================================
@@ -3819,7 +3695,6 @@ class Tokenizer(typing.NamedTuple):
 
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that belongs to a vocabulary, if it is at hand."""
     if vocab_size == BYTE_VOCAB_SIZE:
         return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
     try:
@@ -3833,7 +3708,6 @@ def find_tokenizer(vocab_size: int) -> Tokenizer | None:
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw from logits (V,) on the CPU; at temperature 0 the largest."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k:
@@ -3853,10 +3727,9 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) 
     state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
     text = list(prompt)
     for _ in range(cfg.max_new_tokens):
-        tokens = [bos, *text[-(cfg.max_doc_len - 1) :]]
-        num_padded = -(-len(tokens) // BLOCK) * BLOCK  # whole blocks; nobody sees what comes after
-        inputs = torch.tensor(tokens + [bos] * (num_padded - len(tokens)), dtype=torch.int32, device=rt.device)
-        stage = make_stage_inputs(state, num_padded, num_padded, rt)
+        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
+        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks; nobody sees what comes after
+        stage = make_stage_inputs(state, len(inputs), len(inputs), rt)
         x = model.encode(inputs, torch.zeros_like(inputs), stage)  # (T, D)
         logits = model.head.logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # a model that diverged has nothing to say
@@ -3869,14 +3742,13 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) 
 
 
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
-    """A short text under the result card, where a tokenizer is at hand."""
+    """A short text under the result card, where a tokenizer is at hand; shapes vary, so uncompiled."""
     tokenizer = find_tokenizer(cfg.vocab_size)
-    if tokenizer is None:
+    if tokenizer is None or not rt.is_main:
         return
-    model.eval()
+    model.eval().use_flex = False
+    model.cut(1)
     cfg, rt = dataclasses.replace(cfg, max_new_tokens=120), dataclasses.replace(rt, use_flex=False)
-    model.use_flex = False
-    model.cut(1)  # shapes change with every token: not worth compiling
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
         text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
     print0(f"sample: {text.decode(errors='replace').strip()}", rt)
@@ -3959,8 +3831,8 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         if not is_lost_contact(error):
             traceback.print_exc()
         elif is_first_to_say("lost contact"):
-            print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, was "
-                  "killed, or has stood still for --comm_timeout; torchrun's report below names it "
+            print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, "
+                  "was killed, or has stood still for --comm_timeout; torchrun's report below names it "
                   f"({' '.join(str(error).split())[-150:]})", file=sys.stderr)
     if dist.is_initialized():
         if status:
@@ -3982,7 +3854,6 @@ def open_standard_streams() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says."""
     open_standard_streams()
     return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
 
