@@ -102,14 +102,17 @@ class RunStopped(RunError):
 
 def option(default, meaning: str, low=None, high=None, choices=None):
     """Declare an option; low and high are inclusive."""
-    if isinstance(default, int) and high is None:
-        high = 2**31 - 1
+    high = 2**31 - 1 if isinstance(default, int) and high is None else high
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
 
 
-def switch(default: str, meaning: str, *others: str):
-    return option(default, meaning, choices=(*others, "on", "off"))
+def choice(default: str, meaning: str, *choices: str):
+    """Declare an option with these values, or on and off."""
+    return option(default, meaning, choices=choices or ("on", "off"))
+
+
+AUTO = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,11 @@ class Stage:
 class Group:
     """How the parameters of a group are trained."""
 
-    rule: str = option("adamw", "update rule",
-                       choices=("muon", "normuon", "muonh", "normuonh", "adamh", "adamw"))
-    lr: float = option(0.0, "peak learning rate", low=0.0)
-    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (the second also of normuon)",
-                                        low=0.0, high=0.9999)
-    weight_decay: float = option(0.0, "weight decay; 0: none", low=0.0)
-    every: int = option(1, "steps from one update to the next; gradients are summed", low=1)
+    rule: str = choice("adamw", "update rule", "muon", "normuon", "muonh", "normuonh", "adamh", "adamw")
+    lr: float = option(0.0, "peak learning rate", 0.0)
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (normuon: the second)", 0.0, 0.9999)
+    weight_decay: float = option(0.0, "weight decay; 0: none", 0.0)
+    every: int = option(1, "steps from one update to the next; gradients are summed", 1)
 
 
 # The options of a group are --matrix_lr, --embed_betas and so on
@@ -167,34 +168,30 @@ GROUPS = {
 class ModelConfig:
     """Shape of the network."""
 
-    depth: int = option(0, "shape, batch, steps and rates from this number of layers; 0: from their options",
-                        low=0, high=64)
-    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", low=0.1)
-    num_layers: int = option(12, "layers", low=1, high=1000)
-    num_heads: int = option(6, "attention heads per layer", low=1)
-    head_dim: int = option(128, "channels per head", low=8)
-    model_dim: int = option(768, "residual channels = num_heads * head_dim", low=8)
-    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", low=1, high=64)
-    vocab_size: int = option(50257, "tokens of the vocabulary", low=2, high=65536)
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", low=1)
-    tie_head: str = switch("off", "head and token embedding are kept equal")
-    embed_dtype: str = option("bfloat16", "embedding, head, gate storage", choices=("bfloat16", "float32"))
-    init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", low=0.0)
-    zero_init: str = switch("on", "matrices that write into the residual stream begin at zero")
-    output_gain: str = switch("auto", "learned gains on what layers write begin at zero, instead of the "
-                              "matrices; auto: with rules that keep norms", "auto")
-    norm_gain: str = switch("off", "learned gains, 1 at first, of the norms before attention and MLP")
-    qk_norm: str = switch("on", "normalise each head's queries and keys")
-    attention_scale: float = option(0.1, "softmax scale at first", low=0.0)
-    yarn_max_window: int = option(65_536, "YaRN stretches rotary and grows the softmax scale with the long "
-                                  "window, as far as this; 0: not at all", low=0)
-    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", low=0)
-    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", low=0)
-    x0_shortcut: str = switch("on", "mix the embedding into the input of every layer, by learned numbers")
-    softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", low=0)
-    fp8_head: str = switch("auto", "FP8 matmuls in the head while training", "auto")
-    fp8_linear: str = switch("auto", "the same in attention and MLP, with scales measured in every step; "
-                             "auto: from 1536 channels", "auto")
+    depth: int = option(0, "layers from which shape, batch, steps and rates follow; 0: their options", 0, 64)
+    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1)
+    num_layers: int = option(12, "layers", 1, 1000)
+    num_heads: int = option(6, "attention heads per layer", 1)
+    head_dim: int = option(128, "channels per head", 8)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8)
+    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", 1, 64)
+    vocab_size: int = option(50257, "tokens of the vocabulary", 2, 65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1)
+    tie_head: str = choice("off", "head and token embedding are kept equal")
+    embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
+    init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", 0.0)
+    zero_init: str = choice("on", "matrices that write into the residual stream begin at zero")
+    output_gain: str = choice("auto", "instead learned gains do; auto: with rules that keep norms", *AUTO)
+    norm_gain: str = choice("off", "learned gains, 1 at first, of the norms before attention and MLP")
+    qk_norm: str = choice("on", "normalise each head's queries and keys")
+    attention_scale: float = option(0.1, "softmax scale at first", 0.0)
+    yarn_max_window: int = option(65_536, "YaRN follows the long window as far as this; 0: not at all", 0)
+    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", 0)
+    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", 0)
+    x0_shortcut: str = choice("on", "mix the embedding into the input of every layer, by learned numbers")
+    softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", 0)
+    fp8_head: str = choice("auto", "FP8 matmuls in the head while training", *AUTO)
+    fp8_linear: str = choice("auto", "the same in attention and MLP; auto: from 1536 channels", *AUTO)
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON; empty: record 32's pattern at this depth")
 
 
@@ -203,25 +200,20 @@ class OptimConfig:
     """Update rules and schedules."""
 
     groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(GROUPS))
-    orthogonalize: str = option("newton_schulz", "how muon rules make singular values equal",
-                                choices=("newton_schulz", "polar_express", "precise"))
-    mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", low=0.0)
-    decay: str = option("decoupled", "W (1 - lr wd); cautious: only where the update has that direction",
-                        choices=("decoupled", "cautious"))
-    decay_schedule: str = option("constant", "how wd changes: not, like the learning rate, along a cosine",
-                                 choices=("constant", "lr", "cosine"))
-    momentum_start: float = option(0.85, "Muon momentum at step 0", low=0.0, high=0.9999)
-    momentum_end: float = option(0.95, "Muon momentum after its warm-up", low=0.0, high=0.9999)
-    momentum_warmup_steps: int = option(300, "steps over which momentum rises", low=0)
-    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", low=1e-30)
-    grad_grid: float = option(0.0, "round gradients to multiples of this: sums are then exact, and the same "
-                                   "to the last bit on any number of ranks; 0: off", low=0.0)
-    lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", low=0.0, high=1.0)
-    cooldown_frac: float = option(0.5, "fraction of the run where rates fall linearly", low=0.0, high=1.0)
-    matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of block matrices; -1: the same", low=-1.0,
-                                         high=1.0)
-    final_lr_frac: float = option(0.1, "learning rate at the end, as a fraction of its peak", low=0.0,
-                                  high=1.0)
+    orthogonalize: str = choice("newton_schulz", "how muon rules make singular values equal",
+                                "newton_schulz", "polar_express", "precise")
+    mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", 0.0)
+    decay: str = choice("decoupled", "cautious: only towards the update", "decoupled", "cautious")
+    decay_schedule: str = choice("constant", "how decay changes; cosine: to 0", "constant", "lr", "cosine")
+    momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
+    momentum_end: float = option(0.95, "Muon momentum after its warm-up", 0.0, 0.9999)
+    momentum_warmup_steps: int = option(300, "steps over which momentum rises", 0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", 1e-30)
+    grad_grid: float = option(0.0, "round gradients to multiples of this: the same bits on any ranks", 0.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run where rates fall linearly", 0.0, 1.0)
+    matrix_cooldown_frac: float = option(-1.0, "the same of block matrices; -1: cooldown_frac", -1.0, 1.0)
+    final_lr_frac: float = option(0.1, "learning rate at the end, as a fraction of its peak", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -229,52 +221,46 @@ class TrainConfig:
     """Data, budget, devices and output."""
 
     preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
-    without: str = option("", "mechanisms to switch off, as a,b (--list_presets names them); options given "
-                              "beside it win")
+    without: str = option("", "mechanisms to switch off, as a,b (--list_presets); options beside it win")
     only_with: str = option("", "switch off all mechanisms but these, as a,b")
     track: str = option("track_1", "folder under records/ in which this run may compete")
     record: str = option("", "name of a record run; its script, log and result go to records_dir")
-    seed: int = option(0, "seed of the initial weights", low=0)
-    device: str = option("auto", "where to train", choices=("auto", "cuda", "cpu"))
-    dtype: str = option("auto", "activations; auto: bfloat16 where it multiplies fast, else float32",
-                        choices=("auto", "bfloat16", "float32"))
-    kernels: str = switch("auto", "our Triton kernels; auto: on CUDA, where they prove right at start",
-                          "auto")
-    compile: str = switch("auto", "torch.compile the model; auto: on CUDA with Triton", "auto")
+    seed: int = option(0, "seed of the initial weights", 0)
+    device: str = choice("auto", "where to train", "auto", "cuda", "cpu")
+    dtype: str = choice("auto", "activations; auto: bfloat16 where fast", "auto", "bfloat16", "float32")
+    kernels: str = choice("auto", "our Triton kernels; auto: on CUDA, where they prove right at start", *AUTO)
+    compile: str = choice("auto", "torch.compile the model; auto: on CUDA with Triton", *AUTO)
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
-    epochs: int = option(1, "times that the training files may be read, if once is too short", low=1)
+    epochs: int = option(1, "times that the training files may be read, if once is too short", 1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
-    val_tokens: int = option(10_485_760, "validation tokens", low=1)
-    val_seq_len: int = option(262_144, "tokens of one validation sequence", low=128)
-    val_windows: tuple[int, ...] = option((1664, 768), "long and short window of the final validation, as "
-                                          "a,b; empty: those of the last stage", low=1)
-    val_loss_every: int = option(125, "steps between validations; 0: only at the end", low=0)
-    num_iterations: int = option(1670, "optimizer steps", low=1)
-    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", low=128)
-    seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", low=128)
-    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", low=128)
-    row_start: str = option("document", "where packed sequences begin; anywhere: where the last one ended",
-                            choices=("document", "anywhere"))
-    document_mask: str = switch("on", "a token sees its own document only, not the whole packed sequence")
-    max_doc_len: int = option(2048, "training documents are cut to this many tokens, where packed sequences "
-                                    "begin with one", low=2)
-    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", low=0)
-    comm_bucket_mb: float = option(64.0, "MB of like parameters in one message between ranks", low=0.0)
-    comm_timeout: float = option(20.0, "seconds a rank waits for the others before it ends the run", low=1.0)
-    check_ranks_every: int = option(
-        0, "debug: steps between checks that all ranks hold the same bits; 0: never", low=0)
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: only when a run is stopped", low=0)
+    val_tokens: int = option(10_485_760, "validation tokens", 1)
+    val_seq_len: int = option(262_144, "tokens of one validation sequence", 128)
+    val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end; empty: the last stage's", 1)
+    val_loss_every: int = option(125, "steps between validations; 0: only at the end", 0)
+    num_iterations: int = option(1670, "optimizer steps", 1)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
+    seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", 128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", 128)
+    row_start: str = choice("document", "where packed sequences begin; anywhere: where the last one ended",
+                            "document", "anywhere")
+    document_mask: str = choice("on", "a token sees its own document only, not the whole packed sequence")
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
+    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", 0)
+    comm_bucket_mb: float = option(64.0, "MB of like parameters in one message between ranks", 0.0)
+    comm_timeout: float = option(20.0, "seconds a rank waits for the others before it ends the run", 1.0)
+    check_ranks_every: int = option(0, "debug: steps between comparisons of all ranks' bits; 0: never", 0)
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: only when a run is stopped", 0)
     checkpoint_dir: str = option("checkpoints", "where checkpoints go, each run in a folder of its own")
     resume: str = option("", "checkpoint to continue from; auto: the newest of this run, if there is one")
-    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", low=0.0)
-    telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", low=0)
-    guard: str = switch("off", "roll back and continue more carefully when training goes wrong")
-    print_every: int = option(0, "steps between training lines on the console; 0: only in the log", low=0)
+    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", 0.0)
+    telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", 0)
+    guard: str = choice("off", "roll back and continue more carefully when training goes wrong")
+    print_every: int = option(0, "steps between training lines on the console; 0: only in the log", 0)
     records_dir: str = option("records", "where record runs go")
     logs_dir: str = option("logs", "where all other runs go")
     stages: tuple[Stage, ...] = option(
-        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640)),
-        "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
+        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640)), "stages as JSON: duration, "
+        "window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
 
 
 @dataclass(frozen=True)
@@ -283,9 +269,9 @@ class SampleConfig:
 
     sample: str = option("", "checkpoint to write text with")
     prompt: str = option("", "what the text begins with; token ids where no tokenizer is at hand")
-    max_new_tokens: int = option(256, "tokens to write at most; a document end stops earlier", low=1)
-    temperature: float = option(0.8, "0: always the likeliest token", low=0.0)
-    top_k: int = option(50, "choose among so many of the likeliest tokens; 0: among all", low=0)
+    max_new_tokens: int = option(256, "tokens to write at most; a document end stops earlier", 1)
+    temperature: float = option(0.8, "0: always the likeliest token", 0.0)
+    top_k: int = option(50, "choose among so many of the likeliest tokens; 0: among all", 0)
 
 
 @dataclass(frozen=True)
@@ -488,7 +474,7 @@ def flatten_config(cfg: Config) -> dict:
     """The value of every option by name."""
     groups = {f"{name}_{key}": value for name, group in cfg.groups.items()
               for key, value in vars(group).items()}
-    return {name: groups[name] if name in groups else getattr(cfg, name) for name in list_options()}
+    return {name: {**vars(cfg), **groups}[name] for name in list_options()}
 
 
 def build_config(values: dict) -> Config:
@@ -543,20 +529,19 @@ def show_value(value) -> str:
 
 def check_value(name: str, field: dataclasses.Field, value) -> None:
     """Raise InputError where a value leaves the field's range or choices."""
-    meta = field.metadata
-    if meta["choices"] and value not in meta["choices"]:
-        raise InputError(f"--{name}={value} is not one of {', '.join(meta['choices'])}: choose one of them")
+    low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
+    if choices and value not in choices:
+        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
         raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
-    for number in value if isinstance(value, tuple) else (value,):
-        if isinstance(number, (int, float)):
-            shown = f"--{name}={show_value(value)[:50]}"
-            if not math.isfinite(number):
-                raise InputError(f"{shown} is not finite: give an ordinary number")
-            if meta["low"] is not None and number < meta["low"]:
-                raise InputError(f"{shown} is too small: give at least {meta['low']}")
-            if meta["high"] is not None and number > meta["high"]:
-                raise InputError(f"{shown} is too large: give at most {meta['high']}")
+    numbers = [number for number in (value if isinstance(value, tuple) else (value,))
+               if isinstance(number, (int, float))]
+    for number in numbers:
+        for problem, remedy in ((not math.isfinite(number), "is not finite: give an ordinary number"),
+                                (low is not None and number < low, f"is too small: give at least {low}"),
+                                (high is not None and number > high, f"is too large: give at most {high}")):
+            if problem:
+                raise InputError(f"--{name}={show_value(value)[:50]} {remedy}")
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -788,12 +773,8 @@ def count_flops(cfg: Config) -> int:
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
 
 
-def resolved_dict(cfg: Config, world_size: int) -> dict:
-    """The resolved config as plain JSON types, with the derived numbers."""
-    return {**plain_dict(cfg), "derived": derive(cfg, world_size)}
-
-
 def plain_dict(cfg: Config) -> dict:
+    """Every option as plain JSON types."""
     return json.loads(json.dumps(flatten_config(cfg), default=vars))
 
 
@@ -923,11 +904,11 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 5) -> float:
-    """FLOP/s of a square matmul, the best of so many after one for warm-up."""
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a square matmul, the best of six."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
-    for _ in range(repeats + 1):
+    for _ in range(6):
         start = clock(device)
         a @ b
         best = min(best, clock(device) - start)
@@ -948,7 +929,7 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
     if name == "auto" and device.type == "cuda":
         name, reason = ("bfloat16", "on a GPU that has it") if has_bf16 else ("float32", "below Ampere")
     elif name == "auto":  # small: a processor without bfloat16 multiplies it a hundred times slower
-        rates = [measure_matmul(device, dtype, 192, 2) for dtype in names.values()]
+        rates = [measure_matmul(device, dtype, 192) for dtype in names.values()]
         name = "bfloat16" if rates[1] > 1.5 * rates[0] else "float32"
         reason = f"bfloat16 multiplies at {rates[1] / rates[0]:.2f} times the rate of float32"
     rate = measure_matmul(device, names[name], 8192 if device.type == "cuda" else 1024)
@@ -3013,8 +2994,8 @@ class RunLog:
             write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         except OSError as error:
             raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
-                           f"is not recorded; its log, as far as the disk took it, is in {self.cfg.logs_dir}",
-                           of_one_rank=True) from error
+                           "is not recorded; its log, as far as the disk took it, is in "
+                           f"{self.cfg.logs_dir}", of_one_rank=True) from error
 
 
 CHECKPOINT_FORMAT = "train_gpt 3"
@@ -3397,7 +3378,8 @@ class Guard:
     def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
         self.trainer, self.log, self.stop, self.is_on = trainer, log, stop, trainer.cfg.guard == "on"
         # groups that are not updated in every step make no norm to compare from step to step
-        self.steady = [trainer.cfg.groups[name].every == 1 for name in trainer.optimizer.groups]
+        self.steady = torch.tensor([float(trainer.cfg.groups[name].every == 1)
+                                    for name in trainer.optimizer.groups], device=trainer.rt.device)
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums): not yet judged
         self.is_snapshot_due = False
@@ -3408,7 +3390,7 @@ class Guard:
         if not self.is_on:
             return
         trainer, step, squares = self.trainer, self.trainer.progress.step, probe.sums[:, 0]  # by group
-        sums = torch.stack((loss / trainer.rt.world_size, squares[self.steady].sum(), squares.sum()))
+        sums = torch.stack((loss / trainer.rt.world_size, squares @ self.steady, squares.sum()))
         self.pending.append((step, HostCopy(all_reduce_sum(sums, trainer.rt))))
         self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
         if not self.is_snapshot_due or not trainer.optimizer.is_settled():
@@ -3520,18 +3502,18 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     trainer.load_state_dict(facts, tensors)
     trainer.progress.resumed_at.append(trainer.progress.step)
     ours, theirs = plain_dict(trainer.cfg), facts["config"]
-    free = {"preset", "record", "resume", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every",
-            "time_limit", "print_every", "telemetry_every", "val_loss_every", "layers"}
-    others = [f"{name} was {theirs.get(name)}" for name in ours
-              if name not in free and ours[name] != theirs.get(name)]
+    decisive = {"dtype", "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens",
+                "stages", "max_doc_len", "row_start", "document_mask", "train_files",
+                *OptimConfig.__annotations__}
+    others = [f"{name} was {theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)
+              and (name in decisive or name not in Config.__dataclass_fields__)]  # or of a group
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: data, log, model, warm-up, loop, result."""
     rt = start_runtime(cfg)
-    stop, resolved = Stop(rt), resolved_dict(cfg, rt.world_size)
-    derived = resolved["derived"]
+    stop, derived = Stop(rt), derive(cfg, rt.world_size)
     intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
              f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens, in {Path.cwd()}")
     print0(intro, rt)
@@ -3554,7 +3536,8 @@ def train(cfg: Config, argv: list[str]) -> None:
             log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data)
-        facts = dict(config=resolved, compile_time_s=round(clock(rt.device) - start, 2),
+        facts = dict(config={**plain_dict(cfg), "derived": derived},
+                     compile_time_s=round(clock(rt.device) - start, 2),
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
         with stop.catch_signals():
             first_step, before = trainer.progress.step, trainer.optimizer.num_bytes
@@ -3772,7 +3755,8 @@ def write_sample(values: dict) -> None:
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
                          "tokenizer is at hand: pip install tiktoken, or give ids") from None
-    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=getattr(torch, cfg.dtype))
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
     with torch.device("meta"):
         model = GPT(cfg, dtype=rt.dtype)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
@@ -3794,7 +3778,8 @@ def run(argv: list[str]) -> int:
     if "list_presets" in flags:
         print(format_presets())
     elif "print_config" in flags:
-        print(json.dumps(resolved_dict(make_config(values), env_int("WORLD_SIZE", 1)), indent=1))
+        cfg = make_config(values)
+        print(json.dumps({**plain_dict(cfg), "derived": derive(cfg, env_int("WORLD_SIZE", 1))}, indent=1))
     elif values.get("sample"):
         if env_int("RANK", 0) == 0:
             write_sample(values)
