@@ -228,7 +228,7 @@ class TrainConfig:
     seed: int = option(0, "seed of the initial weights", 0)
     device: str = choice("auto", "where to train", "auto", "cuda", "cpu")
     dtype: str = choice("auto", "activations; auto: bfloat16 where fast", "auto", "bfloat16", "float32")
-    kernels: str = choice("auto", "our Triton kernels; auto: on CUDA, where they prove right at start", *AUTO)
+    kernels: str = choice("auto", "our Triton kernels; auto: on CUDA, if they prove right at start", *AUTO)
     compile: str = choice("auto", "torch.compile the model; auto: on CUDA with Triton", *AUTO)
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "times that the training files may be read, if once is too short", 1)
@@ -1757,14 +1757,15 @@ class Bucket:
         self.num_bytes = 0.0  # that this rank has sent
 
     def _spread(self, kind: str) -> Tensor:
-        """Multipliers of this rank's matrices (M/N, 1, 1); of elements, which share theirs, (1,)."""
-        if not self.rule.per_matrix:
-            spec = next(iter(self.params.values())).spec
-            return torch.tensor([getattr(spec, kind)], device=self.rt.device)
+        """Multipliers of this rank's matrices (M/N, 1, 1); of elements (M/N,), or (1,) if they share one."""
+        specs = {name: getattr(param.spec, kind) for name, param in self.params.items()}
+        if not self.rule.per_matrix and not any(isinstance(spec, tuple) for spec in specs.values()):
+            return torch.tensor([next(iter(specs.values()))], device=self.rt.device)
         multipliers = torch.ones(len(self.values), device=self.rt.device)
-        for name, param in self.params.items():
-            multipliers[self.slices[name]] = torch.tensor(getattr(param.spec, kind), device=self.rt.device)
-        return local_shard(multipliers.view(-1, 1, 1), self.rt)
+        for name, spec in specs.items():
+            spec = torch.tensor(spec, device=self.rt.device).view(-1, 1)  # of all, or of each matrix
+            multipliers[self.slices[name]].view(len(spec), -1).copy_(spec)
+        return local_shard(multipliers.view(-1, *[1] * (self.values.dim() - 1)), self.rt)
 
     def start_reduce(self) -> None:
         """Send the gradients; called as soon as the last of them is final."""
@@ -3818,7 +3819,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         elif is_first_to_say("lost contact"):
             print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, "
                   "was killed, or has stood still for --comm_timeout; torchrun's report below names it "
-                  f"({' '.join(str(error).split())[-150:]})", file=sys.stderr)
+                  f"({re.sub(r'^.*?[]] ', '', ' '.join(str(error).split()))[:100]})", file=sys.stderr)
     if dist.is_initialized():
         if status:
             sys.stdout.flush()

@@ -13,16 +13,29 @@ from typing import NamedTuple
 import plot
 import results
 
-import train_gpt as gpt
-
 HEAD = """# Records
 
 Written by `python records/make_leaderboard.py` from the json files in these folders; edits are overwritten.
-Every folder holds the script that ran, and for each run its log and its result. To run one again:
-`cp records/<track>/<folder>/train_gpt.py . && ./run.sh <argv of its json>`, or
-`python records/replay.py FOLDER`.
+A folder holds the script that ran, once, and for each run its log and its result; a ladder has a folder for
+each of its rungs. To run one again, and compare the losses: `python records/replay.py FOLDER`; or by hand,
+into `logs/`: `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
 """
-LADDER_NOTE = """Every rung is a preset, `laptop_<date>_<name>`: the published change in the laptop's sizes.
+LADDER_NOTE = """Every rung is a preset of the ladder's own script: `<date>_<name>` is the published record,
+`laptop_<date>_<name>` its change in the laptop's sizes, a minute on two cores.
+
+```
+python records/{ladder}/train_gpt.py --list_presets
+python records/{ladder}/train_gpt.py --preset=2024-11-10_unet_skips
+python records/{ladder}/train_gpt.py --preset=laptop_2024-11-10_unet_skips
+python records/replay.py records/{ladder}/unet_skips
+python records/run_ladder.py --only=unet_skips --seeds=4
+```
+
+The last two run what the rung has again, and give it a fourth seed. The script reads `data/` and writes
+`logs/` where it is started; on eight GPUs `torchrun --standalone --nproc_per_node=8` stands for `python`.
+It has a slip: rates fall over 580 and 584 steps in 2024-12-08 and 2024-12-17, where 600 are published
+(`--cooldown_frac=0.4054` and `0.4027`).
+
 All rungs train on {tokens:,} tokens of the source of PyTorch; {machine}.
 The target, {target:g}, is the mean loss, to two decimals, of the first rung after {target_tokens:,}
 tokens, which take it {target_minutes:.1f} minutes of training (`laptop_target`, {n} seeds, sd {sd:.3f}).
@@ -68,11 +81,11 @@ def find_arrival(record: results.Record, target: float) -> tuple[int, float, flo
     return len(reached), steps, seconds
 
 
-def read_rungs(records: list[results.Record], target: float) -> list[Rung]:
-    """The rungs among a track's records, in the order of the ladder."""
-    rungs, before = [], None
-    for name, rung in gpt.LADDER.items():
-        record = results.find_rung(f"laptop_{name}", records)
+def read_rungs(records: list[results.Record], ladder: Path, target: float) -> list[Rung]:
+    """The rungs of a ladder among a track's records, in the order of the ladder's own script."""
+    by_folder, rungs, before = {record.folder: record for record in records}, [], None
+    for name, rung in results.load_script(ladder).LADDER.items():
+        record = by_folder.get(ladder / name[11:])  # without its date
         if record is None:
             continue
         machine = results.describe_machine(record.results[0])
@@ -110,7 +123,7 @@ def format_rung(rung: Rung) -> str:
     """A row of the ladder's table."""
     effect, misses = rung.effect, math.isnan(rung.steps)
     cells = (
-        f"[{rung.name}]({rung.record.folder.relative_to(rung.record.folder.parents[1])})", rung.change,
+        f"[{rung.name}]({rung.record.name})", rung.change,
         f"{rung.minutes:g}", rung.summary.n, f"{rung.summary.mean:.3f}", f"{rung.summary.sd:.3f}",
         format_p(rung.summary.p),
         format_effect(effect) if effect else "",
@@ -124,10 +137,9 @@ def format_other(record: results.Record, target: float | None) -> str:
     summary = results.summarize(list(record.losses.values()), target)
     sd = "" if math.isnan(summary.sd) else f"{summary.sd:.3f}"
     arrival = math.nan if target is None else find_arrival(record, target)[2]
-    return (f"| [{record.folder.name}]({record.folder.parent.name}/{record.folder.name}) "
-            f"| {record.results[0]['preset']} | {summary.n} | {summary.mean:.3f} | {sd} "
-            f"| {format_p(summary.p)} | {'' if math.isnan(arrival) else f'{arrival:.1f}'} "
-            f"| {time_runs(record):.1f} s |\n")
+    return (f"| [{record.name}]({record.name}) | {record.results[0]['preset']} | {summary.n} "
+            f"| {summary.mean:.3f} | {sd} | {format_p(summary.p)} "
+            f"| {'' if math.isnan(arrival) else f'{arrival:.1f}'} | {time_runs(record):.1f} s |\n")
 
 
 def format_machine(result: dict) -> str:
@@ -142,11 +154,11 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
     for track in sorted(path.name for path in records_dir.iterdir() if list(path.glob("*/train_gpt.py"))):
         records = results.read_track(track, records_dir)
         target = results.find_target(track, records)
-        found = read_rungs(records, target) if target is not None else []
+        own = results.find_setting(records)
+        found = read_rungs(records, own.folder.parent, target) if own else []
         text += f"\n## {track}\n\n"
         if found:
-            rungs, ladder_target = found, target
-            setting = results.find_rung(results.TARGET_PRESET, records)
+            rungs, ladder_target, setting = found, target, own
             text += format_ladder(rungs, setting, target)
             lines = format_lines(rungs, setting, target, records)
         others = [r for r in records if r not in [rung.record for rung in found]]
@@ -162,7 +174,8 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> 
     summary = results.summarize(list(setting.losses.values()))
     note = LADDER_NOTE.format(tokens=tokens[0], target=target, target_tokens=tokens[1], n=summary.n,
                               sd=summary.sd, target_minutes=time_runs(setting) / 60,
-                              machine=format_machine(setting.results[0]))
+                              machine=format_machine(setting.results[0]),
+                              ladder=setting.name.removesuffix("/target"))
     return f"{note}\n![the ladder](ladder.svg)\n{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
@@ -182,8 +195,7 @@ def format_lines(rungs: list[Rung], setting: results.Record, target: float, reco
     """What the README says of the ladder."""
     counts, fastest, claim = [judge(rung.effect) for rung in rungs], find_fastest(records, target), ""
     if fastest:
-        where = f"records/{fastest.folder.parent.name}/{fastest.folder.name}"
-        claim = (f"; [`{fastest.folder.name}`]({where}) takes {time_runs(fastest):.0f} s "
+        claim = (f"; [`{fastest.name}`](records/{fastest.name}) takes {time_runs(fastest):.0f} s "
                  f"(n = {len(fastest.losses)}, p < 0.01)")
     return (f"{MARKS[0]}\n![The ladder of records, run again on two CPU cores](records/ladder.svg)\n\n"
             f"On two CPU cores the first rung (AdamW with rotary) takes {time_runs(setting):.0f} s "

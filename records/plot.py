@@ -1,6 +1,6 @@
 """Draw record folders: validation loss against training time and against tokens, as PNG and SVG.
 
-    python records/plot.py records/laptop/*_target records/laptop/*_sigmoid_skips --out=curves
+    python records/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
 
 A line for every run, a colour for every folder, the target dashed. The picture of the ladder is drawn by
 make_leaderboard.py with plot_ladder() of this file.
@@ -13,8 +13,6 @@ from pathlib import Path
 import matplotlib
 import results
 
-import train_gpt as gpt
-
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
@@ -23,10 +21,14 @@ plt.rcParams.update({"svg.hashsalt": "records", "font.size": 8, "axes.spines.top
 GREY, BLUE, RED = "#8a8f98", "#2563eb", "#dc2626"
 
 
-def count_tokens(result: dict) -> list[float]:
-    """Millions of training tokens seen at each validation of a run."""
-    cfg = gpt.config_from_dict(result["config"])
-    spans = gpt.Schedule(cfg).spans()
+def count_tokens(folder: Path, result: dict) -> list[float]:
+    """Millions of training tokens seen at each validation of a run, as its own script counts."""
+    script = results.load_script(folder)
+    if hasattr(script, "config_from_dict"):
+        cfg = script.config_from_dict(result["config"])
+    else:  # laptop/2026-11-21_first, the oldest
+        cfg = script.make_config({**script.parse_argv(result["argv"])[0], "preset": result["preset"]})
+    spans = script.Schedule(cfg).spans()
     return [sum((stage.tokens_per_step or cfg.tokens_per_step) * max(0, min(end, step) - start)
                 for stage, start, end in spans) / 1e6 for step, _, _ in result["val_points"]]
 
@@ -44,8 +46,9 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
     for index, record in enumerate(records):
         for result in record.results:
             steps, losses, milliseconds = zip(*result["val_points"])
-            name = record.folder.name if result is record.results[0] else None
-            for panel, xs in zip(panels, ([ms / 1000 for ms in milliseconds], count_tokens(result))):
+            name = record.name if result is record.results[0] else None
+            seconds, tokens = [ms / 1000 for ms in milliseconds], count_tokens(record.folder, result)
+            for panel, xs in zip(panels, (seconds, tokens)):
                 panel.plot(xs[1:], losses[1:], color=f"C{index % 10}", linewidth=1, label=name)
     for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
         panel.set_xlabel(label)
@@ -100,9 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
     args = parser.parse_args()
     records = [results.read_record(folder) for folder in args.folders]
-    track = records[0].results[0]["track"]
-    everything = results.read_track(track, args.folders[0].absolute().parent.parent)
-    plot_curves(records, results.find_target(track, everything), args.out)
+    plot_curves(records, results.find_own_target(records[0]), args.out)
     print(f"{args.out.with_suffix('.png')} and {args.out.with_suffix('.svg')}")
 
 

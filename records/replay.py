@@ -1,8 +1,8 @@
 """Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
 
-    python records/replay.py records/laptop/2026-11-21_muon    # every run of the folder
-    python records/replay.py --random=1 --most_seconds=45      # one of all that took no longer; CI does this
-    python records/replay.py --all                             # all, hours
+    python records/replay.py records/laptop/2026-11-21_ladder/muon    # every run of the folder
+    python records/replay.py --random=1 --most_seconds=45    # one of all that took no longer; CI does this
+    python records/replay.py --all                           # all, hours
 
 The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On
 another machine, or another version, bits may differ, so the record is passed over with a line that says why;
@@ -10,32 +10,37 @@ another machine, or another version, bits may differ, so the record is passed ov
 """
 
 import json
+import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import results
+import torch
 from tqdm import tqdm
-
-import train_gpt as gpt
 
 
 def find_differences(result: dict) -> str:
     """What of this machine is not as recorded, where that may change bits."""
-    cfg = gpt.make_config({"preset": "smoke", "device": result["config"]["device"]})
-    hardware = gpt.describe_hardware(gpt.start_runtime(cfg, is_alone=True))
-    there, here = results.describe_machine(result), results.describe_machine(
-        dict(hardware=hardware, versions=gpt.describe_versions()))
+    use_cuda = torch.cuda.is_available() and result["config"]["device"] != "cpu"
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    there = results.describe_machine(result)
+    here = dict(device="cuda" if use_cuda else "cpu", ranks=1, threads=torch.get_num_threads(),
+                cpu=cpu[1] if cpu else platform.processor() or platform.machine(), torch=torch.__version__,
+                gpu=torch.cuda.get_device_name() if use_cuda else None)
     return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here if here[key] != there[key])
 
 
 def replay(folder: Path, result: dict) -> tuple[bool, str]:
     """(whether all validation losses came out as recorded, a line that says so)."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(folder / "train_gpt.py"), *result["argv"],
-                   *(f"--{name}_dir={out}" for name in ("records", "logs", "checkpoint"))]
+        command = [sys.executable, str(results.find_script(folder)), *result["argv"],
+                   *(f"--{name}={out}" for name in ("records_dir", "logs_dir", "checkpoint_dir")
+                     if name in result["config"])]
         done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
@@ -57,22 +62,22 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every run of every record")
     parser.add_argument("--force", action="store_true", help="also where the machine is another")
     args = parser.parse_args()
-    folders = args.folders or sorted({path.parent for path in results.RECORDS.glob("*/*/*.json")})
     if not (args.folders or args.all or args.random):
         raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
-    runs = [(folder, result) for folder in folders for result in results.read_record(folder).results
+    records = map(results.read_record, args.folders) if args.folders else results.read_track("*")
+    runs = [(record, result) for record in records for result in record.results
             if result["train_time_ms"] <= 1000 * args.most_seconds]
     if args.random:
         runs = random.sample(runs, min(args.random, len(runs)))
     failed = 0
-    for folder, result in tqdm(runs, unit="run", disable=len(runs) == 1):
+    for record, result in tqdm(runs, unit="run", disable=len(runs) == 1):
         differences = find_differences(result)  # of CPU, threads or version
         if differences and not args.force:
             line = f"passed over ({differences})"
         else:
-            is_same, line = replay(folder, result)
+            is_same, line = replay(record.folder, result)
             failed += not is_same
-        tqdm.write(f"{folder.name}, seed {result['seed']}: {line}")
+        tqdm.write(f"{record.name}, seed {result['seed']}: {line}")
     sys.exit(1 if failed else 0)
 
 

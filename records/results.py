@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import math
 import shlex
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from scipy import stats
@@ -21,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # train_gpt.py
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
-TARGET_PRESET = "laptop_target"  # whose record, of that name, sets the target of track laptop
 
 
 class RecordError(Exception):
@@ -36,17 +37,41 @@ class Record(NamedTuple):
     num_replays: int  # further results of the same seeds
 
     @property
+    def name(self) -> str:
+        """The folder below records/: laptop/2026-11-21_first, or laptop/2026-11-21_ladder/muon."""
+        return self.folder.resolve().relative_to(find_script(self.folder).parents[2]).as_posix()
+
+    @property
     def losses(self) -> dict[int, float]:
         """Final validation loss by seed."""
         return {result["seed"]: result["final_val_loss"] for result in self.results}
 
 
+def find_script(folder: Path) -> Path:
+    """The script of a record folder; that of a rung stands once, in the folder of its ladder."""
+    own = folder.resolve() / "train_gpt.py"
+    return own if own.exists() else own.parents[1] / "train_gpt.py"
+
+
+def load_script(folder: Path) -> ModuleType:
+    """The script of a record folder as a module, loaded once; it does nothing at import."""
+    path = find_script(folder)
+    name = f"_{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
 def read_record(folder: Path) -> Record:
-    """Read a record folder; RecordError where there is none, or where its runs are not of one kind."""
+    """Read a record folder or a rung's; RecordError if there is none, or its runs are not of one kind."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not found or not (folder / "train_gpt.py").exists():
-        raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left")
-    digest = hashlib.sha256((folder / "train_gpt.py").read_bytes()).hexdigest()
+    script = find_script(folder)
+    if not found or not script.exists():
+        raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left, "
+                          "or that of a rung")
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
     for result in found:
         if result["script_sha256"] != digest:
             raise RecordError(f"{folder} mixes scripts: seed {result['seed']} is of another train_gpt.py "
@@ -69,29 +94,28 @@ def settings(result: dict) -> dict:
 
 
 def read_track(track: str, records_dir: Path = RECORDS) -> list[Record]:
-    """All records of a track, by folder name."""
-    return [read_record(path.parent) for path in sorted((records_dir / track).glob("*/train_gpt.py"))]
+    """All records of a track (of all tracks: *), rungs among them, by folder name."""
+    paths = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")]
+    return [read_record(folder) for folder in sorted({path.parent for path in paths})]
 
 
 def find_target(track: str, records: list[Record]) -> float | None:
-    """The loss to reach: published, or the mean of the records that set it, to two decimals."""
+    """The loss to reach: published, or the mean of the runs that set it, to two decimals."""
     if track in PUBLISHED_TARGETS:
         return PUBLISHED_TARGETS[track]
-    setting = find_rung(TARGET_PRESET, records)
+    setting = find_setting(records)
     return round(statistics.mean(setting.losses.values()), 2) if setting else None
 
 
-def name_rung(preset: str) -> str:
-    """The name of the records of a preset of the ladder: without track and date."""
-    return preset.removeprefix("laptop_").lstrip("0123456789-").lstrip("_")
+def find_setting(records: list[Record]) -> Record | None:
+    """The record that sets its track's target: the rung of that name in the newest ladder."""
+    return next((record for record in reversed(records) if record.name.endswith("/target")), None)
 
 
-def find_rung(preset: str, records: list[Record]) -> Record | None:
-    """The record that run_ladder.py has made of a preset; others may use it with other options."""
-    for record in records:
-        if record.results[0]["preset"] == preset and record.folder.name[11:] == name_rung(preset):
-            return record
-    return None
+def find_own_target(record: Record) -> float | None:
+    """The loss for a record to reach, from the records around it."""
+    track = record.results[0]["track"]
+    return find_target(track, read_track(track, find_script(record.folder).parents[2]))
 
 
 class Summary(NamedTuple):
@@ -153,10 +177,12 @@ def describe_machine(result: dict) -> dict:
 
 
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
-                source: bytes, program: str) -> None:
+                source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None
+                ) -> None:
     """Run a script for every (name, seed, options) whose seed is not done yet, with time left on a bar.
 
-    The script is run from a copy: an edit meanwhile must not change the later runs.
+    The script is run from a copy: an edit meanwhile must not change the later runs. After each run its name
+    goes to keep.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
     seconds: dict[str, list[float]] = {}
@@ -166,10 +192,12 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         for index, (name, seed, options) in enumerate(bar):
             bar.set_description(f"{name}, seed {seed}")
             command, start = [sys.executable, str(script), *options, f"--seed={seed}"], time.monotonic()
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
             if done.returncode:
                 raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same "
                                   f"command of {program} goes on from here. It said:\n{done.stderr.strip()}")
+            if keep:
+                keep(name)
             seconds.setdefault(name, []).append(time.monotonic() - start)
             usual = statistics.mean(map(statistics.mean, seconds.values()))
             left = sum(statistics.mean(seconds.get(later[0], [usual])) for later in missing[index + 1 :])

@@ -1,45 +1,56 @@
-"""Run the laptop ladder: every rung over several seeds, each run a record in records/laptop.
+"""Run the laptop ladder: every rung over several seeds, with the script that its folder has frozen.
 
-    python records/run_ladder.py                 # all of it: about two hours on two cores
+    python records/run_ladder.py                 # what the committed ladder lacks; all of it takes two hours
     python records/run_ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
 
-Seed by seed over all rungs, so that a machine whose speed drifts is unfair to none. What records_dir already
-holds is not run again: after an interruption the same command goes on.
+Seed by seed over all rungs, so that a machine whose speed drifts is unfair to none. What a rung already has
+is not run again: after an interruption, which costs the run it meets, the same command goes on.
 """
 
+import hashlib
 import json
 import shlex
+import tempfile
 from pathlib import Path
 
 import results
 
-import train_gpt as gpt
+LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
 
-def plan_runs(seeds: int, end_seeds: int, only: list[str]) -> list[tuple[str, int]]:
-    """(preset, seed) of every run in order: the first and the last rung over more seeds than the others."""
-    rungs = [f"laptop_{name}" for name in gpt.LADDER]
-    counts = {**dict.fromkeys([results.TARGET_PRESET, *rungs], seeds),
-              rungs[0]: end_seeds, rungs[-1]: end_seeds}
-    names = [results.name_rung(preset) for preset in counts]
-    for name in set(only) - set(names):
-        raise results.RecordError(f"--only={name} is not a rung: {gpt.suggest(name, names)} "
-                                  f"(choose among {', '.join(names)})")
-    counts = {preset: count for preset, count in counts.items()
-              if not only or results.name_rung(preset) in only}
-    return [(preset, seed) for seed in range(max(counts.values(), default=0))
-            for preset, count in counts.items() if seed < count]
+def plan_runs(ladder: list[str], seeds: int, end_seeds: int) -> list[tuple[str, str, int]]:
+    """(rung, preset, seed) of every run in order: the first and the last rung over more seeds."""
+    presets = {"target": "laptop_target", **{name[11:]: f"laptop_{name}" for name in ladder}}
+    ends = ladder[0][11:], ladder[-1][11:]
+    return [(name, preset, seed) for seed in range(max(seeds, end_seeds))
+            for name, preset in presets.items() if seed < (end_seeds if name in ends else seeds)]
 
 
-def find_folders(records_dir: Path, name: str) -> list[Path]:
-    """The record folders of a rung."""
-    return sorted(records_dir.glob(f"laptop/????-??-??_{name}"))
-
-
-def find_done(records_dir: Path, name: str) -> set[int]:
+def find_done(rung: Path) -> set[int]:
     """Seeds of which a rung has a result."""
-    return {json.loads(path.read_text())["seed"]
-            for folder in find_folders(records_dir, name) for path in folder.glob("*.json")}
+    return set(results.read_record(rung).losses) if list(rung.glob("*.json")) else set()
+
+
+def strip_log(log: str, result: dict) -> str:
+    """A log with the facts of its run in the place of the script, where it begins with that."""
+    rule = f"\n{'=' * 100}\n"
+    head, *facts, lines = log.split(rule)
+    if not facts:
+        return log
+    if hashlib.sha256(head.encode()).hexdigest() != result["script_sha256"]:
+        raise results.RecordError("a log begins with another script than its result names: run it again")
+    facts = {key: result[key] for key in ("script_sha256", "argv")} | json.loads(*facts)
+    return f"{json.dumps(facts, indent=1)}{rule}{lines}"
+
+
+def keep_run(place: Path, rung: Path) -> None:
+    """Move the run that a place holds to its rung: first the log, then the json, with which it counts."""
+    (path,) = place.glob("records/*/*/*.json")
+    log = path.with_suffix(".txt")
+    log.write_text(strip_log(log.read_text(), json.loads(path.read_text())))
+    rung.mkdir(exist_ok=True)
+    for file in (log, path):
+        file.replace(rung / file.name)
 
 
 def main() -> None:
@@ -48,24 +59,26 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of every rung")
     parser.add_argument("--end_seeds", type=int, default=8, help="seeds of the first and the last rung")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
-    parser.add_argument("--script", type=Path, default=results.ROOT / "train_gpt.py", help="what to run")
-    parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="where records go")
+    parser.add_argument("--ladder", type=Path, default=LADDER, help="folder of a script with a LADDER")
     parser.add_argument("--extra", default="", help="further options of train_gpt.py, for trials")
     args = parser.parse_args()
-    runs = plan_runs(args.seeds, args.end_seeds, [name for name in args.only.split(",") if name])
-    runs = [(results.name_rung(preset), preset, seed) for preset, seed in runs]
-    source, records_dir = args.script.read_bytes(), args.records_dir.resolve()
-    names = {name for name, _, _ in runs}
-    for folder in (folder for name in names for folder in find_folders(records_dir, name)):
-        if (folder / "train_gpt.py").read_bytes() != source:
-            raise results.RecordError(f"{folder} is of another script: go on with "
-                                      f"--script={folder}/train_gpt.py, or start anew with --records_dir")
-    extra = shlex.split(args.extra)
-    if records_dir != results.RECORDS:  # else it need not stand in the records
-        extra.append(f"--records_dir={records_dir}")
-    results.run_missing([(name, seed, [f"--preset={preset}", f"--record={name}", *extra])
-                         for name, preset, seed in runs],
-                        lambda name: find_done(records_dir, name), source, "run_ladder.py")
+    script = args.ladder / "train_gpt.py"
+    frozen = results.load_script(args.ladder) if script.exists() else None
+    if not hasattr(frozen, "LADDER"):
+        raise results.RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
+    runs = plan_runs(list(frozen.LADDER), args.seeds, args.end_seeds)
+    names, only = {name for name, _, _ in runs}, {name for name in args.only.split(",") if name}
+    for name in only - names:
+        raise results.RecordError(f"--only={name} is not a rung: {frozen.suggest(name, names)} "
+                                  f"(choose among {', '.join(sorted(names))})")
+    # beside the rungs, so that a move is one step; the script finds data/ and leaves its records below
+    with tempfile.TemporaryDirectory(dir=args.ladder, suffix=".partial") as place:
+        Path(place, "data").symlink_to(results.ROOT / "data")
+        results.run_missing(
+            [(name, seed, [f"--preset={preset}", f"--record={name}", *shlex.split(args.extra)])
+             for name, preset, seed in runs if not only or name in only],
+            lambda name: find_done(args.ladder / name), script.read_bytes(), "run_ladder.py", Path(place),
+            lambda name: keep_run(Path(place), args.ladder / name))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Is it a record? Statistics of record folders over their seeds.
 
-    python records/validate.py records/laptop/2026-11-21_sigmoid_skips
-    python records/validate.py records/laptop/*_muon --baseline=records/laptop/2026-11-21_adamw_rotary
+    ladder=records/laptop/2026-11-21_ladder
+    python records/validate.py $ladder/sigmoid_skips
+    python records/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
 
 Per folder: runs, mean, standard deviation and best of the final validation loss, the one-sided t-test of the
 mean against the track's target, training time. With --baseline also the difference to that folder, paired by
@@ -54,10 +55,7 @@ def main() -> None:
     baseline = args.baseline and results.read_record(args.baseline)
     is_claim = True
     for record in records:
-        track = record.results[0]["track"]
-        target = args.target or results.find_target(
-            track, results.read_track(track, record.folder.absolute().parent.parent))
-        line, is_below = format_record(record, target)
+        line, is_below = format_record(record, args.target or results.find_own_target(record))
         is_claim &= is_below
         print(line)
         if baseline:

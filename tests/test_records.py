@@ -2,7 +2,7 @@
 
 import ast
 import copy
-import importlib.util
+import hashlib
 import json
 import math
 import shutil
@@ -21,7 +21,8 @@ import results  # noqa: E402
 import run_ladder  # noqa: E402
 import validate  # noqa: E402
 
-COMMITTED = sorted(path.parent for path in (ROOT / "records").glob("*/*/train_gpt.py"))
+SCRIPTS = sorted((ROOT / "records").glob("*/*/train_gpt.py"))
+COMMITTED = results.read_track("*")
 ALLOWED = {"torch", "numpy", "huggingface_hub", "tqdm", "triton", "tiktoken", *sys.stdlib_module_names}
 
 
@@ -53,14 +54,16 @@ def make_record(real_record, tmp_path):
     (source,) = real_record.glob("*.json")
     result = json.loads(source.read_text())
 
-    def make(name, losses, **changes):
+    def make(name, losses, script=real_record / "train_gpt.py", **changes):
+        """A record, or for a name like ladder/muon a rung of that script."""
         folder = tmp_path / "laptop" / f"2026-01-01_{name}"
         folder.mkdir(parents=True)
-        shutil.copy(real_record / "train_gpt.py", folder)
+        shutil.copy(script, folder.parent if "/" in name else folder)
+        changes["script_sha256"] = hashlib.sha256(script.read_bytes()).hexdigest()
         for seed, loss in enumerate(losses):
             made = copy.deepcopy(result) | dict(final_val_loss=loss, seed=seed, **changes)
             made["config"]["seed"] = seed
-            (folder / f"{name}{seed}.json").write_text(json.dumps(made))
+            (folder / f"{seed}.json").write_text(json.dumps(made))
         return folder
 
     return make
@@ -139,22 +142,26 @@ def test_a_rung_is_judged_by_its_interval(low, high, words):
     assert make_leaderboard.judge(results.Effect(3, (low + high) / 2, low, high, 0.5)).startswith(words)
 
 
-def test_the_target_is_the_mean_of_the_records_that_set_it(make_record):
-    make_record("target", [1.001, 1.012], preset="laptop_target")
-    make_record("aaa", [9.0], preset="laptop_target")  # somebody's own try with the same preset
-    make_record("muon", [3.0], preset="laptop_2024-10-04_muon")
-    folder = make_record("adamw_rotary", [1.5], preset="laptop_2024-06-06_adamw_rotary").parent.parent
-    records = results.read_track("laptop", folder)
-    assert results.find_target("laptop", records) == 1.01
-    assert results.find_target("track_1", []) == 3.28 and results.find_target("laptop", records[:1]) is None
-    rungs = make_leaderboard.read_rungs(records, 1.01)
-    assert [rung.name for rung in rungs] == ["2024-06-06_adamw_rotary", "2024-10-04_muon"]
-    assert rungs[1].effect.mean == 1.5
+def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
+    """A rung is what lies in a ladder's folder: somebody's own try of a rung's name, or of its preset, is none."""
+    script = run_ladder.LADDER / "train_gpt.py"
+    own = make_record("target", [9.0], preset="laptop_target")
+    make_record("muon", [9.0], script)
+    rungs = {"target": [1.001, 1.012], "muon": [3.0], "adamw_rotary": [1.5]}
+    folders = [make_record(f"ladder/{name}", losses, script) for name, losses in rungs.items()]
+    records = results.read_track("laptop", own.parents[1])
+    assert [record.name for record in records] == [f"laptop/2026-01-01_{name}" for name in (
+        "ladder/adamw_rotary", "ladder/muon", "ladder/target", "muon", "target")]
+    assert results.find_target("laptop", records) == results.find_own_target(records[-1]) == 1.01
+    assert results.find_target("track_1", []) == 3.28 and results.find_target("laptop", records[3:]) is None
+    found = make_leaderboard.read_rungs(records, folders[0].parent, 1.01)
+    assert [rung.name for rung in found] == ["2024-06-06_adamw_rotary", "2024-10-04_muon"]
+    assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):
     """Below 1.39 with p < 0.01; faster ones whose mean is above, or whose p is not small, do not count."""
-    losses = dict(slow=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4] * 3)
+    losses = dict(slow=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4, 1.41, 1.42])
     times = dict(slow=90_000, fast=60_000, unsure=50_000, worse=40_000)
     for name in losses:
         folder = make_record(name, losses[name], train_time_ms=times[name])
@@ -170,7 +177,16 @@ def test_curves_are_drawn_the_same_twice(real_record, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     result = results.read_record(real_record).results[0]
-    assert plot.count_tokens(result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
+    assert plot.count_tokens(real_record, result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
+
+
+@pytest.mark.parametrize("folder, tokens", [("first", 480 * 4096), ("ladder/muon", 160 * 5120)])
+def test_tokens_are_counted_by_the_script_that_ran(folder, tokens):
+    """The oldest script has no config_from_dict, and no script but its own has a ladder's presets."""
+    record = results.read_record(ROOT / "records" / "laptop" / f"2026-11-21_{folder}")
+    counted = plot.count_tokens(record.folder, record.results[0])
+    steps = [step for step, _, _ in record.results[0]["val_points"]]
+    assert counted == pytest.approx([step / steps[-1] * tokens / 1e6 for step in steps])
 
 
 def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
@@ -182,31 +198,39 @@ def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
     assert (tmp_path / "ladder.svg").read_text() == (ROOT / "records" / "ladder.svg").read_text()
 
 
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
-def test_a_committed_record_is_whole(folder, tmp_path):
-    """Its json belongs to its script; the script parses, imports what it may, and makes the recorded config."""
-    record = results.read_record(folder)  # compares the hashes
-    source = (folder / "train_gpt.py").read_text()
+def test_a_script_stands_once():
+    """In the folder of its record, and in no log: the records can be searched."""
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in SCRIPTS]
+    assert len(set(digests)) == len(digests) == len(list((ROOT / "records").rglob("train_gpt.py")))
+    assert not [path for path in (ROOT / "records").rglob("*.txt") if "def main(" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
+def test_a_committed_script_imports_what_it_may(script):
     imported = {
         name.split(".")[0]
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(ast.parse(script.read_text()))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in (
             [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
         )
     }
     assert imported <= ALLOWED
-    spec = importlib.util.spec_from_file_location("recorded", folder / "train_gpt.py")
-    recorded = sys.modules["recorded"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recorded)
-    assert record.results
-    for path in folder.glob("*.json"):
-        result, log = json.loads(path.read_text()), path.with_suffix(".txt").read_text()
-        cfg = recorded.make_config(recorded.parse_argv(result["argv"])[0])
-        assert recorded.resolved_dict(cfg, result["hardware"]["ranks"]) == result["config"]
+
+
+@pytest.mark.parametrize("record", COMMITTED, ids=lambda record: record.name)
+def test_a_committed_record_is_whole(record, capsys):
+    """Its script makes the recorded config; its logs begin with that script's hash, and end as the json does."""
+    for path in record.folder.glob("*.json"):
+        result = json.loads(path.read_text())  # read_record has compared its hash with the script's
+        argv = [*result["argv"], f"--preset={result['preset']}", "--print_config"]
+        assert results.load_script(record.folder).main(argv) == 0
+        assert json.loads(capsys.readouterr().out) == result["config"]
+        facts, lines = path.with_suffix(".txt").read_text().split(f"\n{'=' * 100}\n")
+        assert json.loads(facts) == {key: result[key] for key in ("script_sha256", "argv", "versions", "hardware")}
         step, loss, milliseconds = result["val_points"][-1]
-        assert log.startswith(f"{source}\n{'=' * 100}\n") and loss == result["final_val_loss"]
-        assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in log
+        assert loss == result["final_val_loss"]
+        assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in lines
 
 
 @pytest.mark.slow
@@ -248,33 +272,54 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
 
 @pytest.mark.slow
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
+    """A run that is missing is made by the ladder's own script, and lies in its rung without that."""
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
-    args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--records_dir={tmp_path}"]
+    args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--ladder={tmp_path}"]
     args.append(f"--extra={' '.join([*extra, *data_args(shards)])}")
+    shutil.copy(run_ladder.LADDER / "train_gpt.py", tmp_path)
     done = run_tool("run_ladder.py", *args)
     assert done.returncode == 0, done.stderr
-    folders = {path.name[11:]: path for path in (tmp_path / "laptop").iterdir()}
-    assert {name: results.read_record(path).results[0]["preset"] for name, path in folders.items()} == dict(
-        target="laptop_target", muon="laptop_2024-10-04_muon"
-    )
-    (kept,) = folders["target"].glob("*.json")
-    next(folders["muon"].glob("*.json")).unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["muon", "target", "train_gpt.py"]
+    presets = {name: results.read_record(tmp_path / name).results[0]["preset"] for name in ("muon", "target")}
+    assert presets == dict(target="laptop_target", muon="laptop_2024-10-04_muon")
+    kept, lost = (next((tmp_path / name).glob("*.json")) for name in ("target", "muon"))
+    log = kept.with_suffix(".txt").read_text()
+    assert json.loads(log.split("\n=")[0])["argv"][1] == "--record=target" and "def main(" not in log
+    lost.unlink()
     assert run_tool("run_ladder.py", *args).returncode == 0
-    assert (
-        list(folders["target"].glob("*.json")) == [kept] and len(list(folders["muon"].glob("*.json"))) == 1
-    )
-    (folders["muon"] / "train_gpt.py").write_text("another")
-    done = run_tool("run_ladder.py", *args)
-    assert done.returncode == 2 and "of another script: go on with --script=" in done.stderr
-    done = run_tool("run_ladder.py", "--only=target,moun")
-    assert done.returncode == 2 and "did you mean muon" in done.stderr
+    assert list((tmp_path / "target").glob("*.json")) == [kept] and len(list(lost.parent.glob("*.json"))) == 1
+    (tmp_path / "train_gpt.py").write_text("LADDER = {'2024-10-04_muon': 0}")
+    done = run_tool("run_ladder.py", f"--ladder={tmp_path}")
+    assert done.returncode == 2 and "mixes scripts" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [("--only=target,moun", "did you mean muon"), (f"--ladder={ROOT}/records", "has no train_gpt.py with a LADDER")],
+)
+def test_a_ladder_that_cannot_be_run(option, words):
+    done = run_tool("run_ladder.py", option)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and words in done.stderr
+
+
+def test_a_log_loses_the_script_it_begins_with():
+    """And only that script: one of another hash is refused, a log without any stays as it is."""
+    rule, facts = f"\n{'=' * 100}\n", dict(versions={"torch": "2.13"}, hardware={"threads": 2})
+    result = dict(script_sha256=hashlib.sha256(b"print()\n").hexdigest(), argv=["--seed=3"], **facts)
+    stripped = run_ladder.strip_log(f"print()\n{rule}{json.dumps(facts)}{rule}step:1/1\n", result)
+    assert stripped == f"{json.dumps(result, indent=1)}{rule}step:1/1\n"
+    assert run_ladder.strip_log(stripped, result) == stripped
+    with pytest.raises(results.RecordError, match="another script"):
+        run_ladder.strip_log(f"exit()\n{rule}{{}}{rule}", result)
 
 
 def test_the_plan_of_the_ladder():
     """Seed by seed over all rungs; the first and the last one more often."""
-    plan = run_ladder.plan_runs(3, 8, [])
-    presets = [f"laptop_{name}" for name in run_ladder.gpt.LADDER]
-    assert plan[:25] == [("laptop_target", 0), *((preset, 0) for preset in presets)]
+    ladder = list(results.load_script(run_ladder.LADDER).LADDER)
+    plan = run_ladder.plan_runs(ladder, 3, 8)
+    assert plan[:25] == [
+        ("target", "laptop_target", 0),
+        *((name.partition("_")[2], f"laptop_{name}", 0) for name in ladder),
+    ]
     assert len(plan) == 3 * 25 + 5 * 2 and len(set(plan)) == len(plan)
-    assert plan[-2:] == [(presets[0], 7), (presets[-1], 7)]
-    assert [results.name_rung(preset) for preset in presets[:2]] == ["adamw_rotary", "muon"]
+    assert [(name, seed) for name, _, seed in plan[-2:]] == [("adamw_rotary", 7), ("sigmoid_skips", 7)]
