@@ -1010,11 +1010,11 @@ def is_lost_contact(error: Exception) -> bool:
 
 def is_first_to_say(key: str) -> bool:
     """Whether no other rank of the job has asked with this key: so that one line is printed, not N."""
-    with suppress(RuntimeError, KeyError):  # where rank 0 holds the store, it may be gone with it
+    with suppress(RuntimeError, KeyError):  # the store may be gone, too: then each says it
         store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
                               wait_for_workers=False, timeout=datetime.timedelta(seconds=5))
         return store.add(f"train_gpt/{env_int('TORCHELASTIC_RESTART_COUNT', 0)}/{key}", 1) == 1
-    return env_int("RANK", 0) == min(1, env_int("WORLD_SIZE", 1) - 1)
+    return True
 
 
 class HostCopy:
@@ -2467,22 +2467,19 @@ class TrainData:
 
     def _plan(self, shards: Iterator[int]) -> None:
         """Walk the shards in order; a packed sequence that a shard cannot fill begins in the next one."""
-        find_row = self._find_tokens if self.cfg.row_start == "anywhere" else self._find_documents
-        shard, position, ends = None, 0, None  # position: first document, or token, that is still free
+        is_anywhere = self.cfg.row_start == "anywhere"
+        find_row = self._find_tokens if is_anywhere else self._find_documents
+        shard, position = next(shards), 0  # the first document, or token, that is still free
         for start, end, rows, max_doc_len in self.spans:
-            ends = None
+            ends = self.shards[shard].ends(max_doc_len)
             for _ in range((end - start) * rows):
-                row = None
-                while row is None:
-                    if shard is not None:
-                        ends = self.shards[shard].ends(max_doc_len) if ends is None else ends
-                        row = find_row(shard, position, max_doc_len, ends)
-                    if row is None:
-                        shard, position, ends = next(shards, None), 0, None
-                        if shard is None:
-                            self._report_missing()
+                while (row := find_row(shard, position, max_doc_len, ends)) is None:
+                    shard, position = next(shards, None), 0
+                    if shard is None:
+                        self._report_missing()
+                    ends = self.shards[shard].ends(max_doc_len)
                 self.rows.append(row)
-                position = row.last + (self.cfg.row_start == "document")
+                position = row.last if is_anywhere else row.last + 1
 
     def _find_documents(self, shard: int, first: int, max_doc_len: int, ends: np.ndarray) -> Row | None:
         """The row that begins with a document, and holds a token more than it needs."""
