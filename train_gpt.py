@@ -171,12 +171,12 @@ class ModelConfig:
     depth: int = option(0, "layers from which shape, batch, steps and rates follow; 0: their options", 0, 64)
     tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1)
     num_layers: int = option(12, "layers", 1, 1000)
-    num_heads: int = option(6, "attention heads per layer", 1)
-    head_dim: int = option(128, "channels per head", 8)
-    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8)
+    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    head_dim: int = option(128, "channels per head", 8, 4096)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
     mlp_ratio: int = option(4, "MLP hidden channels per residual channel", 1, 64)
     vocab_size: int = option(50257, "tokens of the vocabulary", 2, 65536)
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
     tie_head: str = choice("off", "head and token embedding are kept equal")
     embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
     init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", 0.0)
@@ -517,8 +517,9 @@ def parse_value(name: str, field: dataclasses.Field, text: str):
     except (ValueError, TypeError, RecursionError) as error:
         kind = {int: "whole number", float: "number"}.get(field.type, "list")
         text = text if len(text) < 100 else f"{text[:100]}..."
-        raise InputError(f"--{name}={text} is not a {kind}: give one like {show_value(field.default)} "
-                         f"({' '.join(str(error).split())[:200]})") from None
+        example = show_value(field.default or (LayerSpec(),))
+        raise InputError(f"--{name}={text} is not a {kind}: give one like {example} ({str(error)[:200]})"
+                         ) from None
 
 
 def show_value(value) -> str:
@@ -534,6 +535,10 @@ def check_value(name: str, field: dataclasses.Field, value) -> None:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
         raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
+    if isinstance(value, str) and name != "prompt" and (
+            len(value) > 4000 or max(len(os.fsencode(part)) for part in value.split("/")) > 255):
+        raise InputError(f"--{name}={value[:50]}... is too long: no name may have more than 255 characters, "
+                         "no path more than 4,000")
     numbers = [number for number in (value if isinstance(value, tuple) else (value,))
                if isinstance(number, (int, float))]
     for number in numbers:
@@ -611,6 +616,8 @@ def format_presets() -> str:
 def make_config(overrides: dict) -> Config:
     """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
     options, name = list_options(), overrides.get("preset", "auto")
+    for key, value in overrides.items():
+        check_value(key, options[key], value)
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
@@ -665,9 +672,9 @@ def check_config(cfg: Config) -> None:
                                  f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
         (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
                                                   f"than the model: give at most {cfg.model_dim}"),
-        *((re.fullmatch(r"([a-z0-9][a-z0-9_.-]{0,99})?", name) is not None,
+        *((re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name) is not None,
            f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, digits, '_', "
-           "'-' and '.'") for field, name in (("record", cfg.record), ("track", cfg.track))),
+           "'-' and '.'") for field, name in (("record", cfg.record or "none"), ("track", cfg.track))),
         *((value > 0 and value % unit == 0,
            f"--{name}={value} is not a multiple of {what}: {nearest_multiples(value, unit)}")
           for name, value, unit, what in multiples),
@@ -694,17 +701,21 @@ def check_config(cfg: Config) -> None:
 
 
 def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every stage."""
     for stage in cfg.stages:
         yield 0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9, (
             f"--stages has a duration or lr_factor out of range: {stage}: give a positive one")
         yield 1 <= stage.window_short <= stage.window_long < 2**31, (
             f"--stages has windows short {stage.window_short}, long {stage.window_long}: "
             "give 1 <= short <= long")
-        yield 2 <= (stage.max_doc_len or 2) < 2**31, (
-            f"--stages has max_doc_len={stage.max_doc_len}: give 2 or more")
+        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK)):
+            value = getattr(stage, name)
+            yield value is None or least <= value < 2**31, (
+                f"--stages has {name}={value}: give {least} or more")
 
 
 def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every layer."""
     yield len(cfg.layers) == cfg.num_layers, (f"--layers has {len(cfg.layers)} layers, num_layers is "
                                               f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}")
     for i, spec in enumerate(cfg.layers):
@@ -746,6 +757,7 @@ def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
 
 
 def derive(cfg: Config, world_size: int) -> dict:
+    """Numbers that follow from the config: --print_config and the run record show them."""
     grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
     with torch.device("meta"):
         num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
@@ -1486,6 +1498,7 @@ def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, cap: float, use_ke
 
 def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, targets: Tensor, cap: float, use_kernels: bool
                      ) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in FP8, from a weight cast as it is (V, D) and transposed (D, V)."""
     x_scale = fp8_x_scale(x.size(1))
     x8 = to_fp8(x, x_scale, E4M3)
     logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
@@ -1847,7 +1860,7 @@ def fill_buckets(model: nn.Module, cfg: Config, rt: Runtime) -> list[Bucket]:
         unit = math.prod(kind) if RULES[group.rule].per_matrix else 1
         most = cfg.comm_bucket_mb * 1e6 / (unit * dtype.itemsize) if rt.world_size > 1 else math.inf
         for name, param in named:
-            if size >= most and size % rt.world_size == 0:
+            if parts[-1] and size >= most and size % rt.world_size == 0:
                 parts.append([])
                 size = 0
             parts[-1].append((name, param))
@@ -3107,6 +3120,7 @@ class Checkpoints:
 
 
 def format_card(result: dict, rt: Runtime, path: Path) -> str:
+    """The result card at the end of a run."""
     derived, seconds, config = result["config"]["derived"], result["train_time_ms"] / 1000, result["config"]
     paused = f"; suspended {result['pauses']} times, which counts" if result["pauses"] else ""
     rows = {
@@ -3676,6 +3690,7 @@ class Tokenizer(typing.NamedTuple):
 
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that belongs to a vocabulary, if it is at hand."""
     if vocab_size == BYTE_VOCAB_SIZE:
         return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
     try:
@@ -3741,6 +3756,8 @@ def write_sample(values: dict) -> None:
     if set(values) - allowed:
         raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
+    for name, value in values.items():
+        check_value(name, list_options()[name], value)
     facts, tensors = read_checkpoint(Path(values["sample"]))
     plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", device="auto",
                  dtype="float32")
@@ -3778,7 +3795,7 @@ def run(argv: list[str]) -> int:
     elif "print_config" in flags:
         cfg = make_config(values)
         print(json.dumps({**plain_dict(cfg), "derived": derive(cfg, env_int("WORLD_SIZE", 1))}, indent=1))
-    elif values.get("sample"):
+    elif "sample" in values:
         if env_int("RANK", 0) == 0:
             write_sample(values)
     else:
@@ -3790,7 +3807,7 @@ def report(error: RunError, program: str) -> int:
     """Print the line of an error, once on each node; returns the exit status."""
     if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
         kind = "" if isinstance(error, RunStopped) else "error: "
-        print(f"{program}: {kind}{error}", file=sys.stderr, flush=True)
+        print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
         time.sleep(1 if isinstance(error, RunStopped) else 5)
     return error.status

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
 
-VOCAB, START = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
+VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
 
 
 LONGEST = (
@@ -61,15 +63,31 @@ def slow_but(values, *quick) -> list:
     ]
 
 
+@contextmanager
+def at_most(seconds: int):
+    """Raise TimeoutError where something takes longer, such as a wait for what never comes."""
+
+    def give_up(*_):
+        raise TimeoutError(f"not done after {seconds} seconds")
+
+    old = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+
+
 def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind START."""
+    """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind BOS."""
     parts, total = [], 0
     while total < num_tokens:
         length = int(rng.integers(20, 600))
         text = (int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6).astype(
             np.uint16
         )
-        parts += [np.array([START], np.uint16), text]
+        parts += [np.array([BOS], np.uint16), text]
         total += length + 1
     return np.concatenate(parts)
 
@@ -80,7 +98,7 @@ def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
-        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, START)
+        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
     return folder
 
 

@@ -107,33 +107,33 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
         flex.compute_loss = torch.compile(flex.compute_loss, dynamic=False, fullgraph=True)
     for part in flex.segments if num_segments > 1 else ():
         part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
-    schedule, losses = gpt.Schedule(cfg), []
+    schedule, windows = gpt.Schedule(cfg), []
     with torch.no_grad():
         for step in (0, 5, 9, 12):  # every stage, and the final validation
             state = schedule.at(step)
-            windows = (state.stage.window_long, state.stage.window_short)
             tokens, targets, ids = (
                 torch.randint(257, (2, 512)),
                 torch.randint(257, (512,)),
                 make_doc_ids(512, 60, step),
             )
-            rotary = gpt.make_rotary(state, 512, 512, make_runtime())
-            ours = flex(
-                tokens[0].int(),
-                targets,
-                ids,
-                gpt.StepInputs(torch.tensor(windows, dtype=torch.int32), *rotary),
+            ours, expected = (
+                model(
+                    tokens[0].int(),
+                    targets,
+                    ids,
+                    gpt.make_stage_inputs(state, 512, 512, make_runtime(use_flex=model.use_flex)),
+                )
+                for model in (flex, dense)
             )
-            expected = dense(tokens[0].int(), targets, ids, gpt.StepInputs(windows, *rotary))
             assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
-            losses.append(windows)
-    assert len(set(losses)) == 4
+            windows.append(state.windows)
+    assert len(set(windows)) == 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_segments
 
 
 def test_rotary_keeps_norms_and_depends_on_distance_alone():
     state = gpt.Schedule(smoke_config()).at(0)
-    cos, sin = gpt.make_rotary(state, 64, 64, make_runtime())
+    _, cos, sin = gpt.make_stage_inputs(state, 64, 64, make_runtime())
     x = torch.randn(2, 1, 32).expand(64, 2, 1, 32)  # the same q and k at every position
     y = gpt.apply_rotary(x, cos, sin)[:, :, 0]  # (64, 2, 32)
     assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1, 0].norm().expand(64), rtol=1e-5)
@@ -147,7 +147,7 @@ def test_rotary_keeps_norms_and_depends_on_distance_alone():
     assert (scores[5, 5] - scores[5, 0]).abs() > 1e-3
 
 
-def test_positions_start_anew_with_each_row():
+def test_positions_start_anew_with_each_packed_sequence():
     state = gpt.Schedule(smoke_config()).at(0)
-    cos, _ = gpt.make_rotary(state, 128, 64, make_runtime())
+    cos = gpt.make_stage_inputs(state, 128, 64, make_runtime()).cos
     assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])

@@ -1,11 +1,11 @@
 """Config, presets, command line: what they derive, and how they refuse."""
 
-import dataclasses
 import json
 import math
+import os
 
 import pytest
-from conftest import gpt, run_script
+from conftest import at_most, data_args, gpt, run_script
 
 
 def test_parameters_of_track_1_term_by_term():
@@ -14,12 +14,12 @@ def test_parameters_of_track_1_term_by_term():
     assert vocab == math.ceil(50_257 / 128) * 128
     embedding = head = vocab * dim
     value_embeds = 3 * vocab * dim
-    attention = 11 * 4 * dim * dim  # Q, K, V, O in every slot but 7
+    attention = 11 * 4 * dim * dim  # Q, K, V, O in every layer but 7
     gates = 11 * 6 * 12  # per head, from 12 channels
-    mlp = 11 * 2 * dim * 4 * dim  # in every slot but 0
-    lambdas = 12 * 2  # stream and x0, per slot
-    skips = 6  # slots 6-11 take 5-0
-    values = 11 + 6  # s0 per attention; s1 where a value embedding enters: slots 0, 1, 2, 9, 10, 11
+    mlp = 11 * 2 * dim * 4 * dim  # in every layer but 0
+    lambdas = 12 * 2  # stream and x0, per layer
+    skips = 6  # layers 6-11 take 5-0
+    values = 11 + 6  # s0 per attention; s1 where a value embedding enters: layers 0, 1, 2, 9, 10, 11
     total = embedding + head + value_embeds + attention + gates + mlp + lambdas + skips + values
     assert total == 271_024_967  # the record's 271.02 M: its 60 scalars are 47 here, those that are used
     derived = gpt.derive(gpt.make_config({"preset": "track_1"}), 8)
@@ -37,7 +37,7 @@ def test_flops_of_track_1_term_by_term():
 
 
 def test_layers_of_the_record():
-    """Slots, windows, value embeddings and skips of record 32."""
+    """Layers, windows, value embeddings and skips of record 32."""
     layers = gpt.make_config({"preset": "track_1"}).layers
     assert [i for i, s in enumerate(layers) if s.attention == "none"] == [7]
     assert [i for i, s in enumerate(layers) if s.attention == "long"] == [0, 4, 11]
@@ -49,11 +49,10 @@ def test_layers_of_the_record():
 @pytest.mark.parametrize("name", gpt.PRESETS)
 def test_every_preset_resolves_and_survives_the_command_line(name):
     cfg = gpt.make_config({"preset": name})
-    argv = [
-        f"--{field.name}={gpt.show_value(getattr(cfg, field.name))}" for field in dataclasses.fields(cfg)
-    ]
+    argv = [f"--{option}={gpt.show_value(value)}" for option, value in gpt.flatten_config(cfg).items()]
     assert gpt.make_config(gpt.parse_argv(argv)[0]) == cfg
-    assert json.loads(json.dumps(gpt.resolved_dict(cfg, 1)))["derived"]["num_params"] > 0
+    assert gpt.config_from_dict(gpt.plain_dict(cfg)) == cfg
+    assert gpt.derive(cfg, 1)["num_params"] > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 9, 16])
@@ -66,42 +65,91 @@ def test_spellings_are_equal():
     values = [
         gpt.parse_argv(argv)[0]
         for argv in (
-            ["--num_iterations=7", "--adam_betas=0.7,0.9"],
-            ["--num-iterations", "7", "--adam-betas", "0.7,0.9"],
+            ["--num_iterations=7", "--embed_betas=0.7,0.9", "--matrix_cooldown_frac=-1", "--logs_dir=a-b"],
+            "--num-iterations 7 --embed-betas 0.7,0.9 --matrix-cooldown-frac -1 --logs-dir a-b".split(),
         )
     ]
-    assert values[0] == values[1] == {"num_iterations": 7, "adam_betas": (0.7, 0.9)}
+    expected = dict(num_iterations=7, embed_betas=(0.7, 0.9), matrix_cooldown_frac=-1.0, logs_dir="a-b")
+    assert values[0] == values[1] == expected
+
+
+def test_options_of_groups():
+    """Each of its own; what is not given stays as the preset has it."""
+    cfg = gpt.make_config({"preset": "muonh", "head_lr": 0.5, "embed_betas": (0.5, 0.6), "scalar_every": 2})
+    assert (cfg.groups["head"].lr, cfg.groups["embed"].lr, cfg.groups["matrix"].rule) == (0.5, 0.3, "normuonh")
+    assert [name for name, group in cfg.groups.items() if group.betas == (0.5, 0.6)] == ["embed"]
+    assert [name for name, group in cfg.groups.items() if group.every == 2] == ["scalar"]
+    assert (cfg.adam_every, gpt.make_config({"preset": "muonh"}).adam_every) == (2, 1)
+
+
+def test_a_tied_head_is_counted_once():
+    both, once = (gpt.derive(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8) for tie in ("off", "on"))
+    assert both["num_params"] - once["num_params"] == 50_304 * 768
+    assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies all the same
+
+
+LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
 
 
 @pytest.mark.parametrize(
     "args, value, remedy",
     [
-        (["--num_iteration=5"], "--num_iteration", "--num_iterations"),
+        (["--num_iteration=5"], "--num_iteration ", "did you mean --num_iterations"),
+        (["--embed-beta=0.9,0.9"], "--embed_beta ", "did you mean --embed_betas"),
         (["stray"], "stray", "--track"),
         (["--xyzzy=1"], "--xyzzy", "--help"),
         (["--num_iterations=many"], "many", "1670"),
         (["--num_iterations=0"], "0", "at least 1"),
+        (["--num_iterations", "-5"], "-5", "at least 1"),
+        (["--final_lr_frac", "-0.5"], "-0.5", "at least 0"),
+        (["--seed=-1"], "-1", "at least 0"),
+        (["--seed=99999999999999999999999"], "99999999999999999999999", "at most 2147483647"),
+        (["--num_iterations=" + "9" * 31], "9" * 31, "at most 2147483647"),
+        (["--num_iterations=" + "9" * 5000], "9" * 31, "1670"),  # more digits than Python reads
         (["--matrix_lr=nan"], "nan", "ordinary number"),
         (["--momentum_end=1.5"], "1.5", "at most"),
         (["--device=tpu"], "tpu", "cuda"),
+        (["--device=a\nb"], "--device=a", "cuda"),
+        (["--matrix_rule=nuon"], "nuon", "normuon"),
+        (["--num_layers=0", "--matrix_rule=muonh"], "--num_layers=0", "at least 1"),
+        (["--depth=-1"], "--depth=-1", "at least 0"),
+        (["--depth=65"], "--depth=65", "at most 64"),
+        (["--depth=4", "--tokens_per_param=nan"], "nan", "ordinary number"),
         (["--preset=laptpo"], "laptpo", "laptop"),
-        (["--seed"], "--seed", "--seed=0"),
+        (["--seed"], "--seed", "one argument"),
         (["--head_dim=100"], "model_dim", "--model_dim=200"),
         (["--seq_len=500"], "500", "384 and 512"),
         (["--tokens_per_step=700"], "700", "512 and 1024"),
         (["--val_tokens=1000"], "1000", "1024"),
         (["--micro_batch_tokens=256"], "256", "--seq_len=256"),
-        (['--stages=[{"share":1,"window_long":64,"window_short":128}]'], "128", "short <= long"),
-        (['--stages=[{"share":1}]'], "share", "window_long"),
-        (["--stages=[]"], "--stages", "above 0"),
+        (["--val_windows=64,128"], "64,128", "long,short"),
+        (["--val_windows=5"], "5", "1664,768"),
+        (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "128", "short <= long"),
+        (['--stages=[{"duration":1}]'], "duration", "window_long"),
+        (["--stages=[]"], "--stages", "at least one stage"),
+        (['--stages=[{"duration":"a","window_long":128,"window_short":64}]'], "duration='a'", '[{"duration": 1'),
+        (['--stages=[{"duration":1,"window_long":128.5,"window_short":64}]'], "long=128.5", '[{"duration": 1'),
+        (['--stages=[{"duration":1,"window_long":128,"window_short":64.0}]'], "short=64.0", '[{"duration": 1'),
+        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0", "a positive one"),
+        ([f'--stages=[{{{STAGE},"lr_factor":-1}}]'], "lr_factor=-1", "a positive one"),
+        ([f'--stages=[{{{STAGE},"max_doc_len":1}}]'], "max_doc_len=1", "2 or more"),
+        ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700", "512 and 1024"),
+        (["--layers={}"], "a list is needed", 'give one like [{"'),
+        (['--layers=[{"attention":5}]'], "attention=5", 'give one like [{"'),
         (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "wide", "long, short or none"),
-        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier slot"),
+        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier layer"),
         (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
-        (["--layers=[{}]"], "1 slots", "--num_layers=1"),
+        (["--layers=[{}]"], "1 layers", "--num_layers=1"),
         (["--record=../x"], "../x", "lower-case"),
+        (["--record=" + "x" * 150], "x" * 50, "at most 100"),
+        (["--record=" + "x" * 300], "x" * 50, "255"),
+        (["--logs_dir=a\0b"], "--logs_dir", "plain text"),
+        (["--resume=a\0b"], "--resume", "plain text"),
         (["--attention_gate_dim=100"], "100", "at most 64"),
-        (["--cooldown_frac=0.5", "--adam_betas=0.9"], "0.9", "0.8,0.95"),
+        (["--cooldown_frac=0.5", "--embed_betas=0.9"], "0.9", "0.8,0.95"),
+        (["--embed_betas="], "--embed_betas", "two numbers"),
     ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
 def test_bad_options_end_with_status_2_and_one_line(args, value, remedy, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -110,6 +158,50 @@ def test_bad_options_end_with_status_2_and_one_line(args, value, remedy, capsys,
     assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
     assert value in err and remedy in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "args, field",
+    [
+        (["--record=x"], "records_dir"),
+        ([], "logs_dir"),
+        (["--checkpoint_every=1"], "checkpoint_dir"),
+        (["--time_limit=100"], "checkpoint_dir"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(LONG, id="long"),
+        pytest.param("/proc/nope", marks=pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")),
+    ],
+)
+def test_output_folders_that_cannot_be_are_refused_before_the_run(
+    args, field, folder, shards, capsys, tmp_path, monkeypatch
+):
+    """Permissions say nothing here: root may write /proc, and still makes no folder there."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--preset=smoke", "--device=cpu", *data_args(shards), *args, f"--{field}={folder}"]
+    assert gpt.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "step:" not in out
+    remedy = "255 characters" if len(folder) > 255 else f"choose another folder with --{field}"
+    assert folder[:50] in err and remedy in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("field", ["train_files", "val_files", "resume"])
+def test_a_pipe_is_no_file(field, shards, capsys, tmp_path, monkeypatch):
+    """Who opens one to read waits for its writer, here for ever."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with at_most(60):
+        assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards), f"--{field}=pipe"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "pipe" in err
+    assert ("name another one" if field == "resume" else "not a token shard") in err
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_cuda_that_is_absent(capsys):
@@ -127,9 +219,11 @@ def test_print_config_needs_neither_cuda_nor_data(tmp_path):
 
 
 def test_help_names_every_field(capsys):
-    assert gpt.main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        gpt.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"--{name}=" in text for name in gpt.config_fields())
+    assert all(f"--{name} " in text for name in gpt.list_options())
+    assert all(f"--{name}_lr FLOAT" in text for name in gpt.GROUPS)
     assert gpt.main(["--list_presets"]) == 0
     presets, mechanisms = capsys.readouterr().out.split("\n\n")
     assert [line.split()[0] for line in presets.splitlines()] == list(gpt.PRESETS)

@@ -1,4 +1,4 @@
-"""Shards, rows, batches, prefetch, corpora: what is refused, and that ranks never change what a step sees."""
+"""Shards, packed sequences, batches, prefetch, corpora: what is refused, and that ranks never change what a step sees."""
 
 import hashlib
 import json
@@ -6,11 +6,12 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, START, VOCAB, gpt, make_runtime, run_script, smoke_config
+from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, run_script, smoke_config
 
 
 def write_raw(path, header, tokens):
@@ -20,18 +21,18 @@ def write_raw(path, header, tokens):
     return str(path)
 
 
-GOOD = (20240520, 1, 4, VOCAB, START)
+GOOD = (20240520, 1, 4, VOCAB, BOS)
 
 
 @pytest.mark.parametrize(
     "header, tokens, complaint",
     [
-        ((1, 1, 4, VOCAB, START), [START, 1, 2, 3], "not a token shard"),
-        ((20240520, 2, 4, VOCAB, START), [START, 1, 2, 3], "version 1"),
-        ((20240520, 1, 9, VOCAB, START), [START, 1, 2, 3], "1032 bytes where its header announces 1042"),
-        ((20240520, 1, 0, VOCAB, START), [], "holds no tokens"),
-        (GOOD, [START, 1, 2, 300], "token 300"),
-        (GOOD, [0, 1, 2, 3], "no document start"),
+        ((1, 1, 4, VOCAB, BOS), [BOS, 1, 2, 3], "not a token shard"),
+        ((20240520, 2, 4, VOCAB, BOS), [BOS, 1, 2, 3], "version 1"),
+        ((20240520, 1, 9, VOCAB, BOS), [BOS, 1, 2, 3], "1032 bytes where its header announces 1042"),
+        ((20240520, 1, 0, VOCAB, BOS), [], "holds no tokens"),
+        (GOOD, [BOS, 1, 2, 300], "token 300"),
+        (GOOD, [0, 1, 2, 3], "no BOS"),
         ((20240520, 1, 4), [50256, 1, 2, 3], "--vocab_size=50257"),
     ],
 )
@@ -52,7 +53,7 @@ def test_truncated_and_missing_files(tmp_path):
 def test_headers_from_elsewhere_mean_gpt2(tmp_path):
     path = write_raw(tmp_path / "fineweb.bin", (20240520, 1, 3), [50256, 1, 2])
     shard = gpt.open_shard(path, 50257)
-    assert shard.document_start == 50256 and shard.starts.tolist() == [0]
+    assert shard.bos == 50256 and shard.starts.tolist() == [0]
 
 
 def all_rows(cfg):
@@ -67,7 +68,7 @@ def test_rows_follow_the_published_packing(shards):
     expected = []
     for name in ("train_0", "train_1"):
         tokens = np.fromfile(shards / f"{name}.bin", dtype="<u2")[512:]
-        starts = np.flatnonzero(tokens == START).tolist()
+        starts = np.flatnonzero(tokens == BOS).tolist()
         buffer = []
         for begin, end in zip(starts, [*starts[1:], len(tokens)]):
             buffer += tokens[
@@ -79,8 +80,8 @@ def test_rows_follow_the_published_packing(shards):
     assert len({row.shard for row in data.rows}) == 2  # the run crosses a shard boundary
     assert [row.tolist() for row in rows] == expected[: data.num_rows]
     for row in rows:
-        lengths = np.diff(np.flatnonzero(row == START))
-        assert row[0] == START and lengths.max() <= cfg.max_doc_len
+        lengths = np.diff(np.flatnonzero(row == BOS))
+        assert row[0] == BOS and lengths.max() <= cfg.max_doc_len
 
 
 def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
@@ -94,12 +95,28 @@ def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
             and batch.targets[part].tolist() == rows[i][1:].tolist()
         )
     assert batch.doc_ids[0] == 1
-    assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == START)
+    assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == BOS)
     assert (batch.inputs.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (
         torch.int32,
         torch.int64,
         torch.int32,
     )
+
+
+def test_a_packed_sequence_is_not_joined_to_the_one_before(shards):
+    """Where they begin anywhere, most begin within a document, which goes on in the one before."""
+    data, rows = all_rows(smoke_config(shards, row_start="anywhere"))
+    ids = data.batch(range(4)).doc_ids.view(4, 512)
+    assert sum(row[0] != BOS for row in rows[1:4]) == 3
+    assert (ids[1:, 0] - ids[:-1, -1]).tolist() == [1, 1, 1]
+    starts = [1 + sum(row[1:512] == BOS) for row in rows[:4]]
+    assert (ids[:, -1] - ids[:, 0] + 1).tolist() == starts
+
+
+def test_documents_without_a_mask_are_one_for_each_packed_sequence(shards):
+    data, rows = all_rows(smoke_config(shards, document_mask="off"))
+    assert data.batch(range(4)).doc_ids.tolist() == [i for i in (1, 2, 3, 4) for _ in range(512)]
+    assert sum(rows[0] == BOS) > 1
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
@@ -121,16 +138,8 @@ def test_stages_change_rows_per_step_and_document_length(shards):
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=50), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
     data, rows = all_rows(cfg)
-    assert data.first_row == [
-        0,
-        2,
-        4,
-        6,
-        8,
-        10,
-        12,
-        *range(14, 34, 4),
-    ]  # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
+    # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
+    assert [data.first_row(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
     assert data.num_rows == 34
     assert [r.max_doc_len for r in data.rows] == [50] * 14 + [256] * 20
 
@@ -171,15 +180,28 @@ def test_validation_is_the_stream_itself(shards):
 
 def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     def batches():
-        yield gpt.make_batch(np.array([[START, 1, 2]]), START)
+        yield gpt.make_batch(np.array([[BOS, 1, 2]]), BOS)
         raise ValueError("disk on fire")
 
     prefetcher = gpt.Prefetcher(batches(), torch.device("cpu"))
-    assert next(prefetcher).inputs.tolist() == [START, 1]
+    assert next(prefetcher).inputs.tolist() == [BOS, 1]
     with pytest.raises(ValueError, match="disk on fire"):
         next(prefetcher)
     prefetcher.close()
-    assert not prefetcher.thread.is_alive()
+    assert not prefetch_threads()
+
+
+def test_batches_come_in_order_and_no_more_than_were_planned():
+    batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
+    prefetcher = gpt.Prefetcher(iter(batches), torch.device("cpu"))
+    assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
+    with pytest.raises(AssertionError, match="used up"):
+        next(prefetcher)
+    prefetcher.close()
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
@@ -187,8 +209,9 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     prefetcher = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 12), torch.device("cpu"))
     next(prefetcher)
+    assert len(prefetch_threads()) == 1
     prefetcher.close()
-    assert not prefetcher.thread.is_alive()
+    assert not prefetch_threads()
 
 
 # ---- corpora --------------------------------------------------------------------------------------------------------
@@ -235,7 +258,7 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
     for split, stream in streams.items():
         pieces = {
             bytes(part[1:].astype(np.uint8))
-            for part in np.split(stream, np.flatnonzero(stream == START))[1:]
+            for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]
         }
         assert max(map(len, pieces)) <= 2047
         for file in (texts / "sub").iterdir():
@@ -309,7 +332,7 @@ def test_gpt2_tokens_need_an_optional_package(tmp_path):
         TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"),
     )
     if done.returncode == 0:
-        assert gpt.open_shard(str(tmp_path / "x" / "train_000000.bin"), 50257).document_start == 50256
+        assert gpt.open_shard(str(tmp_path / "x" / "train_000000.bin"), 50257).bos == 50256
     else:
         assert done.returncode == 2 and "--tokenizer=bytes" in done.stderr and "Traceback" not in done.stderr
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import gpt, smoke_config, smoke_run
+from conftest import data_args, gpt, smoke_config, smoke_run
 
 
 def relative_error(ours, exact):
@@ -58,23 +58,19 @@ def test_a_run_with_it_trains_as_well(shards, tmp_path):
     assert on["final_val_loss"] != off["final_val_loss"]
 
 
-def test_forcing_it_where_it_cannot_work(capsys):
-    args = [
-        "--preset=smoke",
-        "--device=cpu",
-        "--fp8_head=on",
-        "--num_heads=1",
-        "--head_dim=72",
-        "--model_dim=72",
-    ]
-    assert gpt.main(args) == 2
-    assert "--fp8_head=auto" in capsys.readouterr().err
+def test_forcing_it_where_it_cannot_work(shards, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = ["--num_heads=1", "--head_dim=72", "--model_dim=72"]
+    assert gpt.main(["--preset=smoke", "--device=cpu", "--fp8_head=on", *size, *data_args(shards)]) == 2
+    err = capsys.readouterr().err
+    assert "--fp8_head=auto" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_failing_probe_turns_it_off_with_one_line():
-    cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, fp8_head="auto")
-    use, note = gpt.choose_fp8(cfg, torch.device("cpu"), "fp8_head", False)
-    assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off")
+@pytest.mark.parametrize("device, reason", [("cpu", "no CPU multiplies FP8"), ("cuda", "model_dim=72 is not a")])
+def test_where_it_cannot_work_auto_turns_it_off_with_one_line(device, reason):
+    cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, fp8_head="auto", dtype="auto")
+    use, note = gpt.choose_fp8(cfg, torch.device(device), "fp8_head", False)
+    assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off") and reason in note
 
 
 def test_sizes_that_cannot_be_cast_are_refused():
@@ -128,16 +124,19 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     cfg = smoke_config(num_heads=4, model_dim=128, zero_init="off")
     torch.manual_seed(0)
     model = gpt.GPT(cfg, use_fp8_linear=True)
-    x, step = torch.randn(64, 128), gpt.StepInputs((64, 64), *torch.zeros(2, 64, 2, 1, 32))
+    x, attention = torch.randn(64, 128), model.blocks[1].attention
+    scalars = {name: torch.full((64, 1), value) for name, value in model.blocks[1].scalars.items()}
+    stage = gpt.StageInputs((64, 64), *torch.zeros(2, 64, 2, 1, 32))
+    step = gpt.StepInputs(stage, scalars, torch.float32)
     mlp = model.blocks[1].mlp
     exact = gpt.relu_squared(x @ mlp.up_down[0]) @ mlp.up_down[1].T
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
     assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
     mask = gpt.build_dense_mask(torch.zeros(64), 64)
-    outputs = [model.blocks[1].attention.train(mode)(x, None, {}, mask, step) for mode in (True, False)]
+    outputs = [attention.train(mode)(x, {}, mask, step) for mode in (True, False)]
     assert not torch.equal(*outputs)
     model.set_fp8_linear(False)
-    assert torch.equal(model.blocks[1].attention.train()(x, None, {}, mask, step), outputs[1])
+    assert torch.equal(attention.train()(x, {}, mask, step), outputs[1])
 
 
 @pytest.mark.slow

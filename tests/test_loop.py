@@ -4,9 +4,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,9 +41,11 @@ def test_printed_lines_and_log_are_what_parsers_read(smoke):
     assert [int(m[1]) for m in VAL_LINE.finditer(smoke["stdout"])] == [0, 6, 12]
     assert not STEP_LINE.search(smoke["stdout"])
     log = smoke["path"].with_suffix(".txt").read_text()
-    source, facts, steps = log.split("\n" + "=" * 100 + "\n")
-    assert source == SCRIPT.read_text()
-    assert json.loads(facts)["versions"]["torch"] == torch.__version__
+    header, steps = log.split("\n" + "=" * 100 + "\n")
+    facts = json.loads(header)
+    assert facts["versions"]["torch"] == torch.__version__ and facts["argv"] == smoke["argv"]
+    source = smoke["path"].parent / f"train_gpt_{facts['script_sha256'][:12]}.py"
+    assert source.read_bytes() == SCRIPT.read_bytes()
     assert [int(m[1]) for m in STEP_LINE.finditer(steps)] == list(range(1, 13))
     assert len(VAL_LINE.findall(steps)) == 3
 
@@ -64,7 +69,9 @@ def test_json_has_the_keys_of_the_contract(smoke):
         "tokens_per_s",
         "mfu",
         "peak_memory_mib",
+        "pauses",
     } <= set(smoke)
+    assert smoke["pauses"] == 0
     assert smoke["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
     assert smoke["val_points"][-1][1] == smoke["final_val_loss"] and smoke["val_points"][-1][0] == 12
     assert smoke["train_time_ms"] == smoke["val_points"][-1][2] > 0
@@ -95,6 +102,7 @@ def test_warm_up_leaves_no_trace(smoke, shards, tmp_path):
         ["--matrix_rule=adamw", "--matrix_lr=0.005"],
         ["--matrix_weight_decay=0.5"],
         ["--dtype=bfloat16"],
+        ["--without=untied_head"],
         pytest.param(["--embed_dtype=bfloat16"], marks=pytest.mark.slow),
         pytest.param(["--micro_batch_tokens=512"], marks=pytest.mark.slow),
     ],
@@ -112,7 +120,7 @@ def test_compiled_run_agrees(shards, tmp_path):
     args = [
         "--num_layers=2",
         "--num_iterations=4",
-        '--stages=[{"share":1,"window_long":64,"window_short":64}]',
+        '--stages=[{"duration":1,"window_long":64,"window_short":64}]',
     ]
     plain, compiled = (smoke_run(shards, tmp_path, *args, f"--compile={mode}") for mode in ("off", "on"))
     assert compiled["final_val_loss"] == pytest.approx(plain["final_val_loss"], abs=1e-3)
@@ -123,6 +131,32 @@ def test_print_every_and_final_validation_only(shards, tmp_path):
     run = smoke_run(shards, tmp_path, "--print_every=4", "--val_loss_every=0")
     assert [int(m[1]) for m in STEP_LINE.finditer(run["stdout"])] == [4, 8, 12]
     assert [int(m[1]) for m in VAL_LINE.finditer(run["stdout"])] == [12]
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_closed_console(closed, shards, tmp_path):
+    """As cron and service managers start programs. What is opened next would get the number of a closed one."""
+    words = [sys.executable, str(SCRIPT), "--preset=smoke", "--device=cpu", "--num_iterations=2", *data_args(shards)]
+    done = subprocess.run(f"{shlex.join(words)} {closed}", shell=True, cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 0 and done.stderr == b""
+    (result,) = (tmp_path / "logs").glob("*.json")
+    assert json.loads(result.read_text())["val_points"][-1][0] == 2
+    assert result.with_suffix(".txt").read_text().startswith("{")
+    assert bool(done.stdout) == (closed == "2>&-")
+
+
+def test_a_suspended_run_says_so(shards, tmp_path):
+    """The clock goes on while it sleeps, so the json counts the times."""
+    words = [sys.executable, str(SCRIPT), "--preset=smoke", "--device=cpu", "--num_iterations=24", *data_args(shards)]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("step:0/") for line in process.stdout)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # it stands still
+        process.send_signal(signal.SIGCONT)
+        rest = process.stdout.read()
+    assert process.returncode == 0 and "; suspended 1 times, which counts" in rest
+    (result,) = (tmp_path / "logs").glob("*.json")
+    assert json.loads(result.read_text())["pauses"] == 1
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -181,22 +215,14 @@ def test_a_copy_in_an_empty_folder_runs(tmp_path):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_an_output_folder_that_cannot_be_written(shards, tmp_path):
+def test_an_output_folder_that_cannot_be_written(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").write_text("a file, not a folder")
-    done = run_script(["--preset=smoke", *data_args(shards)], tmp_path)
-    assert done.returncode == 2 and "--logs_dir" in done.stderr and done.stderr.count("\n") == 1
-    done = run_script(
-        ["--preset=smoke", *data_args(shards), "--logs_dir=l", "--record=r", "--records_dir=logs"], tmp_path
-    )
-    assert done.returncode == 2 and "--records_dir" in done.stderr and not (tmp_path / "l").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which even root makes none")
-def test_a_folder_that_cannot_be_made_ends_the_run_before_it_begins(shards, tmp_path):
-    """Permissions say nothing here: root may write /proc, and still makes no folder there."""
-    done = run_script(["--preset=smoke", *data_args(shards), "--record=r", "--records_dir=/proc/records"], tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "step:" not in done.stdout
-    assert "/proc/records/laptop" in done.stderr and "choose another folder with --records_dir" in done.stderr
+    for field, *args in (("logs_dir",), ("records_dir", "--logs_dir=l", "--record=r", "--records_dir=logs")):
+        assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards), *args]) == 2
+        err = capsys.readouterr().err
+        assert f"choose another folder with --{field}" in err and err.count("\n") == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 def test_trying_a_folder_leaves_nothing(tmp_path):
@@ -229,7 +255,7 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
     cfg = smoke_config(shards)
     with (
         pytest.raises(gpt.InputError, match="--micro_batch_tokens=512"),
-        gpt.RunLog(cfg, make_runtime()),
+        gpt.RunLog(cfg, make_runtime(), []),
         gpt.explain_memory(cfg),
     ):
         torch.empty(2**60)  # more than any machine has: the allocator's own error
@@ -240,11 +266,11 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
 
 def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ZeroDivisionError), gpt.RunLog(smoke_config(shards), make_runtime()) as log:
+    with pytest.raises(ZeroDivisionError), gpt.RunLog(smoke_config(shards), make_runtime(), []) as log:
         log.print("step:1")
         raise ZeroDivisionError
-    (partial,) = (tmp_path / "logs").iterdir()
-    assert partial.name.endswith(".partial") and partial.read_text().endswith("step:1\n")
+    (left,) = (tmp_path / "logs").iterdir()
+    assert left.name == f"{log.run_id}.txt" and left.read_text().endswith("=\nstep:1\n")
 
 
 def test_training_and_validation_of_one_length_keep_their_own_positions(shards):

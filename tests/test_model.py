@@ -6,8 +6,6 @@ import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config
 
-SMALL = dict(num_layers=6, model_dim=192, vocab_size=257, embed_dtype="float32", compile="off")
-
 
 def make_model(seed=0, noise=0.3, **changes):
     """A model with every parameter away from zero, its config, and inputs of one row."""
@@ -21,12 +19,8 @@ def make_model(seed=0, noise=0.3, **changes):
     return cfg, model, tokens, doc_ids
 
 
-def step_inputs(cfg, step=0):
-    state = gpt.Schedule(cfg).at(step)
-    return gpt.StepInputs(
-        (state.stage.window_long, state.stage.window_short),
-        *gpt.make_rotary(state, cfg.seq_len, cfg.seq_len, make_runtime()),
-    )
+def stage_inputs(cfg, step=0):
+    return gpt.make_stage_inputs(gpt.Schedule(cfg).at(step), cfg.seq_len, cfg.seq_len, make_runtime())
 
 
 def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
@@ -34,7 +28,6 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     p = {name: param.detach().double() for name, param in model.named_parameters()}
     num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
-    gate = torch.sigmoid if cfg.skips == "sigmoid" else lambda weight: weight
     head_norm = norm if cfg.qk_norm == "on" else lambda x: x
     angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -47,51 +40,35 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     )
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
-    x = x0 = norm(p["embed"][inputs]) if cfg.embed_norm == "on" else p["embed"][inputs]
-    outputs, first_values, scalars = [], None, iter(p.get("scalars", ()))
+    x = x0 = norm(p["embed"][inputs])
+    outputs, scalars, one = [], iter(p.get("scalars", ())), torch.ones(1)
     for i, spec in enumerate(cfg.layers):
         shortcut = [next(scalars), next(scalars)] if cfg.x0_shortcut == "on" else [1, 0]
         if spec.skip_from is not None:
-            x = x + gate(next(scalars)) * outputs[spec.skip_from]
+            x = x + torch.sigmoid(next(scalars)) * outputs[spec.skip_from]
         x = shortcut[0] * x + shortcut[1] * x0
         if spec.attention != "none":
-            u, own = norm(x), f"blocks.{i}.attention."
-            if cfg.fuse_qkv == "on":
-                wq, wk, wv, wo = *p[own + "qkv"].chunk(3), p[own + "out"]
-            else:
-                wq, wk, wv, wo = p[own + "qkvo"]
+            own = f"blocks.{i}.attention"
+            u, (wq, wk, wv, wo) = norm(x) * p.get(f"{own}_gain", one), p[f"{own}.qkvo"]
             q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
-            first_values = v if i == 0 else first_values
-            extra = first_values
-            if isinstance(spec.value_embed, int):
-                extra = p[f"value_embeds.{spec.value_embed}"][inputs].view(num_tokens, heads, width)
-            if cfg.value_mix == "lerp" and spec.value_embed is not None:
-                share = next(scalars)
-                v = (1 - share) * v + share * extra
-            elif cfg.value_mix == "scales":
-                v = next(scalars) * v + (0 if spec.value_embed is None else next(scalars) * extra)
+            v = next(scalars) * v
+            if spec.value_embed is not None:
+                v = v + next(scalars) * p[f"value_embeds.{spec.value_embed}"][inputs].view(v.shape)
             seen = causal & (place[:, None] - place <= windows[spec.attention])
             scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
             if cfg.attention_gate_dim:
-                y = (
-                    y
-                    * torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"blocks.{i}.attention.gate"].T)[
-                        ..., None
-                    ]
-                )
-            x = x + y.flatten(1) @ wo.T * (1 if cfg.depth_scale == "off" else (2 * cfg.num_layers) ** -0.5)
+                gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.gate"].T)
+                y = y * gate[..., None]
+            x = x + y.flatten(1) @ wo.T * p.get(f"{own}.output_gain", one)
         if spec.mlp:
-            up, down = p[f"blocks.{i}.mlp.up_down"]
-            h = norm(x) @ up
-            gelu = h * (1 + torch.erf(h / 2**0.5)) / 2
-            x = x + (gelu if cfg.activation == "gelu" else h.clamp(min=0) ** 2) @ down.T
+            own = f"blocks.{i}.mlp"
+            up, down = p[f"{own}.up_down"]
+            h = (norm(x) * p.get(f"{own}_gain", one)) @ up
+            x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"{own}.output_gain", one)
         outputs.append(x)
-    logits = norm(x) @ p["embed" if cfg.tie_head == "on" else "head.weight"].T
+    logits = norm(x) @ p["head.weight"].T
     return cfg.softcap * torch.tanh(logits / cfg.softcap) + cfg.softcap if cfg.softcap else logits
-
-
-OLD = [{"preset": f"laptop_{name}", **SMALL} for name in gpt.LADDER]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +77,23 @@ OLD = [{"preset": f"laptop_{name}", **SMALL} for name in gpt.LADDER]
         *((step, {}) for step in (0, 9, 12)),
         *(
             (9, change)
-            for change in (dict(num_layers=6), dict(attention_gate_dim=0), dict(num_value_embeds=0))
+            for change in (
+                dict(num_layers=6),
+                dict(attention_gate_dim=0),
+                dict(num_value_embeds=0),
+                dict(qk_norm="off"),
+                dict(x0_shortcut="off"),
+                dict(softcap=0.0),
+                dict(yarn_max_window=0),
+                dict(norm_gain="on", output_gain="on"),
+                dict(without="skips,value_embeds,short_windows,dropped_attention,dropped_mlp"),
+            )
         ),
-        *((0, change) for change in OLD),
     ],
-    ids=lambda value: value.get("preset", str(value)) if isinstance(value, dict) else str(value),
+    ids=str,
 )
 def test_the_model_is_the_recipe(step, changes):
-    """Of today, and of every rung of the ladder."""
+    """And so is what is left of it when a mechanism is switched off."""
     cfg, model, tokens, doc_ids = make_model(**changes)
     state = gpt.Schedule(cfg).at(step)
     expected = reference_logits(
@@ -115,15 +101,15 @@ def test_the_model_is_the_recipe(step, changes):
         model,
         tokens[:-1],
         doc_ids,
-        dict(long=state.stage.window_long, short=state.stage.window_short),
+        dict(zip(("long", "short"), state.windows)),
         state.frequencies,
         state.attention_scale,
     )
-    x = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))
+    x = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg, step))
     assert torch.allclose(
         model.head.logits(x).double(), expected, atol=2e-4
     )  # float32 against float64 on logits of 0..30
-    loss = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg, step))
+    loss = model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg, step))
     exact = torch.nn.functional.cross_entropy(expected, tokens[1:], reduction="sum")
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
@@ -141,20 +127,57 @@ def test_the_norm_and_its_gradient():
         assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2)], ids=str)
+def test_previous_shifts_by_a_token_and_so_does_its_gradient(shape):
+    """What comes before the first token of a packed sequence is nothing; it hands no gradient back either."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, *shape)
+    is_start = torch.tensor([1, 0, 0, 1, 1, 0, 0]).bool()
+    x.requires_grad_()
+    y = gpt.previous(x, is_start)
+    y.backward(grad)
+    zero = torch.zeros(shape[1:])
+    assert torch.equal(y, torch.stack([zero, x[0], x[1], zero, zero, x[4], x[5]]))
+    assert torch.equal(x.grad, torch.stack([grad[1], grad[2], zero, zero, grad[5], grad[6], zero]))
+
+
+def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards):
+    """Adam's first step by hand, g / (|g| + eps), with the options of the head; then both stay equal."""
+    cfg = smoke_config(shards, tie_head="on", grad_grid=0.0, head_lr=0.01, micro_batch_tokens=2048)
+    trainer = gpt.Trainer(cfg, make_runtime())
+    data, model = gpt.TrainData(cfg, trainer.schedule), trainer.model
+    first, embed, head = next(data.batches(cfg, trainer.rt, 0, 1)), model.embed, model.head.weight
+    assert embed.std().item() == pytest.approx(0.5 / 64**0.5, rel=0.02)  # a matrix that multiplies
+    before = embed.detach().clone()
+    loss = model(*first, trainer.inputs_at(trainer.schedule.at(0), 2048, 512))
+    parts = torch.autograd.grad(loss, (embed, head))
+    assert all(part.abs().sum() > 0 for part in parts)
+    grad = sum(parts) * gpt.GRAD_TOKENS / 2048
+    batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 3), trainer.rt.device)
+    for step in range(3):
+        old = embed.detach().clone()
+        trainer.train_step(batches, trainer.schedule.at(step))
+        if step == 0:
+            assert torch.allclose(head, before - 0.01 * grad / (grad.abs() + cfg.adam_eps), atol=1e-5)
+        assert torch.equal(embed, head) and not torch.equal(embed, old)
+        assert not embed.grad.any() and not head.grad.any()
+    batches.close()
+
+
 def test_a_future_token_changes_no_earlier_output():
     cfg, model, tokens, doc_ids = make_model()
-    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    first = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     tokens[300] = (tokens[300] + 1) % 256
-    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    second = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     assert torch.equal(first[:300], second[:300]) and not torch.equal(first[300], second[300])
 
 
 def test_documents_do_not_see_each_other():
     cfg, model, tokens, _ = make_model()
     doc_ids = (torch.arange(cfg.seq_len) >= 200).int() + 1
-    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    first = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     tokens[:200] = torch.randint(256, (200,))
-    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    second = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     assert torch.equal(first[200:], second[200:]) and not torch.equal(first[:200], second[:200])
 
 
@@ -162,9 +185,9 @@ def test_the_window_ends_where_it_says():
     spec = (gpt.LayerSpec(attention="short"),)
     cfg, model, tokens, _ = make_model(layers=spec, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
     doc_ids = torch.zeros(cfg.seq_len, dtype=torch.int32)
-    first = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    first = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     tokens[100] = (tokens[100] + 1) % 256
-    second = model.encode(tokens[:-1].int(), doc_ids, step_inputs(cfg))
+    second = model.encode(tokens[:-1].int(), doc_ids, stage_inputs(cfg))
     changed = (first != second).any(-1).nonzero().flatten()
     assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
 
@@ -183,13 +206,13 @@ def test_initial_loss_and_statistics():
     assert model.blocks[-1].scalars["skip"] == -1.5 and model.blocks[0].scalars["x0"] == 0
     assert model.scalars.tolist() == [value for block in model.blocks for value in block.scalars.values()]
     tokens = torch.randint(256, (513,))
-    loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), step_inputs(cfg)) / 512
+    loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), stage_inputs(cfg)) / 512
     assert loss.item() == pytest.approx(math.log(cfg.padded_vocab_size), abs=1e-5)  # zero head: uniform
 
 
 def test_every_parameter_gets_a_gradient():
     cfg, model, tokens, doc_ids = make_model(num_layers=6)
-    model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg)).backward()
+    model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg)).backward()
     assert [
         name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()
     ] == []
@@ -197,7 +220,7 @@ def test_every_parameter_gets_a_gradient():
 
 def test_validation_in_chunks_changes_nothing(monkeypatch):
     cfg, model, tokens, doc_ids = make_model()
-    whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
+    whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg))
     monkeypatch.setattr(gpt, "LOGITS_CHUNK", 100)
-    parts = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
+    parts = model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg))
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)

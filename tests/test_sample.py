@@ -1,5 +1,6 @@
-"""Text from a checkpoint: token by token it is what the whole forward pass says, and the options do what they say."""
+"""Text from a checkpoint: token by token it is what a forward pass says, and the options do what they say."""
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, smoke_config
+from conftest import BOS, at_most, data_args, gpt, make_runtime, smoke_config
 
 TRAIN = [
     "--preset=smoke",
@@ -25,40 +26,6 @@ def checkpoint(shards, tmp_path_factory):
         patch.chdir(folder)
         assert gpt.main([*TRAIN, *data_args(shards)]) == 0
     return folder / "checkpoints/smoke_seed0/step_000030.pt"
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_cached_attention_is_attention(dtype, bound):
-    """Logits of each position, fed one token, and in pieces, against one forward pass over all, far beyond the windows.
-
-    float32: 4 layers of sums over at most 48 keys. bfloat16 has 8 bits of logits up to 30.
-    """
-    stages = (gpt.Stage(1, 48, 16), gpt.Stage(0, 40, 20))
-    cfg = smoke_config(seq_len=256, stages=stages)
-    torch.manual_seed(0)
-    rt = make_runtime(dtype=dtype)
-    model = gpt.GPT(cfg, dtype=dtype)
-    for param in model.parameters():  # projections begin at zero
-        param.data.add_(0.1 * torch.randn_like(param))
-    tokens, state = torch.randint(256, (256,)).int(), gpt.Schedule(cfg).at(cfg.num_iterations)
-    with torch.no_grad():
-        whole = gpt.StepInputs((40, 20), *gpt.make_rotary(state, 256, 256, rt))
-        expected = model.head.logits(model.encode(tokens, torch.zeros_like(tokens), whole))
-        for sizes in ([1] * 256, [100, 1, 1, 50, 104], [256]):
-            windows = {"long": 40, "short": 20}
-            caches = [gpt.KeyValues(windows.get(spec.attention, 1)) for spec in cfg.layers]
-            first, made = 0, []
-            for part in tokens.split(sizes):
-                rotary = gpt.make_rotary(state, len(part), 10**6, rt, first)
-                made.append(
-                    model.head.logits(
-                        model.encode(part, torch.zeros_like(part), gpt.StepInputs(caches, *rotary))
-                    )
-                )
-                first += len(part)
-                assert all(cache.keys is None or len(cache.keys) <= cache.window for cache in caches)
-            assert (torch.cat(made) - expected).abs().max() < bound
-    assert expected.std() > 0.5  # not a constant
 
 
 def sample(capsys, checkpoint, *args, status=0) -> str:
@@ -87,30 +54,44 @@ def test_options_of_sampling(checkpoint, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_greedy_text_is_what_the_model_finds_likeliest(checkpoint, capsys):
-    """Each greedy token is the largest logit of a whole forward pass over the text before it."""
-    text = sample(capsys, checkpoint, "--prompt=fgh", "--max_new_tokens=30", "--temperature=0")[:-1].encode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_precision_of_sampling(dtype, checkpoint, capsys):
+    plain, text = (sample(capsys, checkpoint, "--prompt=abc", *args) for args in ([], [f"--dtype={dtype}"]))
+    assert text == plain or dtype != "float32" and text.startswith("abc")
+
+
+@pytest.mark.parametrize("prompt", ["fgh", "abcdefgh" * 40], ids=len)
+def test_greedy_text_is_what_the_model_finds_likeliest(prompt, checkpoint, capsys):
+    """Each token is the largest logit of a forward pass over BOS and the 255 before it (max_doc_len=256)."""
+    args = f"--prompt={prompt}", "--max_new_tokens=20", "--temperature=0"
+    text = sample(capsys, checkpoint, *args)[:-1].encode()
     facts, tensors = gpt.read_checkpoint(checkpoint)
     cfg = gpt.config_from_dict(facts["config"])
     model, state = gpt.GPT(cfg), gpt.Schedule(cfg).at(cfg.num_iterations)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()})
-    tokens = torch.tensor(
-        [gpt.BYTE_DOCUMENT_START, *text, *[0] * (63 - len(text))]
-    ).int()  # whole attention blocks
-    inputs = gpt.StepInputs(
-        (state.stage.window_long, state.stage.window_short), *gpt.make_rotary(state, 64, 64, make_runtime())
-    )
-    with torch.no_grad():
-        likeliest = model.head.logits(model.encode(tokens, torch.zeros_like(tokens), inputs))[
-            :, : cfg.vocab_size
-        ].argmax(-1)
-    assert bytes(likeliest[3 : len(text)].tolist()) == text[3:] and len(text) > 10
+    assert len(text) > len(prompt) + 9 and state.windows == (320, 128)
+    for end in range(len(prompt), len(text)):
+        seen = [BOS, *text[max(0, end - 255) : end]]
+        tokens = torch.tensor(seen + [0] * (-len(seen) % 64)).int()  # whole attention blocks
+        stage = gpt.make_stage_inputs(state, len(tokens), len(tokens), make_runtime())
+        with torch.no_grad():
+            logits = model.head.logits(model.encode(tokens, torch.zeros_like(tokens), stage))
+        assert logits[len(seen) - 1, : cfg.vocab_size].argmax() == text[end]
+
+
+def test_a_prompt_longer_than_a_document_is_cut(checkpoint, capsys):
+    """Its end is read: 20 tokens cost 20 forward passes over 256 tokens, of some milliseconds each."""
+    prompt = "".join(chr(97 + i * i % 23) for i in range(100_000))
+    with at_most(10):
+        long = sample(capsys, checkpoint, f"--prompt={prompt}", "--max_new_tokens=20")
+    short = sample(capsys, checkpoint, f"--prompt={prompt[-255:]}", "--max_new_tokens=20")
+    assert long[:100_000] == prompt and long[100_000:] == short[255:] and len(short) > 255 + 5
 
 
 def test_top_k_and_temperature():
     logits, draw = (
         torch.tensor([0.0, 3.0, 2.0, 1.0]),
-        lambda **o: gpt.choose_token(logits, generator=generator, **o),
+        lambda **o: gpt.sample_token(logits, generator=generator, **o),
     )
     generator = torch.Generator().manual_seed(0)
     assert {draw(temperature=1.0, top_k=2) for _ in range(100)} == {1, 2}
@@ -132,8 +113,8 @@ def test_a_model_that_diverged_has_nothing_to_say():
     cfg = smoke_config()
     model = gpt.GPT(cfg)
     model.head.weight.data.fill_(float("nan"))
-    assert list(gpt.generate(model, [1, 2], gpt.BYTE_DOCUMENT_START, cfg, make_runtime())) == []
-    tiny = gpt.choose_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator())
+    assert list(gpt.generate(model, [1, 2], BOS, cfg, make_runtime())) == []
+    tiny = gpt.sample_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator())
     assert tiny == 1
 
 
@@ -208,6 +189,7 @@ def test_gpt2_tokens_with_and_without_a_tokenizer(gpt2_checkpoint, capsys, monke
         (["--temperature=-1"], "--temperature=-1.0 is too small"),
         (["--top_k=-1"], "--top_k=-1 is too small"),
         (["--max_new_tokens=0"], "--max_new_tokens=0 is too small"),
+        (["--dtype=float16"], "--dtype=float16 is not one of"),
         (["--temperature=warm"], "--temperature=warm is not a number"),
     ],
 )
@@ -216,5 +198,15 @@ def test_sampling_refuses(checkpoint, capsys, args, words):
     assert words in errors and errors.count("\n") == 1
 
 
-def test_a_checkpoint_that_is_not_there(capsys):
-    assert "nowhere.pt cannot be read" in sample(capsys, Path("nowhere.pt"), status=2)
+def test_a_checkpoint_that_is_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # which would be waited for
+    for name, words in (
+        ("nowhere.pt", "nowhere.pt cannot be read"),
+        ("pipe", "pipe cannot be read"),
+        ("x" * 5000, "255 characters"),
+        ("a\0b", "NUL"),
+    ):
+        with at_most(60):
+            errors = sample(capsys, Path(name), status=2)
+        assert words in errors and errors.count("\n") == 1
