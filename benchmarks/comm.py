@@ -10,8 +10,8 @@ tokens are random.
 
 The first table times all_reduce and reduce_scatter plus all_gather, which send the same bytes, over message
 sizes. Bus bandwidth is 2 (N - 1) / N times size over time: what each rank's link carries. The second table
-times training steps at several --comm_bin_mb beside the same step that sends nothing: the difference is what
-communication leaves exposed.
+times training steps at several --comm_bucket_mb beside the same step that sends nothing: the difference is
+what communication leaves exposed.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
 
 REPEATS = 5  # of every message; the median counts
-PASSES = 2  # over the bin sizes, so that a noisy machine is noisy for all
+PASSES = 2  # over the bucket sizes, so that a noisy machine is noisy for all
 
 
 def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, int]]:
@@ -44,10 +45,8 @@ def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, in
     groups = {"all ranks": (None, rt.world_size)}
     if num_nodes > 1:
         nodes = [list(range(n * local_size, (n + 1) * local_size)) for n in range(num_nodes)]
-        for name, members in (
-            ("inside a node", nodes),
-            ("across nodes", [list(ranks) for ranks in zip(*nodes)]),
-        ):
+        for name, members in (("inside a node", nodes),
+                              ("across nodes", [list(ranks) for ranks in zip(*nodes)])):
             group, _ = dist.new_subgroups_by_enumeration(members)
             if len(members[0]) > 1:
                 groups[name] = (group, len(members[0]))
@@ -56,10 +55,7 @@ def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, in
 
 def time_collective(kind: str, tensor: torch.Tensor, group, num_ranks: int, rt: gpt.Runtime) -> float:
     """Median seconds of all_reduce, or reduce_scatter plus all_gather, of a message on the slowest rank."""
-    scatter = gpt.find_collective("reduce_scatter_single", "reduce_scatter_tensor")
-    gather = gpt.find_collective("all_gather_single", "all_gather_into_tensor")
-    rank = dist.get_rank(group)
-    shard = tensor.view(num_ranks, -1)[rank]
+    shard = tensor.view(num_ranks, -1)[dist.get_rank(group)]
     received = torch.empty_like(shard)
     seconds = []
     for _ in range(REPEATS + 1):
@@ -68,8 +64,8 @@ def time_collective(kind: str, tensor: torch.Tensor, group, num_ranks: int, rt: 
         if kind == "all_reduce":
             dist.all_reduce(tensor, group=group)
         else:
-            scatter(received, tensor, group=group)
-            gather(tensor, shard, group=group)
+            gpt.reduce_scatter_single(received, tensor, group=group)
+            gpt.all_gather_single(tensor, shard, group=group)
         seconds.append(gpt.clock(rt.device) - start)
     slowest = torch.tensor(statistics.median(seconds[1:]), device=rt.device)  # the first is warm-up
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -96,15 +92,20 @@ def measure_messages(max_mb: float, rt: gpt.Runtime) -> list[dict]:
 
 
 @contextlib.contextmanager
-def send_nothing():
+def send_nothing(rt: gpt.Runtime):
     """Make a step keep its own sums and its old parameters: all of its work but the messages."""
-    real = gpt.start_reduce_scatter, gpt.start_all_gather
-    gpt.start_reduce_scatter = lambda full, rt: lambda: gpt.local_shard(full, rt).clone()
-    gpt.start_all_gather = lambda full, rt: lambda: None
+    real = gpt.reduce_scatter_single, gpt.all_gather_single
+
+    def copy_own(shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> SimpleNamespace:
+        shard.copy_(gpt.local_shard(full, rt))
+        return SimpleNamespace(wait=lambda: None)
+
+    gpt.reduce_scatter_single = copy_own
+    gpt.all_gather_single = lambda full, shard, async_op: SimpleNamespace(wait=lambda: None)
     try:
         yield
     finally:
-        gpt.start_reduce_scatter, gpt.start_all_gather = real
+        gpt.reduce_scatter_single, gpt.all_gather_single = real
 
 
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
@@ -117,24 +118,21 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     batch = gpt.make_batch(tokens[None], cfg.vocab_size - 1).to(rt.device)
     batches, state, seconds = iter(lambda: batch, None), trainer.schedule.at(0), []
     for _ in range(num_steps + 1):
-        gpt.wait_for_ranks(rt)
-        before, start = dataclasses.replace(rt.traffic), gpt.clock(rt.device)
+        dist.barrier()
+        before, start = trainer.optimizer.num_bytes, gpt.clock(rt.device)
         trainer.train_step(batches, state)
         trainer.optimizer.finish()
         seconds.append(gpt.clock(rt.device) - start)
-    sent = dict(
-        messages=rt.traffic.num_messages - before.num_messages,
-        mb=(rt.traffic.num_bytes - before.num_bytes) / 1e6,
-        minimum_mb=trainer.optimizer.minimum_bytes / 1e6,
-    )
+    sent = dict(messages=2 * len(trainer.optimizer.updated), mb=(trainer.optimizer.num_bytes - before) / 1e6,
+                minimum_mb=trainer.optimizer.minimum_bytes / 1e6)
     slowest = torch.tensor(seconds[1:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     del trainer
-    gc.collect()  # hooks and parameters hold each other: without it the models of all bin sizes pile up
+    gc.collect()  # hooks and parameters hold each other: without it the models of all bucket sizes pile up
     return slowest.tolist(), sent
 
 
-def choose_bins(cfg: gpt.Config) -> list[float]:
+def choose_buckets(cfg: gpt.Config) -> list[float]:
     """Powers of two from 1/64 of the parameters up to all of them, in MB."""
     with torch.device("meta"):
         total = sum(p.nbytes for p in gpt.GPT(cfg).parameters()) / 1e6
@@ -142,91 +140,70 @@ def choose_bins(cfg: gpt.Config) -> list[float]:
 
 
 def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict]:
-    """One row for each bin size; the first row sends nothing."""
-    variants: list[float | None] = [None, *choose_bins(cfg)]
+    """One row for each bucket size; the first row sends nothing."""
+    variants: list[float | None] = [None, *choose_buckets(cfg)]
     seconds: dict[float | None, list[float]] = {variant: [] for variant in variants}
     sent = {}
     for variant in tqdm(variants * PASSES, desc="steps", disable=not rt.is_main):
-        with send_nothing() if variant is None else contextlib.nullcontext():
-            bin_mb = variants[1] if variant is None else variant
-            times, sent[variant] = time_steps(
-                dataclasses.replace(cfg, comm_bin_mb=bin_mb), rt, max(1, num_steps // PASSES)
-            )
+        with send_nothing(rt) if variant is None else contextlib.nullcontext():
+            bucket_mb = variants[1] if variant is None else variant
+            times, sent[variant] = time_steps(dataclasses.replace(cfg, comm_bucket_mb=bucket_mb), rt,
+                                              max(1, num_steps // PASSES))
         seconds[variant] += times
+    sent[None] |= dict(messages=0, mb=0.0)
     silent, rows = statistics.median(seconds[None]), []
     flops = gpt.count_flops(cfg) * cfg.tokens_per_step
     for variant in variants:
         median = statistics.median(seconds[variant])
-        rows.append(
-            dict(
-                bin_mb=variant,
-                **sent[variant],
-                ms=1e3 * median,
-                spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
-                exposed=max(0.0, 1 - silent / median),
-                utilisation=flops / median / (rt.peak_flops * rt.world_size),
-            )
-        )
+        rows.append(dict(bucket_mb=variant, **sent[variant], ms=1e3 * median,
+                         spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
+                         exposed=max(0.0, 1 - silent / median),
+                         utilisation=flops / median / (rt.peak_flops * rt.world_size)))
     return rows
 
 
 def recommend(rows: list[dict]) -> float:
-    """The largest bin within 2 % of the fastest: fewer messages, and larger batches for the update."""
+    """The largest bucket within 2 % of the fastest: fewer messages, and larger batches for the update."""
     fastest = min(row["ms"] for row in rows)
-    return max(row["bin_mb"] for row in rows if row["ms"] <= 1.02 * fastest)
+    return max(row["bucket_mb"] for row in rows if row["ms"] <= 1.02 * fastest)
 
 
 def format_report(result: dict) -> str:
     """Both tables and what follows from them, as Markdown."""
-    lines = [
-        f"{result['ranks']} ranks on {result['nodes']} node(s), {result['backend']}, {result['hardware']}, "
-        f"PyTorch {result['torch']}, preset {result['preset']}",
-        "",
-        "| ranks | message | all_reduce ms | bus GB/s | reduce_scatter + all_gather ms | bus GB/s |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [f"{result['ranks']} ranks on {result['nodes']} node(s), {result['backend']}, "
+             f"{result['hardware']}, PyTorch {result['torch']}, preset {result['preset']}", "",
+             "| ranks | message | all_reduce ms | bus GB/s | reduce_scatter + all_gather ms | bus GB/s |",
+             "|---|---|---|---|---|---|"]
     for row in result["messages"]:
         cells = [f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" for kind in list(row)[-2:]]
-        lines.append(
-            f"| {row['group']}, {row['ranks']} | {row['bytes'] / 2**10:,.0f} KB | {' | '.join(cells)} |"
-        )
-    lines += [
-        "",
-        "| --comm_bin_mb | messages | MB sent (least) | ms per step | spread | exposed | utilisation |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        lines.append(f"| {row['group']}, {row['ranks']} | {row['bytes'] / 2**10:,.0f} KB "
+                     f"| {' | '.join(cells)} |")
+    lines += ["", "| --comm_bucket_mb | messages | MB sent (least) | ms per step | spread | exposed | "
+              "utilisation |", "|---|---|---|---|---|---|---|"]
     for row in result["steps"]:
-        sends = row["bin_mb"] is not None
-        label = f"{row['bin_mb']:g}" if sends else "nothing sent"
+        sends = row["bucket_mb"] is not None
+        label = f"{row['bucket_mb']:g}" if sends else "nothing sent"
         sent = f"{row['messages']} | {row['mb']:.2f} ({row['minimum_mb']:.2f})" if sends else "- | -"
-        lines.append(
-            f"| {label} | {sent} | {row['ms']:.1f} | {row['spread_ms']:.1f} | "
-            f"{100 * row['exposed']:.1f} % | {100 * row['utilisation']:.1f} % |"
-        )
+        lines.append(f"| {label} | {sent} | {row['ms']:.1f} | {row['spread_ms']:.1f} | "
+                     f"{100 * row['exposed']:.1f} % | {100 * row['utilisation']:.1f} % |")
     return "\n".join((*lines, "", *result["advice"]))
 
 
 def advise(result: dict) -> list[str]:
-    """What a user wants to know: latency, bandwidth, whether it is enough, and the bin size."""
+    """What a user wants to know: latency, bandwidth, whether it is enough, and the bucket size."""
     whole = [row for row in result["messages"] if row["group"] == "all ranks"]
     kind = "reduce_scatter + all_gather"
     latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
     silent = result["steps"][0]
     bare = silent["minimum_mb"] / 1e3 / best * 1e3  # ms
     share = bare / (bare + silent["ms"])
-    word = (
-        "suits the recipe"
-        if share < 0.1
-        else "costs something"
-        if share < 0.3
-        else "is too slow for this step"
-    )
+    word = ("suits the recipe" if share < 0.1 else "costs something" if share < 0.3
+            else "is too slow for this step")
     return [
         f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step take "
         f"{bare:.1f} ms beside {silent['ms']:.1f} ms of computing, {100 * share:.0f} % if nothing "
         f"overlapped: this connection {word}",
-        f"recommended: --comm_bin_mb={result['recommended_bin_mb']:g}",
-    ]
+        f"recommended: --comm_bucket_mb={result['recommended_bucket_mb']:g}"]
 
 
 def measure(args: argparse.Namespace, values: dict) -> None:
@@ -234,39 +211,29 @@ def measure(args: argparse.Namespace, values: dict) -> None:
     cfg = gpt.make_config(values)
     rt = gpt.start_runtime(cfg)
     if rt.world_size < 2:
-        raise gpt.InputError(
-            "one rank has nobody to talk to: start it with torchrun --nproc_per_node=2 or more"
-        )
-    max_mb = args.max_mb or (256 if rt.device.type == "cuda" else 16)
-    with rt.watch:
-        hardware = gpt.describe_hardware(rt)
-        result = dict(
-            ranks=rt.world_size,
-            nodes=rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size),
-            backend=dist.get_backend(),
-            hardware=hardware.get("gpu", hardware["cpu"]),
-            torch=torch.__version__,
-            preset=cfg.preset,
-            date=time.strftime("%Y-%m-%d"),
-            messages=measure_messages(max_mb, rt),
-            steps=measure_steps(cfg, rt, args.num_steps),
-        )
-        result["recommended_bin_mb"] = recommend(result["steps"][1:])
-        result["advice"] = advise(result)
-        if rt.is_main:
-            print("\n" + format_report(result), flush=True)
-            if args.json:
-                gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+        raise gpt.InputError("one rank has nobody to talk to: start it with torchrun --nproc_per_node=2 or "
+                             "more")
+    rt, max_mb = gpt.choose_precision(cfg, rt), args.max_mb or (256 if rt.device.type == "cuda" else 16)
+    hardware = gpt.describe_machine(rt)["hardware"]
+    result = dict(ranks=rt.world_size, nodes=rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size),
+                  backend=dist.get_backend(), hardware=hardware.get("gpu", hardware["cpu"]),
+                  torch=torch.__version__, preset=cfg.preset, date=time.strftime("%Y-%m-%d"),
+                  messages=measure_messages(max_mb, rt), steps=measure_steps(cfg, rt, args.num_steps))
+    result["recommended_bucket_mb"] = recommend(result["steps"][1:])
+    result["advice"] = advise(result)
+    if rt.is_main:
+        print("\n" + format_report(result), flush=True)
+        if args.json:
+            gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
 
 
 def main() -> int:
     """Parse, measure; bad input ends with status 2 and Ctrl-C with 130, both without a traceback."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--max_mb", type=float, help="largest message (default 256, without GPUs 16)")
-    parser.add_argument("--num_steps", type=int, default=8, help="steps per bin size (default %(default)s)")
+    parser.add_argument("--num_steps", type=int, default=8, help="of a bucket size (default %(default)s)")
     args, rest = parser.parse_known_args()
 
     def body() -> int:

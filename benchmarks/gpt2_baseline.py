@@ -34,15 +34,13 @@ class PlainBlock(nn.Module):
         self.num_heads = num_heads
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"),
+                                 nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, T, D)."""
-        q, k, v = (
-            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, 2)
-        )
+        q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+                   for t in self.qkv(self.norm1(x)).chunk(3, 2))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
@@ -52,10 +50,8 @@ class PlainGPT(nn.Module):
 
     def __init__(self, cfg: gpt.Config, context: int, num_heads: int):
         super().__init__()
-        self.embed, self.position = (
-            nn.Embedding(cfg.vocab_size, cfg.model_dim),
-            nn.Embedding(context, cfg.model_dim),
-        )
+        self.embed, self.position = (nn.Embedding(cfg.vocab_size, cfg.model_dim),
+                                     nn.Embedding(context, cfg.model_dim))
         self.blocks = nn.Sequential(*(PlainBlock(cfg.model_dim, num_heads) for _ in range(cfg.num_layers)))
         self.norm = nn.LayerNorm(cfg.model_dim)
         for name, param in self.named_parameters():
@@ -72,27 +68,23 @@ class PlainGPT(nn.Module):
 
 def main() -> None:
     """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=95.0, help="training time (default %(default)s)")
     parser.add_argument("--steps", type=int, help="train for so many steps instead")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument(
-        "--context", type=int, default=512, help="tokens of one sequence (default %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens_per_step", type=int, default=4096, help="tokens of one step (default %(default)s)"
-    )
+    parser.add_argument("--context", type=int, default=512,
+                        help="tokens of one sequence (default %(default)s)")
+    parser.add_argument("--tokens_per_step", type=int, default=4096,
+                        help="tokens of one step (default %(default)s)")
     parser.add_argument("--num_heads", type=int, default=4, help="attention heads (default %(default)s)")
     parser.add_argument("--warmup", type=float, default=0.03, help="share of it (default %(default)s)")
     parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW (default %(default)s)")
     parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()
-    cfg = gpt.make_config(
-        {"preset": "laptop", "device": "cpu", **gpt.parse_argv(shlex.split(args.options))[0]}
-    )
-    rt = gpt.start_runtime(cfg)
+    cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
+                           **gpt.parse_argv(shlex.split(args.options))[0]})
+    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.ensure_embedded_corpus(cfg, rt)
     train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).tokens
     val = gpt.ValData(cfg).tokens.astype(np.int64)
@@ -101,12 +93,8 @@ def main() -> None:
     model = PlainGPT(cfg, args.context, args.num_heads)
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
-    optimizer = torch.optim.AdamW(
-        [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)],
-        lr=args.lr,
-        betas=(0.9, args.beta2),
-        fused=True,
-    )
+    groups = [dict(params=decayed, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.beta2), fused=True)
 
     def sample() -> Tensor:
         starts = rng.integers(0, len(train) - args.context - 1, args.tokens_per_step // args.context)
@@ -136,15 +124,12 @@ def main() -> None:
     bar.close()
     seconds = time.perf_counter() - start
     with torch.no_grad():
-        rows = torch.from_numpy(
-            np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy()
-        )
+        rows = np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy()
+        rows = torch.from_numpy(rows)
         val_loss = torch.stack([loss_of(part) for part in rows.split(16) if len(part) == 16]).mean().item()
     params = sum(p.numel() for p in model.parameters())
-    print(
-        f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
-        f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s"
-    )
+    print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
+          f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s")
 
 
 if __name__ == "__main__":

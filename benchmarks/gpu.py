@@ -40,13 +40,8 @@ class Day:
         self.env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
         device = torch.device("cpu" if args.rehearse else "cuda")
         rt = gpt.Runtime(device, 0, 0, 1, torch.float32, False, False, False, False, False, 1.0, ())
-        self.result: dict = dict(
-            date=time.strftime("%Y-%m-%d"),
-            command=["benchmarks/gpu.py", *sys.argv[1:]],
-            versions=gpt.describe_versions(),
-            hardware=gpt.describe_hardware(rt),
-            parts={},
-        )
+        self.result: dict = dict(date=time.strftime("%Y-%m-%d"), parts={}, **gpt.describe_machine(rt),
+                                 command=["benchmarks/gpu.py", *sys.argv[1:]])
 
     def left(self) -> float:
         """Seconds that are left."""
@@ -55,14 +50,8 @@ class Day:
     def run(self, *command: str) -> subprocess.CompletedProcess:
         """Run a Python script of this repository within the time that is left."""
         try:
-            return subprocess.run(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=self.env,
-                text=True,
-                capture_output=True,
-                timeout=max(1.0, self.left()),
-            )
+            return subprocess.run([sys.executable, *command], cwd=ROOT, env=self.env, text=True,
+                                  capture_output=True, timeout=max(1.0, self.left()))
         except subprocess.TimeoutExpired as error:
             text = (error.stdout or b"").decode(errors="replace")
             return subprocess.CompletedProcess(command, 124, text, "the time was up")
@@ -71,10 +60,7 @@ class Day:
         """Write what a part found at once."""
         facts["ended_at_s"] = round(time.monotonic() - self.start)
         self.result["parts"][name] = facts
-        for suffix, text in (
-            (".json", json.dumps(self.result, indent=1)),
-            (".md", format_rows(self.result)),
-        ):
+        for suffix, text in (".json", json.dumps(self.result, indent=1)), (".md", format_rows(self.result)):
             gpt.write_atomic(self.args.out.with_suffix(suffix), (text + "\n").encode())
 
 
@@ -97,21 +83,9 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
         if done.returncode:
             return dict(ok=False, error=done.stderr[-1500:])
         report = json.loads(path.read_text())
-        keys = (
-            "flags",
-            "ms_per_step",
-            "quartiles_ms",
-            "ms_by_stage",
-            "tokens_per_s",
-            "mfu",
-            "matmul_tflops",
-            "peak_memory_mib",
-            "warm_up_s",
-            "num_graphs",
-            "num_recompiles",
-            "data_wait_ms",
-            "parts",
-        )
+        keys = ("flags", "ms_per_step", "quartiles_ms", "ms_by_stage", "tokens_per_s", "mfu",
+                "matmul_tflops", "peak_memory_mib", "warm_up_s", "num_graphs", "num_recompiles",
+                "data_wait_ms", "parts")
         runs = [{key: run[key] for key in keys} for run in report["runs"]]
         return dict(ok=all(run["num_recompiles"] == 0 for run in runs), runs=runs, ratio=report.get("ratio"))
 
@@ -123,37 +97,23 @@ def train(kernels: str) -> Callable[[Day], dict]:
 
     def measure(day: Day) -> dict:
         folder = day.scratch / f"kernels_{kernels}"
-        size = (
-            ["--num_iterations=12", "--val_loss_every=4"]
-            if day.args.rehearse
-            else [
-                "--num_iterations=300",
-                "--val_loss_every=100",
-                "--tokens_per_step=49152",
-                "--val_tokens=1048576",
-            ]
-        )
+        size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
+                else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
+                      "--val_tokens=1048576"])
         done = day.run("train_gpt.py", *day.options, *size, f"--kernels={kernels}", f"--logs_dir={folder}")
         if done.returncode:
             return dict(ok=False, error=done.stderr[-1500:])
         result = json.loads(next(folder.glob("*.json")).read_text())
-        return dict(
-            ok=True,
-            val_points=result["val_points"],
-            compile_time_s=result["compile_time_s"],
-            train_time_ms=result["train_time_ms"],
-            peak_memory_mib=result["peak_memory_mib"],
-        )
+        return dict(ok=True, val_points=result["val_points"], compile_time_s=result["compile_time_s"],
+                    train_time_ms=result["train_time_ms"], peak_memory_mib=result["peak_memory_mib"])
 
     return measure
 
 
 def compare(day: Day) -> dict:
     """Fused against plain: the same losses, but for rounding."""
-    curves = [
-        dict((step, loss) for step, loss, _ in day.result["parts"][name].get("val_points", ()))
-        for name in ("train, kernels auto", "train, kernels off")
-    ]
+    curves = [dict((step, loss) for step, loss, _ in day.result["parts"][name].get("val_points", ()))
+              for name in ("train, kernels auto", "train, kernels off")]
     if not all(curves):
         return dict(ok=False, error="one of the runs is missing")
     differences = {step: loss - curves[1][step] for step, loss in curves[0].items()}
@@ -162,32 +122,22 @@ def compare(day: Day) -> dict:
 
 def list_parts(is_rehearsal: bool) -> list[tuple[str, float, Callable[[Day], dict]]]:
     """(name, seconds it needs at least, what it does)."""
-    small = (
-        ["--seq_len=512", "--micro_batch_tokens=512"]
-        if is_rehearsal
-        else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"]
-    )
+    small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
+             else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
     steps = "--num_steps=6" if is_rehearsal else "--num_steps=24"
-    return [
-        ("tests", 60, run_tests),
-        ("step, kernels off beside auto", 100, time_steps(steps, "--compare=--kernels=off")),
-        ("train, kernels auto", 30, train("auto")),
-        ("train, kernels off", 30, train("off")),
-        ("fused against plain", 0, compare),
-        ("step, micro-batch 16,384", 60, time_steps(steps, *small)),
-    ]
+    return [("tests", 60, run_tests),
+            ("step, kernels off beside auto", 100, time_steps(steps, "--compare=--kernels=off")),
+            ("train, kernels auto", 30, train("auto")),
+            ("train, kernels off", 30, train("off")),
+            ("fused against plain", 0, compare),
+            ("step, micro-batch 16,384", 60, time_steps(steps, *small))]
 
 
 def format_rows(result: dict) -> str:
     """Markdown for RESULTS.md."""
-    hardware, versions = result["hardware"], result["versions"]
-    machine = hardware.get("gpu", hardware["cpu"])
-    lines = [
-        f"`python {' '.join(result['command'])}`, {result['date']}, {machine}, PyTorch {versions['torch']}",
-        "",
-        "| part | result |",
-        "|---|---|",
-    ]
+    machine = result["hardware"].get("gpu", result["hardware"]["cpu"])
+    lines = [f"`python {' '.join(result['command'])}`, {result['date']}, {machine}, PyTorch "
+             f"{result['versions']['torch']}", "", "| part | result |", "|---|---|"]
     for name, part in result["parts"].items():
         if part.get("skipped"):
             cell = part["skipped"]
@@ -202,25 +152,21 @@ def format_rows(result: dict) -> str:
                 f"{run['quartiles_ms'][1]:.1f}), {run['tokens_per_s']:,} tokens/s, "
                 f"MFU {100 * run['mfu']:.1f} %, {run['peak_memory_mib']:,} MiB, "
                 f"warm-up {run['warm_up_s']:.0f} s, {run['num_recompiles']} recompiles"
-                for run in part["runs"]
-            )
+                for run in part["runs"])
             cell += f"; ratio {part['ratio']:.3f}" if part["ratio"] else ""
         elif "differences" in part:
             cell = ", ".join(f"step {step}: {value:+.4f}" for step, value in part["differences"].items())
         else:
-            cell = (
-                f"{', '.join(f'step {step}: {loss:.4f}' for step, loss, _ in part['val_points'])}; "
-                f"{part['train_time_ms'] / 1000:.1f} s, compilation {part['compile_time_s']:.0f} s"
-            )
+            cell = (f"{', '.join(f'step {step}: {loss:.4f}' for step, loss, _ in part['val_points'])}; "
+                    f"{part['train_time_ms'] / 1000:.1f} s, compilation {part['compile_time_s']:.0f} s")
         lines.append(f"| {name} | {'' if part.get('ok') else '**not right:** '}{cell} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """All parts in order of what would be missed most."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy size")
     parser.add_argument("--out", type=Path, default=Path("gpu_day"), help="default: %(default)s")
     args, options = parser.parse_known_args()
@@ -236,9 +182,8 @@ def main() -> int:
             day = Day(args, [*preset, *options], Path(scratch))
             for name, seconds, measure in tqdm(list_parts(args.rehearse), desc="parts", disable=None):
                 has_time = day.left() >= seconds
-                day.note(
-                    name, measure(day) if has_time else dict(ok=False, skipped="not run: the time was up")
-                )
+                day.note(name, measure(day) if has_time
+                         else dict(ok=False, skipped="not run: the time was up"))
         print(args.out.with_suffix(".md").read_text())
         return 0 if all(part["ok"] for part in day.result["parts"].values()) else 1
 

@@ -40,7 +40,7 @@ def measure(variant: str, num_steps: int) -> dict:
     if variant == "fused CPU attention":
         gpt.sdpa_kernel = lambda backends: contextlib.nullcontext()
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
-    rt = gpt.start_runtime(cfg)
+    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.ensure_embedded_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
@@ -59,9 +59,8 @@ def measure(variant: str, num_steps: int) -> dict:
 
 def main() -> None:
     """Measure all variants, interleaved, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_steps", type=int, default=40, help="steps per process (default %(default)s)")
     parser.add_argument("--variant", choices=VARIANTS, help="measure one in this process, print JSON")
     args = parser.parse_args()
@@ -73,9 +72,8 @@ def main() -> None:
         command = [sys.executable, __file__, "--variant", variant, "--num_steps", str(args.num_steps)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         results[variant].append(json.loads(done.stdout.splitlines()[-1]))
-    medians = {
-        v: statistics.median(s for run in runs for s in run["seconds"]) for v, runs in results.items()
-    }
+    medians = {v: statistics.median(s for run in runs for s in run["seconds"]) for v,
+               runs in results.items()}
     print("| variant | ms per step | ratio | s for the first three steps |\n|---|---|---|---|")
     for variant, median in medians.items():
         first = results[variant][0]["first"]

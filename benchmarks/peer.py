@@ -51,8 +51,8 @@ def write_text(text: str, folder: Path) -> list[str]:
         pieces = list(gpt.split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
-        stream = gpt.join_documents(map(gpt.encode_bytes, pieces), gpt.BYTE_DOCUMENT_START)
-        gpt.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START)
+        stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
+        gpt.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--val_tokens=40960"]
 
 
@@ -84,9 +84,8 @@ def run_quick(data: list[str], seed: int) -> tuple[float, float]:
 
 def main() -> None:
     """Run both over texts and seeds, interleaved, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
     args = parser.parse_args()
     texts = {"pydoc_data": "\n\n".join(topics[name] for name in sorted(topics)),

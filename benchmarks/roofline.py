@@ -81,10 +81,8 @@ def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
     parts = collections.defaultdict(lambda: [0.0] * 4)
 
     def add(part: str, count: float, num_bytes: float, flops: float = 0.0, peak=device.bf16) -> None:
-        seconds = max(
-            num_bytes / device.bandwidth / ATTAINABLE["bandwidth"],
-            flops / peak / ATTAINABLE["fp8" if peak == device.fp8 else "bf16"],
-        )
+        seconds = max(num_bytes / device.bandwidth / ATTAINABLE["bandwidth"], flops / peak
+                      / ATTAINABLE["fp8" if peak == device.fp8 else "bf16"])
         for i, amount in enumerate((1e3 * seconds, num_bytes / 1e9, flops / 1e12, 1)):
             parts[part][i] += count * amount
 
@@ -123,13 +121,8 @@ def format_table(runs: dict[str, dict]) -> str:
     for part in names:
         add_line(part, {name: table.get(part, [0.0] * 4) for name, table in tables.items()})
     for title, ranks in (("**sum, one GPU**", 1), ("**sum, each of 8 GPUs**", 8)):
-        add_line(
-            title,
-            {
-                name: [sum(column) for column in zip(*tabulate(run, DEVICES[name], ranks).values())]
-                for name, run in runs.items()
-            },
-        )
+        add_line(title, {name: [sum(column) for column in zip(*tabulate(run, DEVICES[name], ranks).values())]
+                         for name, run in runs.items()})
     sent = {name: tabulate(run, DEVICES[name], 8)["sent, if nothing hid it"] for name, run in runs.items()}
     add_line("of these sent, if nothing hid it", sent)
     return "\n".join(lines)
@@ -137,16 +130,15 @@ def format_table(runs: dict[str, dict]) -> str:
 
 def main() -> int:
     """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", default="h200,h100,a100,4090", help=f"of {', '.join(DEVICES)}")
     parser.add_argument("--folder", type=Path, help="where what was compiled is kept")
     args, options = parser.parse_known_args()
     cards = args.cards.split(",")
     if unknown := [card for card in cards if card not in DEVICES]:
         print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
-              "choose among them", file=sys.stderr)  # fmt: skip
+              "choose among them", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)

@@ -12,7 +12,6 @@ which cost the same, stand in for shards that are not there.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -57,11 +56,12 @@ class Subject:
         self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
         start = gpt.clock(rt.device)
         self.trainer = gpt.Trainer(cfg, rt)
+        log = gpt.RunLog(cfg, rt, [])  # writes nothing before it is entered
+        telemetry = gpt.Telemetry(self.trainer, log)
         self.trainer.warm_up(self.data, self.val_data)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        silent = gpt.RunLog(cfg, dataclasses.replace(rt, rank=1))  # only rank 0 writes
-        self.loop = gpt.Run(self.trainer, self.data, self.val_data, silent, [])
+        self.loop = gpt.Run(self.trainer, self.data, self.val_data, log, [], gpt.Stop(rt), telemetry)
         self.batches = self.loop.batches = TimedBatches(self.loop.batches)
         self.loop.start_clock()
         self.seconds: list[float] = []
@@ -79,22 +79,14 @@ class Subject:
         flops = gpt.count_flops(cfg) * cfg.tokens_per_step
         stages = {
             f"windows {stage.window_long}/{stage.window_short}": 1e3 * statistics.median(self.seconds[a:b])
-            for stage, a, b in self.trainer.schedule.spans()
-        }
+            for stage, a, b in self.trainer.schedule.spans()}
         low, _, high = statistics.quantiles(self.seconds, n=4)
-        return dict(
-            ms_per_step=1e3 * median,
-            quartiles_ms=[1e3 * low, 1e3 * high],
-            ms_by_stage=stages,
-            tokens_per_s=round(cfg.tokens_per_step / median),
-            mfu=flops / median / (rt.peak_flops * rt.world_size),
-            matmul_tflops=rt.peak_flops / 1e12,
-            tflop_per_step=flops / 1e12,
-            peak_memory_mib=gpt.read_peak_memory_mib(rt),
-            warm_up_s=self.warm_up_s,
-            num_graphs=self.num_graphs,
-            data_wait_ms=1e3 * self.batches.waited / len(self.seconds),
-        )
+        return dict(ms_per_step=1e3 * median, quartiles_ms=[1e3 * low, 1e3 * high], ms_by_stage=stages,
+                    tokens_per_s=round(cfg.tokens_per_step / median),
+                    mfu=flops / median / (rt.peak_flops * rt.world_size), matmul_tflops=rt.peak_flops / 1e12,
+                    tflop_per_step=flops / 1e12, peak_memory_mib=gpt.read_peak_memory_mib(rt),
+                    warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
+                    data_wait_ms=1e3 * self.batches.waited / len(self.seconds))
 
 
 def count_graphs() -> int:
@@ -104,14 +96,14 @@ def count_graphs() -> int:
 
 def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Config:
     """The config with shards of random tokens, enough for its steps; every rank writes its own."""
-    rng, start = np.random.default_rng(0), cfg.vocab_size - 1
+    rng, bos = np.random.default_rng(0), cfg.vocab_size - 1
     files = {}
     needed = 2 * gpt.Schedule(cfg).total_tokens() + 2 * cfg.seq_len
     for name, size in (("train", needed), ("val", cfg.val_tokens + 1)):
-        tokens = rng.integers(0, start, size, dtype=np.uint16)
-        tokens[:: cfg.max_doc_len] = start
+        tokens = rng.integers(0, bos, size, dtype=np.uint16)
+        tokens[:: cfg.max_doc_len] = bos
         path = Path(folder, f"{name}_{rt.rank}.bin")
-        gpt.write_shard(path, tokens, cfg.vocab_size, start)
+        gpt.write_shard(path, tokens, cfg.vocab_size, bos)
         files[f"{name}_files"] = str(path)
     return dataclasses.replace(cfg, **files)
 
@@ -142,16 +134,15 @@ def break_down(subject: Subject, trace: Path | None) -> dict[str, float]:
 
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
-    subject.batches = subject.loop.batches = TimedBatches(
-        gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
-    )
+    batches = gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
+    subject.loop.batches = TimedBatches(batches)
     start = gpt.clock(rt.device)
     with profile(activities=activities, record_shapes=True) as prof:
         for _ in range(PROFILED_STEPS):
             subject.loop.train_step()
         wall = gpt.clock(rt.device) - start
     subject.trainer.optimizer.step = optimizer_step
-    subject.batches.batches.close()
+    batches.close()
     if trace and rt.is_main:
         prof.export_chrome_trace(str(trace))
     parts = dict.fromkeys(PARTS, 0.0)
@@ -183,36 +174,25 @@ def predict(subject: Subject, parts: dict[str, float], num_ranks: int, bus_gb_pe
     messages = 2 * num_bytes * (num_ranks - 1) / num_ranks / bus_gb_per_s / 1e6  # ms
     computing = (step - optimizer) / num_ranks
     fastest = computing + optimizer / num_ranks
-    return dict(
-        ranks=num_ranks,
-        bus_gb_per_s=bus_gb_per_s,
-        forward_backward_ms=computing,
-        optimizer_ms=optimizer / num_ranks,
-        messages_ms=messages,
-        overlapped_ms=max(fastest, messages),
-        exposed_ms=fastest + messages,
-    )
+    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, forward_backward_ms=computing,
+                optimizer_ms=optimizer / num_ranks, messages_ms=messages,
+                overlapped_ms=max(fastest, messages), exposed_ms=fastest + messages)
 
 
 def format_report(result: dict) -> str:
     """Everything measured, as Markdown."""
-    lines = [
-        f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}",
-        "",
-        "| | " + " | ".join(run["flags"] for run in result["runs"]) + " |",
-        "|---|" + "---|" * len(result["runs"]),
-    ]
+    lines = [f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}", "",
+             "| | " + " | ".join(run["flags"] for run in result["runs"]) + " |",
+             "|---|" + "---|" * len(result["runs"])]
     rows = {
         "ms per step (quartiles)": lambda r: (
-            f"{r['ms_per_step']:.1f} ({r['quartiles_ms'][0]:.1f} to {r['quartiles_ms'][1]:.1f})"
-        ),
+            f"{r['ms_per_step']:.1f} ({r['quartiles_ms'][0]:.1f} to {r['quartiles_ms'][1]:.1f})"),
         "tokens/s": lambda r: f"{r['tokens_per_s']:,}",
         "MFU": lambda r: f"{100 * r['mfu']:.1f} % of {r['matmul_tflops']:.2f} TFLOP/s",
         "peak memory MiB": lambda r: f"{r['peak_memory_mib']:,}",
         "compile and warm-up s": lambda r: f"{r['warm_up_s']:.1f}",
         "graphs, recompiles after warm-up": lambda r: f"{r['num_graphs']}, {r['num_recompiles']}",
-        "data wait ms": lambda r: f"{r['data_wait_ms']:.2f}",
-    }
+        "data wait ms": lambda r: f"{r['data_wait_ms']:.2f}"}
     for name, show in rows.items():
         lines.append(f"| {name} | " + " | ".join(show(run) for run in result["runs"]) + " |")
     for name in result["runs"][0]["ms_by_stage"]:
@@ -230,26 +210,20 @@ def format_report(result: dict) -> str:
         lines.append(f"| {part} | " + " | ".join(cells) + " |")
     if "prediction" in result:
         p = result["prediction"]
-        lines += [
-            "",
-            f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s bus bandwidth: "
-            f"{p['overlapped_ms']:.1f} ms if messages are hidden, {p['exposed_ms']:.1f} ms if none is "
-            f"(forward and backward {p['forward_backward_ms']:.1f}, optimizer {p['optimizer_ms']:.1f}, "
-            f"messages {p['messages_ms']:.1f})",
-        ]
+        lines += ["", f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s bus bandwidth: "
+                  f"{p['overlapped_ms']:.1f} ms if messages are hidden, {p['exposed_ms']:.1f} ms if none is "
+                  f"(forward and backward {p['forward_backward_ms']:.1f}, optimizer "
+                  f"{p['optimizer_ms']:.1f}, messages {p['messages_ms']:.1f})"]
     return "\n".join(lines)
 
 
 def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None):
     """(config of a short run, runtime): real shards where they exist, else random ones."""
     cfg = gpt.make_config(gpt.parse_argv(argv)[0])
-    cfg = dataclasses.replace(
-        cfg,
-        num_iterations=num_steps,
-        val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
-        warmup_iterations=max(1, cfg.warmup_iterations),
-    )
-    rt = rt or gpt.start_runtime(cfg)
+    cfg = dataclasses.replace(cfg, num_iterations=num_steps,
+                              val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
+                              warmup_iterations=max(1, cfg.warmup_iterations))
+    rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
     if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
         gpt.ensure_embedded_corpus(cfg, rt)
     try:
@@ -263,14 +237,10 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
 def measure(args: argparse.Namespace, argv: list[str]) -> None:
     """Step all configs in turn, profile each, print and write the report."""
     flags = [argv] + ([[*argv, *args.compare.split()]] if args.compare else [])
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
-        stack.enter_context(rt.watch or contextlib.nullcontext())
         subjects = [Subject(cfg, rt)]
-        for other in flags[1:]:
-            other_cfg = prepare(other, args.num_steps, folder, rt)[0]
-            choices = gpt.probe_device(other_cfg, rt.device)
-            subjects.append(Subject(other_cfg, dataclasses.replace(rt, **choices)))
+        subjects += [Subject(*prepare(other, args.num_steps, folder, rt)[:2]) for other in flags[1:]]
         before = count_graphs()
         for _ in tqdm(range(args.num_steps), desc="steps", disable=not rt.is_main):
             for subject in subjects:
@@ -285,15 +255,10 @@ def measure(args: argparse.Namespace, argv: list[str]) -> None:
             before = count_graphs()
             figures["parts"] = break_down(subject, args.trace if subject is subjects[0] else None)
             runs.append(figures)
-        hardware = gpt.describe_hardware(rt)
-        result = dict(
-            date=time.strftime("%Y-%m-%d"),
-            torch=torch.__version__,
-            hardware=hardware.get("gpu", hardware["cpu"]),
-            ranks=rt.world_size,
-            data=data,
-            runs=runs,
-        )
+        hardware = gpt.describe_machine(rt)["hardware"]
+        result = dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__,
+                      hardware=hardware.get("gpu", hardware["cpu"]), ranks=rt.world_size, data=data,
+                      runs=runs)
         if len(runs) == 2:
             result["ratio"] = runs[1]["ms_per_step"] / runs[0]["ms_per_step"]
         if args.predict_ranks:
@@ -307,17 +272,15 @@ def measure(args: argparse.Namespace, argv: list[str]) -> None:
 
 def main() -> int:
     """Parse, measure; bad input ends with status 2 and one line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_steps", type=int, default=24, help="timed steps (default %(default)s)")
     parser.add_argument("--compare", metavar="FLAGS", help="options added for the second of two configs")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=int, metavar="N", help="predict the step of N such devices")
-    parser.add_argument(
-        "--bus_gb_per_s", type=float, default=300.0, help="for the prediction: from benchmarks/comm.py"
-    )
+    parser.add_argument("--bus_gb_per_s", type=float, default=300.0,
+                        help="for the prediction: from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 
     def body() -> int:

@@ -36,37 +36,29 @@ def fetch(name: str, folder: Path) -> None:
     if is_whole(path):
         return
     try:
-        hf_hub_download(
-            REPOSITORY, name, repo_type="dataset", local_dir=folder, force_download=path.exists()
-        )
+        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder,
+                        force_download=path.exists())
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        raise gpt.InputError(
-            f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): check the "
-            "network or proxy and run this again, it resumes; or train without a download: "
-            "./run.sh --preset=laptop"
-        ) from None
+        raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
+                             "check the network or proxy and run this again, it resumes; or train without a "
+                             "download: ./run.sh --preset=laptop") from None
     gpt.read_shard_header(str(path))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Fetch the validation shard, then the training shards in order."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "num_shards", nargs="?", type=int, default=NUM_SHARDS, help="training shards (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_shards", nargs="?", type=int, default=NUM_SHARDS,
+                        help="training shards (default %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "fineweb10B", help="folder (default %(default)s)")
     args = parser.parse_args(argv)
-    names = [
-        "fineweb_val_000000.bin",
-        *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)),
-    ]
+    names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
     try:
         if not 0 <= args.num_shards <= NUM_SHARDS:
             raise gpt.InputError(f"{args.num_shards} shards were asked for: give 0 to {NUM_SHARDS}")
-        for name in tqdm(names, desc="shards", unit="file"):
+        for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file"):
             fetch(name, args.out)
     except gpt.InputError as error:
         print(f"cached_fineweb10B.py: error: {error}", file=sys.stderr)

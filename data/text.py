@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
 
-GPT2_VOCAB_SIZE, GPT2_DOCUMENT_START = 50257, 50256
+GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 
 
 def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
@@ -31,9 +31,8 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         if not path.exists():
             raise gpt.InputError(f"{path} does not exist: give files or folders of text")
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        files += [
-            (file.relative_to(path).as_posix() if path.is_dir() else file.name, file) for file in inside
-        ]
+        files += [(file.relative_to(path).as_posix() if path.is_dir() else file.name, file)
+                  for file in inside]
     for name, file in tqdm(files, desc="read", unit="file", disable=not sys.stderr.isatty()):
         text = file.read_bytes()
         if text and b"\0" not in text:
@@ -41,96 +40,66 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
-    """(encode, vocabulary size, document-start token)."""
+    """(encode, vocabulary size, BOS)."""
     if name == "bytes":
-        return gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_DOCUMENT_START
+        return gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
     try:
         import tiktoken
     except ImportError:
-        raise gpt.InputError(
-            "--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
-            "or use --tokenizer=bytes"
-        ) from None
+        raise gpt.InputError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
+                             "or use --tokenizer=bytes") from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except (
-        Exception
-    ) as error:  # tiktoken raises whatever its download raises; the vocabulary is fetched on first use
-        raise gpt.InputError(
-            f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): it is downloaded once, "
-            "so connect to the network or use --tokenizer=bytes"
-        ) from None
+    except Exception as error:  # whatever its download raises; the vocabulary is fetched on first use
+        raise gpt.InputError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): it is "
+                             "downloaded once, so connect to the network or use --tokenizer=bytes") from None
     encode = lambda text: np.array(encoding.encode_ordinary(text.decode("utf-8", "replace")), np.uint16)  # noqa: E731
-    return encode, GPT2_VOCAB_SIZE, GPT2_DOCUMENT_START
+    return encode, GPT2_VOCAB_SIZE, GPT2_BOS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, read, write, report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "paths", nargs="*", type=Path, help="files and folders; none: the installed PyTorch's source"
-    )
-    parser.add_argument(
-        "--out", type=Path, help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})"
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path,
+                        help="files and folders; none: the installed PyTorch's source")
+    parser.add_argument("--out", type=Path,
+                        help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
-    parser.add_argument(
-        "--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default %(default)s)"
-    )
-    parser.add_argument(
-        "--doc_bytes",
-        type=int,
-        default=0,
-        help="cut longer texts into documents of at most this many bytes (default: 2047 for bytes, "
-        "16384 for gpt2)",
-    )
+    parser.add_argument("--shard_tokens", type=int, default=100_000_000,
+                        help="tokens per shard (default %(default)s)")
+    parser.add_argument("--doc_bytes", type=int, default=0,
+                        help="cut longer texts into documents of at most this many bytes (default: 2047 for "
+                             "bytes, 16384 for gpt2)")
     args = parser.parse_args(argv)
     try:
         if args.paths and not args.out:
             raise gpt.InputError("--out is missing: name a folder for the shards, such as --out data/mine")
         if args.shard_tokens < 20_000 or args.doc_bytes < 0:
-            raise gpt.InputError(
-                f"--shard_tokens={args.shard_tokens} or --doc_bytes={args.doc_bytes} is too small: "
-                "give at least 20000 tokens, and more than 0 bytes"
-            )
-        encode, vocab_size, document_start = choose_tokenizer(args.tokenizer)
+            raise gpt.InputError(f"--shard_tokens={args.shard_tokens} or --doc_bytes={args.doc_bytes} is "
+                                 "too small: give at least 20000 tokens, and more than 0 bytes")
+        encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
         texts = read_texts(args.paths) if args.paths else gpt.read_torch_source()
         source = " ".join(map(str, args.paths)) or gpt.torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
-        info = gpt.write_corpus(
-            texts,
-            out,
-            source,
-            encode,
-            vocab_size,
-            document_start,
-            args.shard_tokens,
-            args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384),
-        )
+        info = gpt.write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
+                                args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
     except gpt.InputError as error:
         print(f"text.py: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"text.py: error: {error.filename}: {error.strerror}: check the path and its permissions",
-            file=sys.stderr,
-        )
+        print(f"text.py: error: {error.filename}: {error.strerror}: check the path and its permissions",
+              file=sys.stderr)
         return 2
     tokens = info["tokens"]
-    print(
-        f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
-        f"validation tokens, fingerprint {info['fingerprint']}"
-    )
+    print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
+          f"validation tokens, fingerprint {info['fingerprint']}")
     preset = "quick" if tokens["train"] < 2_000_000 else "auto"
     cfg = gpt.make_config({"preset": preset})
     seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
     val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-    print(
-        f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
-        f"--val_tokens={val_tokens} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'"
-    )
+    print(f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
+          f"--val_tokens={val_tokens} --train_files='{out}/train_*.bin' --val_files='{out}/val_*.bin'")
     return 0
 
 

@@ -68,22 +68,15 @@ class Observer:
 
         def compile_traced(module, inputs):
             with _disable_current_modes():
-                return compile_fx.compile_fx(
-                    module, inputs, inner_compile=functools.partial(self._compile, name)
-                )
+                return compile_fx.compile_fx(module, inputs,
+                                             inner_compile=functools.partial(self._compile, name))
 
         return compile_traced
 
     def _compile(self, name: str, module, inputs, **options):
         direction = "backward" if options.get("is_backward") else "forward"
-        graph = dict(
-            label=f"{len(self.graphs)} {name} {direction}",
-            name=name,
-            direction=direction,
-            nodes=[],
-            calls=collections.Counter(),
-            phase=self.phase,
-        )
+        graph = dict(label=f"{len(self.graphs)} {name} {direction}", name=name, direction=direction,
+                     nodes=[], calls=collections.Counter(), phase=self.phase)
         self.graphs.append(graph)
         start = time.time()
         made = compile_fx.compile_fx_inner(module, inputs, **options)
@@ -108,9 +101,8 @@ class Observer:
 
         def codegen_and_note(lowering):
             code = codegen(lowering)
-            observer.graphs[-1]["nodes"] = [
-                describe_node(lowering, node) for node in lowering.scheduler.nodes
-            ]
+            observer.graphs[-1]["nodes"] = [describe_node(lowering, node)
+                                            for node in lowering.scheduler.nodes]
             return code
 
         def note_kernel(tuner):
@@ -118,10 +110,8 @@ class Observer:
             made = [describe_kernel(tuner, result, observer.card) for result in tuner.compile_results]
             observer.kernels += made
             if not any(kernel["fits"] for kernel in made):
-                raise RuntimeError(
-                    f"{made[0]['name']} does not fit: {min(k['shared'] for k in made):,} bytes of "
-                    f"shared memory, {observer.card.name} has {observer.card.shared_memory:,}"
-                )
+                raise RuntimeError(f"{made[0]['name']} does not fit: {min(k['shared'] for k in made):,} bytes of "
+                                   f"shared memory, {observer.card.name} has {observer.card.shared_memory:,}")
             tuner.launchers = [fake_cuda.always(None) for kernel in made if kernel["fits"]]
 
         GraphLowering.codegen, GraphLowering.count_bytes = codegen_and_note, fake_cuda.always((0, [], []))
@@ -168,17 +158,15 @@ class ObservedMode(FakeTensorMode):
         finally:
             self.is_nested = before
         outputs = list_cuda(result)
-        self.observer.note_operation(
-            "empty" if before else str(operation).removeprefix("aten."), list_cuda((args, kwargs)), outputs
-        )
+        self.observer.note_operation("empty" if before else str(operation).removeprefix("aten."),
+                                     list_cuda((args, kwargs)), outputs)
         return result
 
 
 def list_cuda(tree) -> list[torch.Tensor]:
     """The tensors on the card in nested containers."""
-    return [
-        leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda"
-    ]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+            and leaf.device.type == "cuda"]
 
 
 def describe_node(lowering: GraphLowering, node) -> dict:
@@ -194,19 +182,12 @@ def describe_node(lowering: GraphLowering, node) -> dict:
     else:
         touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         real = lowering.scheduler.mutation_real_name  # of buffers that were written again
-        num_bytes = sum(
-            min(size, int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize)
-            for name, size in ((real.get(name, name), size) for name, size in touched.items())
-        )
+        num_bytes = sum(min(size, int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize)
+                        for name, size in ((real.get(name, name), size) for name, size in touched.items()))
     origins = [origin for part in parts for origin in getattr(part, "origins", ())]
-    return dict(
-        kind=kind,
-        call=call,
-        is_template=any(part.is_template() for part in node.get_nodes()),
-        bytes=num_bytes,
-        flops=int(node.estimate_flops() or 0),
-        operations=sorted({str(o.target) for o in origins if o.op == "call_function"}),
-    )
+    return dict(kind=kind, call=call, is_template=any(part.is_template() for part in node.get_nodes()),
+                bytes=num_bytes, flops=int(node.estimate_flops() or 0),
+                operations=sorted({str(o.target) for o in origins if o.op == "call_function"}))
 
 
 def count_bytes(tensor) -> int:
@@ -224,21 +205,14 @@ def describe_kernel(tuner, result, card: fake_cuda.Card) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True,
+                               check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     ptx = kernel.asm["ptx"]
-    return dict(
-        name=name,
-        registers=int(registers),
-        stack=int(stack),
-        shared=kernel.metadata.shared,
-        fits=kernel.metadata.shared <= card.shared_memory,
-        fp64=ptx.count(".f64"),
-        wgmma=ptx.count("wgmma.mma_async"),
-        wide_loads=ptx.count("ld.global.v") + ptx.count(".v4.b32"),
-    )
+    return dict(name=name, registers=int(registers), stack=int(stack), shared=kernel.metadata.shared,
+                fits=kernel.metadata.shared <= card.shared_memory, fp64=ptx.count(".f64"),
+                wgmma=ptx.count("wgmma.mma_async"),
+                wide_loads=ptx.count("ld.global.v") + ptx.count(".v4.b32"))
 
 
 @contextlib.contextmanager
@@ -272,23 +246,11 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
     has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
     wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
     dtype, _, _ = gpt.choose_dtype(cfg, DEVICE)
-    use_compile, use_flex, _ = gpt.choose_compile(cfg, DEVICE)
+    use_compile, _ = gpt.choose_compile(cfg, DEVICE)
     use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
     assert use_kernels == (cfg.kernels != "off" and observer.card.capability >= (8, 0)), note
-    rt = gpt.Runtime(
-        DEVICE,
-        0,
-        0,
-        1,
-        dtype,
-        use_compile,
-        use_flex,
-        has_fp8 and cfg.fp8_head != "off",
-        has_fp8 and wants_linear,
-        use_kernels,
-        peak_flops=1e15,
-        notes=(),
-    )
+    rt = gpt.Runtime(DEVICE, 0, 0, 1, dtype, use_compile, use_compile, has_fp8 and cfg.fp8_head != "off",
+                     has_fp8 and wants_linear, use_kernels, peak_flops=1e15, notes=())
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
@@ -334,39 +296,27 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -
     for phase, action, at, is_first in (
         ("training", run_step, 0, True), ("training", run_step, last, False),
         ("validation", validate, cfg.num_iterations, True), ("validation", validate, 0, False),
-        ("training", run_step, 0, False), ("measured", run_step, 0, False)):  # fmt: skip
+        ("training", run_step, 0, False), ("measured", run_step, 0, False)):
         num_graphs, observer.phase = len(observer.graphs), phase
         with ObservedMode(observer):
             action(at)
         again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
-        print(
-            f"{phase} at step {at}: {len(observer.graphs) - num_graphs} graphs", file=sys.stderr, flush=True
-        )
+        print(f"{phase} at step {at}: {len(observer.graphs) - num_graphs} graphs", file=sys.stderr,
+              flush=True)
     if cfg.telemetry_every:
         observer.phase = "telemetry"
         with ObservedMode(observer), torch.no_grad():
             batch = next(FakeBatches(micro_tokens, DEVICE))
-            gpt.Telemetry(trainer, None).measure_layers(
-                *trainer.model.look_up(batch.inputs),
-                batch.doc_ids,
-                trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len),
-            )
-    spans = [
-        (stage.share, getattr(stage, f"window_{spec.attention}"))
-        for stage in cfg.stages
-        for spec in cfg.layers
-        if spec.attention != "none"
-    ]
-    return dict(
-        recompiled=again,
-        micros=micros * cfg.adam_every,
-        updates=cfg.adam_every,
-        micros_per_step=accum,
-        micro_tokens=micro_tokens,
-        model_dim=cfg.model_dim,
-        mean_window=sum(share * window for share, window in spans) / sum(share for share, _ in spans),
-        bytes_per_rank=2 * sum(p.nbytes for p in trainer.model.parameters()),
-    )
+            stage = trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
+            gpt.Telemetry(trainer, None).measure_layers(*trainer.model.look_up(batch.inputs), batch.doc_ids,
+                                                        stage)
+    spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
+             for spec in cfg.layers if spec.attention != "none"]
+    return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,
+                micros_per_step=accum, micro_tokens=micro_tokens, model_dim=cfg.model_dim,
+                mean_window=sum(duration * window for duration, window in spans)
+                / sum(duration for duration, _ in spans),
+                bytes_per_rank=2 * sum(p.nbytes for p in trainer.model.parameters()))
 
 
 def summarize(observer: Observer, facts: dict) -> dict:
@@ -376,32 +326,21 @@ def summarize(observer: Observer, facts: dict) -> dict:
         most = used.setdefault(kernel["name"], dict(stack=0, fp64=0, wgmma=0, wide_loads=0, fits=True))
         for key in most:
             most[key] = (min if key == "fits" else max)(most[key], kernel[key])
-    eager = observer.eager["measured"]
-    return dict(
-        card=observer.card.name,
-        torch=torch.__version__,
-        triton=triton.__version__,
-        graphs=dict(collections.Counter(graph["phase"] for graph in observer.graphs)),
-        graph_breaks=dict(counters["graph_break"]),
-        recompiled=facts["recompiled"],
-        fp64={name: k["fp64"] for name, k in used.items() if k["fp64"]},
-        spills={name: k["stack"] for name, k in used.items() if k["stack"]},
-        too_large=sorted(name for name, k in used.items() if not k["fits"]),
-        own={name: k for name, k in used.items() if not name.startswith("triton_")},
-        launches_per_micro=sum(
-            count_launches(graph) * graph["calls"]["measured"] for graph in observer.graphs
-        )
-        // facts["micros"],
-        eager_per_micro=sum(count for count, _ in eager.values()) // facts["micros"],
-        eager_gb_per_micro=sum(size for _, size in eager.values()) / facts["micros"] / 1e9,
-        peak_gb={
-            name: max(observer.peaks[phase] for phase in phases) / 1e9
-            for name, phases in dict(
-                training=("training", "training update", "measured"), validation=("validation",)
-            ).items()
-        },
-        compile_seconds=round(sum(graph["seconds"] for graph in observer.graphs)),
-    )
+    eager, training = observer.eager["measured"], ("training", "training update", "measured")
+    peaks = dict(training=max(observer.peaks[phase] for phase in training) / 1e9,
+                 validation=observer.peaks["validation"] / 1e9)
+    return dict(card=observer.card.name, torch=torch.__version__, triton=triton.__version__,
+                graphs=dict(collections.Counter(graph["phase"] for graph in observer.graphs)),
+                graph_breaks=dict(counters["graph_break"]), recompiled=facts["recompiled"],
+                fp64={name: k["fp64"] for name, k in used.items() if k["fp64"]},
+                spills={name: k["stack"] for name, k in used.items() if k["stack"]},
+                too_large=sorted(name for name, k in used.items() if not k["fits"]),
+                own={name: k for name, k in used.items() if not name.startswith("triton_")},
+                launches_per_micro=sum(count_launches(graph) * graph["calls"]["measured"]
+                                       for graph in observer.graphs) // facts["micros"],
+                eager_per_micro=sum(count for count, _ in eager.values()) // facts["micros"],
+                eager_gb_per_micro=sum(size for _, size in eager.values()) / facts["micros"] / 1e9,
+                peak_gb=peaks, compile_seconds=round(sum(graph["seconds"] for graph in observer.graphs)))
 
 
 def count_launches(graph: dict) -> int:
@@ -421,14 +360,12 @@ real_compile = torch.compile
 
 def main(argv: list[str]) -> int:
     """Exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("card", choices=fake_cuda.CARDS)
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
-    parser.add_argument(
-        "--segments", type=int, default=0, help="graphs the slots are cut into, as for several ranks"
-    )
+    parser.add_argument("--segments", type=int, default=0,
+                        help="graphs the layers are cut into, as for several ranks")
     parser.add_argument("--json", help="file for all of it")
     args, options = parser.parse_known_args(argv)
     warnings.simplefilter("ignore")
@@ -444,14 +381,8 @@ def main(argv: list[str]) -> int:
         return 1
     figures = summarize(observer, facts)
     if args.json:
-        result = dict(
-            figures=figures,
-            options=options,
-            **facts,
-            graphs=observer.graphs,
-            eager=observer.eager,
-            kernels=observer.kernels,
-        )
+        result = dict(figures=figures, options=options, **facts, graphs=observer.graphs,
+                      eager=observer.eager, kernels=observer.kernels)
         Path(args.json).write_text(json.dumps(result))
     print(json.dumps(figures))
     return 0

@@ -15,13 +15,8 @@ import step  # noqa: E402
 @pytest.mark.slow
 def test_step_compares_profiles_and_predicts(shards, tmp_path):
     """The median is that of the steps, shares add up to it, and the prediction follows from the parts."""
-    args = [
-        "--preset=smoke",
-        "--device=cpu",
-        *data_args(shards),
-        "--num_steps=6",
-        f"--json={tmp_path}/step.json",
-    ]
+    args = ["--preset=smoke", "--device=cpu", *data_args(shards), "--num_steps=6",
+            f"--json={tmp_path}/step.json"]
     args += [f"--trace={tmp_path}/trace.json", "--compare=--num_value_embeds=0", "--predict_ranks=2"]
     done = launch([str(ROOT / "benchmarks" / "step.py"), *args, "--bus_gb_per_s=0.1"], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -38,9 +33,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     cfg = smoke_config()
     assert first["tflop_per_step"] == pytest.approx(gpt.count_flops(cfg) * 2048 / 1e12, rel=0.05)
     prediction, num_params = result["prediction"], gpt.derive(cfg, 1)["num_params"]
-    assert prediction["messages_ms"] == pytest.approx(
-        4 * num_params / 0.1e6, rel=1e-6
-    )  # 2 P (N - 1) / N, P 4 bytes
+    assert prediction["messages_ms"] == pytest.approx(4 * num_params / 0.1e6, rel=1e-6)  # 2 P (N - 1) / N
     halves = prediction["forward_backward_ms"] + prediction["optimizer_ms"]
     assert halves == pytest.approx(first["ms_per_step"] / 2)
     assert prediction["exposed_ms"] == pytest.approx(halves + prediction["messages_ms"])
@@ -53,26 +46,19 @@ def test_step_makes_do_without_shards(tmp_path):
     done = launch([str(ROOT / "benchmarks" / "step.py"), *args], tmp_path)
     assert done.returncode == 0 and "random tokens" in done.stdout, done.stderr[-2000:]
     done = launch([str(ROOT / "benchmarks" / "step.py"), "--preset=smoke", "--seq_len=100"], tmp_path)
-    assert (
-        done.returncode == 2
-        and done.stderr.count("\n") == 1
-        and "step.py: error: --seq_len=100" in done.stderr
-    )
+    assert (done.returncode == 2 and done.stderr.count("\n") == 1
+            and "step.py: error: --seq_len=100" in done.stderr)
 
 
-@pytest.mark.parametrize(
-    "name, shapes, part",
-    [
-        ("aten::mm", [[2048, 192], [192, 768]], "MLP"),
-        ("aten::mul", [[2048, 768], [2048, 768]], "MLP"),
-        ("aten::mm", [[2048, 192], [192, 576]], "attention"),
-        ("aten::mm", [[2048, 192], [192, 192]], "attention"),
-        ("aten::_softmax", [[32, 2, 64, 192]], "attention"),
-        ("aten::mm", [[2048, 384], [384, 192]], "head and loss"),
-        ("aten::embedding", [[384, 192], [2048]], "embedding, norms, residuals"),
-        ("aten::mul", [[2048, 192], [2048, 1]], "embedding, norms, residuals"),
-    ],
-)
+@pytest.mark.parametrize("name, shapes, part", [
+    ("aten::mm", [[2048, 192], [192, 768]], "MLP"),
+    ("aten::mul", [[2048, 768], [2048, 768]], "MLP"),
+    ("aten::mm", [[2048, 192], [192, 576]], "attention"),
+    ("aten::mm", [[2048, 192], [192, 192]], "attention"),
+    ("aten::_softmax", [[32, 2, 64, 192]], "attention"),
+    ("aten::mm", [[2048, 384], [384, 192]], "head and loss"),
+    ("aten::embedding", [[384, 192], [2048]], "embedding, norms, residuals"),
+    ("aten::mul", [[2048, 192], [2048, 1]], "embedding, norms, residuals")])
 def test_operators_are_told_by_their_sizes(name, shapes, part):
     assert step.classify(name, shapes, gpt.make_config({"preset": "laptop"})) == part
 
@@ -101,10 +87,8 @@ def test_the_gpu_day_says_that_there_is_no_gpu(tmp_path):
 
 def test_the_roofline_adds_up(tmp_path):
     """One kernel bound by memory, one by arithmetic, on rates of the data sheet times what is attainable."""
-    nodes = [
-        dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
-        dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[]),
-    ]
+    nodes = [dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
+             dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[])]
     graph = dict(name="GPT.compute_loss", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
     run = dict(graphs=[graph], eager={"measured update": {"zero_": [1, 4.32e9]}}, micros=2, updates=1)
     run |= dict(micros_per_step=8, bytes_per_rank=2 * 0.8 * 450e9)

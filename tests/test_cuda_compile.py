@@ -11,20 +11,11 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
-# every make-up of a slot that track_1 has
-FOUR_SLOTS = (
-    dict(attention="long", mlp=False, value_embed=0),
-    dict(attention="short"),
-    dict(attention="none"),
-    dict(attention="short", value_embed=0, skip_from=1),
-)
-SMALL = [
-    "--num_layers=4",
-    f"--layers={json.dumps(FOUR_SLOTS)}",
-    "--seq_len=2048",
-    "--micro_batch_tokens=2048",
-]
-SMALL += ["--val_seq_len=4096", "--val_tokens=4096"]
+# every make-up of a layer that track_1 has
+FOUR_LAYERS = (dict(attention="long", mlp=False, value_embed=0), dict(attention="short"),
+               dict(attention="none"), dict(attention="short", value_embed=0, skip_from=1))
+SMALL = ["--num_layers=4", f"--layers={json.dumps(FOUR_LAYERS)}", "--seq_len=2048",
+         "--micro_batch_tokens=2048", "--val_seq_len=4096", "--val_tokens=4096"]
 # FlexAttention's backward holds two tiles of gradients of 64 x 128 and one of scores in registers; PyTorch chose
 # its blocks, and spills 88 to 96 bytes of 255 registers on Hopper by its own choice. Reductions of Inductor save 8.
 SPILLS_BY_PYTORCH = ("triton_tem_fused", "triton_red_fused", "triton_per_fused", "triton_poi_fused")
@@ -38,26 +29,19 @@ def compile_for(card: str, *options: str) -> dict:
     assert done.stdout.startswith("{"), done.stderr[-2000:]
     figures = json.loads(done.stdout)
     assert "error" not in figures, figures["error"]
-    assert (
-        figures["graph_breaks"] == {} and figures["recompiled"] == []
-    )  # over all stages, validation and back
+    assert figures["graph_breaks"] == {} and figures["recompiled"] == []  # over all stages, validation and back
     assert figures["fp64"] == {} and figures["too_large"] == []
     assert [name for name in figures["spills"] if not name.startswith(SPILLS_BY_PYTORCH)] == []
     return figures
 
 
-def test_every_kind_of_slot_compiles_for_hopper():
-    """Head, masks, slots, both update rules, the measuring pass; an uncompiled remainder that is small."""
+def test_every_kind_of_layer_compiles_for_hopper():
+    """Head, masks, layers, both update rules, the measuring pass; an uncompiled remainder that is small."""
     figures = compile_for("h200", *SMALL, "--telemetry_every=1")
     # check of the kernels; forward and backward; Muon for two shapes of matrices and the gates, Adam for
     # tables and for numbers; forward; forward
-    assert figures["graphs"] == {
-        "setup": 1,
-        "training": 2,
-        "training update": 5,
-        "validation": 1,
-        "telemetry": 1,
-    }
+    assert figures["graphs"] == {"setup": 1, "training": 2, "training update": 5, "validation": 1,
+                                 "telemetry": 1}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
     assert set(own) == {"symmetric_kernel", "cross_entropy_kernel"}
     assert own["symmetric_kernel"]["wgmma"] > 0  # Hopper's matrix units, not the older path
@@ -80,13 +64,11 @@ def test_a_gpu_without_bfloat16_trains_in_float32():
 
 
 # card, options, GB of live tensors at most: in training, in validation
-WHOLE = [
-    ("h200", ["--preset=track_1"], 25.2, 15.8),
-    ("h200", ["--preset=muonh"], 28.4, 12.6),
-    ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 15.2, 16.3),
-    ("h200", ["--kernels=off"], 33.9, 15.8),
-    ("h200", ["--dtype=float32"], 48.4, 27.1),
-]
+WHOLE = [("h200", ["--preset=track_1"], 25.2, 15.8),
+         ("h200", ["--preset=muonh"], 28.4, 12.6),
+         ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 15.2, 16.3),
+         ("h200", ["--kernels=off"], 33.9, 15.8),
+         ("h200", ["--dtype=float32"], 48.4, 27.1)]
 
 
 def compile_whole(card: str, options: list[str], training: float, validation: float) -> None:
