@@ -48,6 +48,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import typing
@@ -849,7 +850,8 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
                          "or install a CUDA build of torch")
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
-                         f"{torch.cuda.device_count()} processes per node, or use --device=cpu")
+                         f"{torch.cuda.device_count()} processes per node, or use --device=cpu",
+                         of_one_rank=True)
     check_ranks_fit(cfg, world_size)
     device, control = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), None
     if use_cuda:
@@ -1017,16 +1019,21 @@ def set_timeout(rt: Runtime, timeout: datetime.timedelta) -> None:
 
 def is_lost_contact(error: Exception) -> bool:
     """Whether a collective failed because another rank is gone, or has not come within the timeout."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    return isinstance(error, dist.DistError) or bool(re.search("gloo|pair closure", str(error), re.I))
 
 
 def is_first_to_say(key: str) -> bool:
     """Whether no other rank of the job has asked with this key: so that one line is printed, not N."""
-    with suppress(RuntimeError, KeyError):  # the store may be gone, too: then each says it
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], env_int("MASTER_PORT", 0), is_master=False,
-                              wait_for_workers=False, timeout=datetime.timedelta(seconds=5))
-        return store.add(f"train_gpt/{env_int('TORCHELASTIC_RESTART_COUNT', 0)}/{key}", 1) == 1
-    return True
+    answers = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store may be gone, too: then each rank says it
+            answers.append(dist.distributed_c10d._get_default_store().add(f"train_gpt/{key}", 1) == 1)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)  # where rank 0 holds the store, it may be frozen with it
+    return all(answers)
 
 
 class HostCopy:
@@ -1928,7 +1935,8 @@ class Optimizer:
         self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
         self.groups = [name for name in cfg.groups if name in {bucket.group_name for bucket in self.updated}]
         # a rank must send all gradients and all parameters once, but for its own shard of either
-        self.minimum_bytes = 2 * sum(p.nbytes for p in model.parameters()) * (1 - 1 / rt.world_size)
+        self.minimum_bytes = 2 * (1 - 1 / rt.world_size) * sum(
+            param.nbytes for bucket in self.updated for param in bucket.params.values())
         self.updates = {rule: rt.compile(RULES[rule].update)
                         for rule in {bucket.group.rule for bucket in self.updated}}
         self.launched: list[Bucket] = []
@@ -3030,8 +3038,8 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
         if damaged:
             raise OSError(f"it is damaged: the checksum of {damaged} differs")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if content["format"] != CHECKPOINT_FORMAT:
-            raise ValueError(f"it has the format {content['format']!r}, not {CHECKPOINT_FORMAT!r}")
+        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+            raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
         return json.loads(content["facts"]), dict(content["tensors"])
     except Exception as error:  # whatever a damaged file makes its readers raise
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
@@ -3654,6 +3662,8 @@ class Run:
         if not (status or self.is_checkpoint_due):
             return
         self.guard.judge()
+        self.checkpoints.wait()
+        barrier(self.rt)  # patient: a slow disk is no stalled rank
         self.stop_clock()
         self.start_clock()  # what saving costs is training time
         facts, copies = self.trainer.state_dict()
