@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,57 +23,46 @@ import train_gpt as gpt  # noqa: E402
 def count_bytes(sent: dict[str, float]) -> None:
     """Replace the collectives by ones that also count what this rank gives to others, from the tensors themselves."""
 
-    def wrap(name, size):
-        real = getattr(dist, name, None)
+    def wrap(owner, name, size):
+        real = getattr(owner, name)
 
         def counted(*args, **kwargs):
             sent[name] += size(*args)
             return real(*args, **kwargs)
 
-        setattr(dist, name, counted)
+        setattr(owner, name, counted)
 
-    rank, others = dist.get_rank(), dist.get_world_size() - 1
-    old = not hasattr(dist, "all_gather_single")  # PyTorch 2.13 renamed these two
-    wrap(
-        "reduce_scatter_tensor" if old else "reduce_scatter_single",
-        lambda shard, full: full.nbytes - shard.nbytes,
-    )
-    wrap(
-        "all_gather_into_tensor" if old else "all_gather_single",
-        lambda full, shard: shard.nbytes * others,
-    )
-    wrap(
-        "all_to_all_single",
-        lambda _, given, __, counts: (
-            given.nbytes - (given[0].nbytes * counts[rank] if counts[rank] else 0) if sum(counts) else 0
-        ),
-    )
+    others = dist.get_world_size() - 1
+    wrap(gpt, "reduce_scatter_single", lambda shard, full: full.nbytes - shard.nbytes)
+    wrap(gpt, "all_gather_single", lambda full, shard: shard.nbytes * others)
+    for name in ("all_reduce", "broadcast"):  # a step has no others
+        wrap(dist, name, lambda tensor, *_: tensor.nbytes * others)
 
 
 def use_multipliers(model: torch.nn.Module) -> None:
-    """Give every other parameter a learning rate and a decay of its own: they then differ inside the stacks."""
-    for i, param in enumerate(model.parameters()):
-        param.spec = gpt.ParamSpec(param.spec.group, lr_mul=1 - 0.5 * (i % 2), wd_mul=1 + i % 3)
+    """Give every other parameter a learning rate and a decay of its own: they then differ inside the buckets."""
+    for param in list(model.parameters())[1::2]:
+        lr_mul = param.spec.lr_mul if isinstance(param.spec.lr_mul, tuple) else 0.5
+        param.spec = gpt.ParamSpec(param.spec.group, lr_mul, wd_mul=2)
 
 
-def note_overlap(trainer: gpt.Trainer) -> dict:
-    """Note in the last step what was sent, in which order, when backward reached the embedding, and how many bins of
-    the first block, the last block and the head are still on their way back when the first block begins."""
+def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
+    """Note in the last step what was sent, in which order, when backward reached the embedding, and how many buckets
+    of the first block, the last block and the head are still on their way back when the first block begins."""
     optimizer, notes = trainer.optimizer, {}
     first, last, head = (
-        {bin for name, bins in optimizer.owners.items() if name.startswith(prefix) for bin in bins}
+        {bucket for name, bucket in optimizer.bucket_of.items() if name.startswith(prefix)}
         for prefix in ("blocks.0.", f"blocks.{len(trainer.model.blocks) - 1}.", "head.")
     )
 
     def note_sent(_):
         if optimizer.is_armed:
-            notes["sent"] = [bin.name for bin in optimizer.launched]
+            notes["sent"] = [bucket.name for bucket in optimizer.launched]
 
     def note_awaited(*_):  # registered later than the hook that waits for the first block's own parameters
-        if optimizer.step_count == 9:
-            counts = [
-                sum(bin.wait_gathered is not None for bin in bins) for bins in (first, last - first, head)
-            ]
+        if optimizer.step_count == last_step:
+            parts = (first, last - first, head)
+            counts = [sum(bucket.gathering is not None for bucket in part) for part in parts]
             notes.setdefault("awaited", counts)  # of the first micro-batch
 
     trainer.model.embed.register_post_accumulate_grad_hook(note_sent)
@@ -83,7 +71,7 @@ def note_overlap(trainer: gpt.Trainer) -> dict:
 
 
 def equality(out: str, cases: str) -> None:
-    """Ten steps of each case; rank 0 saves the parameters, what was sent, and what overlapped."""
+    """The steps of each case; rank 0 saves the parameters, what each rank sent, and what overlapped."""
     torch.set_num_threads(1)
     cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
     rt, results, sent = gpt.start_runtime(next(iter(cfgs.values()))), {}, defaultdict(float)
@@ -97,45 +85,35 @@ def equality(out: str, cases: str) -> None:
 
     gpt.GPT.__init__ = build_with_multipliers
     for name, cfg in cfgs.items():
-        cfg = dataclasses.replace(cfg, seed=rt.rank)  # rank 0's weights must reach all
+        cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # rank 0's weights must reach all
         trainer = gpt.Trainer(cfg, rt)
-        notes = note_overlap(trainer) if rt.world_size > 1 else {}
+        notes = note_overlap(trainer, steps - 1) if rt.world_size > 1 else {}
         data = gpt.TrainData(cfg, trainer.schedule)
-        batches = gpt.Prefetcher(data.batches(cfg, rt, 0, 10), rt.device)
-        totals = torch.zeros(2, dtype=torch.float64)
-        for step in range(10):
+        batches = gpt.Prefetcher(data.batches(cfg, rt, 0, steps), rt.device)
+        counts = torch.zeros(rt.world_size, 2, dtype=torch.float64)  # bytes counted here, and by the optimizer
+        for step in range(steps):
             sent.clear()
-            before = rt.traffic.num_bytes
+            before = trainer.optimizer.num_bytes
             trainer.train_step(batches, trainer.schedule.at(step))
-            totals += torch.tensor([sum(sent.values()), rt.traffic.num_bytes - before], dtype=torch.float64)
-            if step < 8:  # the check waits for all parameters, and overlap is noted in the last step
+            counts[rt.rank] += torch.tensor([sum(sent.values()), trainer.optimizer.num_bytes - before])
+            if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
                 trainer.optimizer.check_ranks()
         batches.close()
-        gpt.all_reduce_sum(totals, rt)
+        gpt.all_reduce_sum(counts, rt)
         trainer.optimizer.check_ranks()
         results[name] = dict(
             params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
-            sent=totals[0].item() / 10 / rt.world_size,
-            reported=totals[1].item() / 10 / rt.world_size,
+            sent=(counts[:, 0] / steps).tolist(),
+            reported=(counts[:, 1] / steps).tolist(),
             minimum=trainer.optimizer.minimum_bytes,
-            owned=[len(bin.shard) for bin in trainer.optimizer.bins],
+            buckets=[bucket.name for bucket in trainer.optimizer.updated],
             notes=notes,
         )
     if rt.is_main:
         torch.save(results, out)
-    gpt.wait_for_ranks(rt)
+    gpt.barrier(rt)
     if rt.world_size > 1:
         dist.destroy_process_group()
-
-
-def compile_slowly(seconds: float) -> None:
-    """A real TorchDynamo compilation that takes this long."""
-
-    def backend(graph, _):
-        time.sleep(seconds)
-        return graph.forward
-
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
@@ -150,7 +128,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     def end_step_and_compare(self, *args):
         end_step(self, *args)
-        counts = gpt.share_from_main(self.trainer.progress.num_actions, self.trainer.rt)
+        counts = gpt.broadcast_object(self.trainer.progress.num_actions, self.trainer.rt)
         assert counts == self.trainer.progress.num_actions, "rank 0 has acted otherwise"
 
     write = gpt.write_atomic
@@ -168,23 +146,16 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         if self.rt.rank == int(at_rank) and next(steps) == int(at_step or 5):
             if mode == "raise":
                 raise ValueError("one step too many")
-            if mode == "input":
-                raise gpt.InputError("this node has no such file: copy it there")
+            if mode == "memory":
+                torch.empty(2**55)
             if mode == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if mode == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if mode == "nan":
-                self.optimizer.owners["embed"][0].grads[:3] = float("nan")
+                self.optimizer.bucket_of["embed"].grads[:3] = float("nan")
             if mode in ("term", "int"):
                 os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
-            if mode == "stall":
-                time.sleep(1000)
-            if mode == "compile":
-                compile_slowly(8)
-            if mode == "compile_backward":  # which autograd does in a thread of its own
-                with ThreadPoolExecutor(1) as pool:
-                    pool.submit(compile_slowly, 8).result()
             if mode == "differ":
                 loss = real(self, *args)
                 self.optimizer.finish()

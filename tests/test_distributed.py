@@ -26,6 +26,7 @@ from conftest import (
 RANKS = ROOT / "tests" / "ranks.py"
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def run_ranks(function, num_ranks, *arguments, cwd):
@@ -36,36 +37,40 @@ def run_ranks(function, num_ranks, *arguments, cwd):
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ONE_THREAD},
     )
     return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
 
+ADAM_GROUPS = [group for group in gpt.GROUPS if group != "matrix"]
 CASES = {
-    "exact": dict(adam_every=3),
+    "exact": {f"{group}_every": 2 for group in ADAM_GROUPS},
+    "tied": dict(tie_head="on", matrix_every=2),
     "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
     "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
 }
 RULES_AND_CASES = [(rule, "exact") for rule in gpt.RULES] + [
-    (rule, case) for rule in ("muon", "adamw") for case in ("bfloat16", "rounded")
+    (rule, case) for rule in ("muon", "adamw") for case in ("tied", "bfloat16", "rounded")
 ]
 
 
 @pytest.fixture(scope="module")
 def equality(shards, tmp_path_factory):
-    """{world size: {case: what rank 0 holds after ten steps}}; see ranks.equality.
+    """{world size: {case: what rank 0 holds after four steps}}; see ranks.equality.
 
-    24 rows a step, so that every world size shares them out. Three layers leave 8 matrices of one shape and 4 of
-    another, which 3 and 8 ranks do not divide; every second parameter of a stack has multipliers of its own."""
+    24 rows a step, one at a time, so that every world size sums the same ones. Three layers leave 8 matrices of one shape and 4 of
+    another, which 3 and 8 ranks do not divide; every second parameter has multipliers of its own, and so has the
+    first matrix of an MLP. The case "laptop" is that preset, whose messages are counted."""
+    files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
+    rows = dict(seq_len=128, tokens_per_step=3072, micro_batch_tokens=128, **files)
     common = dict(
-        preset="smoke", device="cpu", num_layers=3, model_dim=32, num_heads=2, head_dim=16, seq_len=128,
-        tokens_per_step=3072, micro_batch_tokens=128, num_iterations=20, adam_eps=1.0,
-        comm_bin_mb=0.03, train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin",
+        preset="smoke", num_layers=3, model_dim=32, num_heads=2, head_dim=16, num_iterations=8,
+        adam_eps=1.0, mlp_up_lr_mul=2.0, comm_bucket_mb=0.03, **rows,
     )  # fmt: skip
-    cases = {}
+    cases = {"laptop": dict(rows, preset="laptop", dtype="float32", micro_batch_tokens=3072, num_iterations=4)}
     for rule, case in RULES_AND_CASES:
         decay = 0.0 if gpt.RULES[rule].keeps_norm else 0.1
-        cases[f"{rule} {case}"] = dict(common, matrix_rule=rule, matrix_weight_decay=decay, **CASES[case])
+        cases[f"{rule} {case}"] = {**common, "matrix_rule": rule, "matrix_weight_decay": decay, **CASES[case]}
     folder = tmp_path_factory.mktemp("equality")
 
     class Results(dict):
@@ -84,14 +89,15 @@ def equality(shards, tmp_path_factory):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule, case", [pair for pair in RULES_AND_CASES if pair[1] != "rounded"])
 def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, num_ranks):
-    """Gradients on a grid have exact sums, whatever their order: in float32, with the Adam groups stepped every third
-    time, and in bfloat16, where 8 bits carry so few numbers that the grid is coarse. Everything after the sum happens
-    to a unit on one rank. Ranks were compared by hash after every step, or the run would have failed."""
+    """Gradients on a grid have exact sums, whatever their order: in float32, with the Adam groups stepped every second
+    time, with a tied head that takes the gradients of both and matrices stepped every second time, and in bfloat16,
+    where 8 bits carry so few numbers that the grid is coarse. Everything after the sum happens to a unit on one rank.
+    Ranks were compared by hash after every step, or the run would have failed."""
     one, several = equality[1][f"{rule} {case}"]["params"], equality[num_ranks][f"{rule} {case}"]["params"]
     assert [name for name in one if not torch.equal(one[name], several[name])] == []
-    dtypes = {name: p.dtype for name, p in one.items()}
-    assert (dtypes["embed"] == torch.bfloat16) == (case == "bfloat16")
-    start = gpt.GPT(smoke_config(num_layers=3, model_dim=32, num_heads=2, head_dim=16)).state_dict()
+    assert (one["embed"].dtype == torch.bfloat16) == (case == "bfloat16")
+    assert torch.equal(one["embed"], one["head.weight"]) == (case == "tied")
+    start = gpt.GPT(smoke_config(num_layers=3, model_dim=32, num_heads=2, head_dim=16, **CASES[case])).state_dict()
     assert (
         one["head.weight"].float() - start["head.weight"].float()
     ).abs().max() > 1e-3  # and it has trained
@@ -109,41 +115,36 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_bytes_sent_are_the_least_possible(equality, num_ranks):
-    """Counted from the tensors given to PyTorch's collectives, mean over the ranks, against 2 P (N - 1) / N."""
-    for case, result in equality[num_ranks].items():
-        assert result["sent"] == pytest.approx(result["reported"])  # what the run's card says
-        if "exact" in case:  # the Adam groups, 0.41 of the bytes or more, travel every third step alone
-            assert result["sent"] < 0.65 * result["minimum"]
-        else:
-            assert 0.999 < result["sent"] / result["minimum"] < 1.03
-    params = equality[1]["muon rounded"]["params"].values()
+def test_bytes_sent_are_few_and_known(equality, num_ranks):
+    """Of every rank, counted from the tensors given to PyTorch's collectives, against the optimizer's own count and
+    against the least, 2 P (N - 1) / N. Padding travels too: the 16 and 8 matrices of the laptop's blocks become 18 and 9
+    on 3 ranks. Two thirds of the bytes, the Adam groups, travel every second step alone; or the rest, with a tied head."""
+    results = equality[num_ranks]
+    for result in results.values():
+        assert result["sent"] == pytest.approx(result["reported"])
+        assert result["sent"] == result["sent"][:1] * num_ranks
+    ratios = {case: result["sent"][0] / result["minimum"] for case, result in results.items()}
+    assert 1 <= ratios["laptop"] < (1.11 if num_ranks == 3 else 1.001)
+    assert 1 <= ratios["adamw rounded"] < 1.02  # elements, which nearly always divide
+    assert ratios["adamw exact"] < 0.75 and ratios["adamw tied"] < 0.75
+    params = equality[1]["laptop"]["params"].values()
     expected = 2 * sum(p.nbytes for p in params) * (num_ranks - 1) / num_ranks
-    assert equality[num_ranks]["muon rounded"]["minimum"] == pytest.approx(expected)
+    assert results["laptop"]["minimum"] == pytest.approx(expected)
+    tied, untied = (equality[1][f"muon {case}"]["params"] for case in ("tied", "exact"))
+    saved = 2 * untied["embed"].nbytes * (num_ranks - 1) / num_ranks  # the table is sent once
+    assert tied.keys() == untied.keys()
+    assert results["muon tied"]["minimum"] == pytest.approx(results["muon exact"]["minimum"] - saved)
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     """In the last step: the head is sent first, all before the end of backward; and when the first block begins, its own
     parameters have come back while those of the last block and of the head are still under way."""
-    notes = equality[num_ranks]["muon rounded"]["notes"]
-    order = [name.split(":")[0] for name in notes["sent"]]
+    result = equality[num_ranks]["muon rounded"]
+    order, (own, last, head) = result["notes"]["sent"], result["notes"]["awaited"]
     assert order[0] == "head.weight" and order[-1] == "embed"
-    assert len(order) == len(equality[num_ranks]["muon rounded"]["owned"])
-    own, last, head = notes["awaited"]
+    assert sorted(order) == sorted(result["buckets"])
     assert own == 0 and last > 0 and head > 0
-
-
-@pytest.mark.slow
-def test_units_that_do_not_divide_are_not_padded(equality):
-    """8 and 4 matrices of the blocks and 3 gates on 8 ranks: rank 0 owns one of each kind; on 3 ranks 2 + 1, 1 + 1, 1."""
-    assert gpt.split_units(8, 3, 1e9) == [(0, 6), (6, 8)]
-    assert gpt.split_units(44, 8, 16) == [(0, 8), (8, 24), (24, 40), (40, 44)]
-    assert gpt.split_units(5, 8, 16) == [(0, 5)]
-    assert gpt.split_units(64 * 10, 64, 128) == [(i * 128, i * 128 + 128) for i in range(5)]
-    assert gpt.count_units(5, make_runtime(0, 8)) == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert gpt.count_units(24, make_runtime(0, 8)) == [3] * 8
-    assert sum(equality[8]["adamw exact"]["owned"]) < sum(equality[1]["adamw exact"]["owned"]) / 7.9
 
 
 def test_round_to_grid_makes_sums_exact():
@@ -188,17 +189,18 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
             shards, folder, "--seed=3", "--micro_batch_tokens=512", "--check_ranks_every=5", nproc=nproc
         )
         losses[nproc] = [loss for _, loss, _ in result["val_points"]]
-        assert len(list((folder / "logs").iterdir())) == 2  # one log, one json
+        assert len(list((folder / "logs").iterdir())) == 3  # one log, one json, the script
         assert result["config"]["derived"]["ranks"] == nproc and result["stdout"].count("val_loss") == 3
         assert ("sent per step" in result["stdout"]) == (nproc > 1)
-        assert result["bytes_per_step"] <= 1.03 * result["minimum_bytes_per_step"]
+        most = 1.14 if nproc == 4 else 1.01  # the 6 matrices of MLPs travel as 8
+        assert result["bytes_per_step"] <= most * result["minimum_bytes_per_step"]
     assert losses[2] == losses[1] and losses[4] == losses[1]
     assert losses[1][-1] < losses[1][0] - 1
 
 
 @pytest.mark.slow
 def test_comm_benchmark(tmp_path):
-    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time, a step sends the least possible."""
+    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time, a step sends little more than it must."""
     args = [
         "--preset=smoke",
         "--device=cpu",
@@ -215,11 +217,11 @@ def test_comm_benchmark(tmp_path):
             assert row[kind]["bus_gb_per_s"] == pytest.approx(row["bytes"] / row[kind]["ms"] / 1e6)
             assert f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" in done.stdout
     silent, *steps = result["steps"]
-    assert (silent["bin_mb"], silent["mb"], silent["exposed"]) == (None, 0, 0)
+    assert (silent["bucket_mb"], silent["mb"], silent["exposed"]) == (None, 0, 0)
     assert [row["messages"] for row in steps] == sorted(row["messages"] for row in steps)
-    assert all(1 <= row["mb"] / row["minimum_mb"] < 1.03 and 0 <= row["exposed"] < 1 for row in steps)
-    assert result["recommended_bin_mb"] in [row["bin_mb"] for row in steps]
-    assert f"recommended: --comm_bin_mb={result['recommended_bin_mb']:g}" in done.stdout
+    assert all(1 <= row["mb"] / row["minimum_mb"] < 1.1 and 0 <= row["exposed"] < 1 for row in steps)
+    assert result["recommended_bucket_mb"] in [row["bucket_mb"] for row in steps]
+    assert f"recommended: --comm_bucket_mb={result['recommended_bucket_mb']:g}" in done.stdout
 
 
 def find_port() -> int:
@@ -264,7 +266,9 @@ def test_two_agents_make_one_job(shards, tmp_path):
     agents = []
     for node in ("a", "b"):
         (tmp_path / node).mkdir()
-        agents.append(subprocess.Popen(command, cwd=tmp_path / node, stderr=subprocess.PIPE, text=True))
+        agents.append(subprocess.Popen(
+                command, cwd=tmp_path / node, stderr=subprocess.PIPE, text=True, env={**os.environ, **ONE_THREAD}
+            ))
     for agent in agents:
         _, errors = agent.communicate(timeout=120)
         assert agent.returncode == 0, errors[-2000:]
@@ -276,16 +280,13 @@ def test_two_agents_make_one_job(shards, tmp_path):
     assert result["final_val_loss"] == alone["final_val_loss"]
 
 
-FAILURES = {  # (how, which rank): (its exit status, what the others say)
-    ("raise", 1): (1, r"stopped: rank 1 failed: ValueError: one step too many"),
-    ("input", 1): (2, r"stopped: rank 1 failed: InputError: this node has no such file: copy it there"),
-    ("kill", 1): (-9, r"stopped: rank 1 gives no sign of life: killed"),
-    ("kill", 0): (-9, r"stopped: rank 0 is gone, and with it the store"),
-    ("stall", 1): (
-        1,
-        r"stopped: rank 1 has stood still for \d+ s, .* in train_step\(\) at train_gpt\.py:\d+",
-    ),
-    ("freeze", 1): (-signal.SIGSTOP, r"stopped: rank 1 gives no sign of life"),
+FAILURES = {  # (how, which rank): its exit status; without a launcher
+    ("raise", 1): 1,
+    ("memory", 1): 2,
+    ("kill", 0): -signal.SIGKILL,
+    ("kill", 1): -signal.SIGKILL,
+    ("freeze", 0): -signal.SIGSTOP,
+    ("freeze", 1): -signal.SIGSTOP,
 }
 
 
@@ -294,26 +295,42 @@ def failing_args(shards, **changes):
     return ["--device=cpu", *data_args(shards), *(f"--{name}={value}" for name, value in options.items())]
 
 
+def check_lines(how: str, errors: str) -> None:
+    """One rank says that it lost another; the one that failed says why, once, if it can."""
+    assert errors.count("train_gpt.py: stopped:") == 1
+    assert len(re.findall(r"train_gpt.py: stopped: rank \d lost contact with another rank: ", errors)) == 1
+    assert errors.count("ValueError: one step too many\n") == (how == "raise")
+    assert errors.count("error: out of memory with --micro_batch_tokens=1024: try") == (how == "memory")
+    assert errors.count("train_gpt.py: error: ") == (how == "memory")
+
+
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
-    """Forked ranks, so that no launcher helps; within --comm_timeout=5 and the seconds until the failure."""
+    """Forked ranks, so that no launcher helps. Who is frozen is missed after --comm_timeout=5; and rank 0, which then
+    holds the store of the job, cannot be asked who has spoken, for another 5 s."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
-    status, message = FAILURES[how, rank]
-    assert ends[rank][0] == status
-    assert all(end[0] == 1 for other, end in enumerate(ends) if other != rank)
-    assert len(re.findall(message, errors)) == 1 and errors.count("train_gpt.py: stopped:") == 1
-    if status < 0:  # the time of the failure is known: the fork ended, or stopped, then
-        assert max(end[1] for end in ends) - ends[rank][1] < 5 + 2  # 2 s for a loaded machine
+    assert [status for status, _ in ends] == [FAILURES[how, rank] if i == rank else 1 for i in range(3)], errors
+    check_lines(how, errors)
+    assert errors.count("Traceback") == (how == "raise")
+    patience = {"freeze": 5 + 5 * (rank == 0)}.get(how, 0)
+    assert max(end[1] for end in ends) - ends[rank][1] < patience + 3  # 3 s for a loaded machine
     assert not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["compile", "compile_backward"])
-def test_a_long_compilation_is_no_stall(shards, tmp_path, what):
-    """One rank compiles for 8 s, longer than the 4 s after which a stall would have ended the run."""
-    ends, out, errors = run_ranks("fail", 3, what, 1, *failing_args(shards), cwd=tmp_path)
-    assert [status for status, _ in ends] == [0, 0, 0], errors[-2000:]
-    assert "step:6/6 val_loss" in out
+def running(marker) -> list[str]:
+    """Processes that mention a text."""
+    return subprocess.run(["pgrep", "-f", str(marker)], capture_output=True, text=True).stdout.split()
+
+
+@pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("kill", 1)))
+def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
+    """With a status, with no process left, and soon: torchrun gives a frozen rank another 30 s before it kills it."""
+    args = failing_args(shards, logs_dir=tmp_path)
+    start = time.monotonic()
+    done = launch([str(RANKS), "fail", "2", how, str(rank), *args], tmp_path, nproc=2)
+    assert done.returncode != 0 and running(tmp_path) == []
+    check_lines(how, done.stderr)
+    assert time.monotonic() - start < 20 + 40 * (how == "freeze")
 
 
 @pytest.mark.slow
@@ -325,53 +342,32 @@ def test_ranks_that_differ_are_found(shards, tmp_path):
     assert errors.count("after step 2 rank 2 holds other parameters than rank 0 in ") == 1
 
 
-def running(marker) -> list[str]:
-    """Command lines of the processes that mention a text."""
-    found = subprocess.run(["pgrep", "-f", str(marker)], capture_output=True, text=True).stdout.split()
-    return [pid for pid in found if int(pid) != os.getpid()]
-
-
-@pytest.mark.parametrize("signum", slow_but([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
-def test_nothing_runs_on_without_torchrun(shards, tmp_path, signum):
-    """Ctrl-C, and the death of the launcher."""
-    args = failing_args(shards, val_loss_every=2, logs_dir=tmp_path) + ["--num_iterations=60"]
-    agent = subprocess.Popen(
-        [*TORCHRUN, "--standalone", "--nproc_per_node=2", str(ROOT / "train_gpt.py"), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    for line in agent.stdout:
-        if line.startswith("step:2/60"):
-            break
-    assert len(running(tmp_path)) == 3
-    agent.send_signal(signum)
-    _, errors = agent.communicate(timeout=30)
-    assert agent.returncode != 0
-    assert ("the launcher of this job is gone" in errors) == (signum == signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while running(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert running(tmp_path) == []
+def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
+    """It alone knows, and rank 0 waits for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    assert gpt.main(["--preset=smoke"]) == 2
+    assert "error: local rank 1 has no GPU of its own: start at most 1 processes" in capsys.readouterr().err
 
 
 def test_ranks_that_cannot_share_a_step_are_told_what_fits(shards, tmp_path):
     done = run_script(["--preset=smoke", "--tokens_per_step=512", *data_args(shards)], tmp_path, nproc=2)
     assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1
     assert (
-        "1 rows of seq_len=512, which 2 ranks cannot share: the nearest are 1024; or keep the batch and "
-        "shorten the rows: --seq_len=256" in done.stderr
+        "1 packed sequences of seq_len=512, which 2 ranks cannot share: the nearest are 1024; or keep it and "
+        "give --seq_len=256" in done.stderr
     )
     cfg = gpt.make_config({"preset": "track_1"})
     with pytest.raises(
-        gpt.InputError, match="the nearest are 294912 and 442368; or keep .* --seq_len=32768"
+        gpt.InputError, match="the nearest are 294912 and 442368; or keep it .* --seq_len=32768"
     ):
         gpt.check_ranks_fit(cfg, 3)
-    with pytest.raises(gpt.InputError, match="the nearest are 786432; or keep .* --seq_len=24576"):
+    with pytest.raises(gpt.InputError, match="the nearest are 786432; or keep it .* --seq_len=24576"):
         gpt.check_ranks_fit(cfg, 16)
     with pytest.raises(gpt.InputError, match="the nearest are 344064 and 688128$"):
         gpt.check_ranks_fit(cfg, 7)  # 393216 = 2^17 * 3
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 64, 64, tokens_per_step=49152 * 3))
-    with pytest.raises(gpt.InputError, match="tokens_per_step=147456 is 3 rows"):
+    with pytest.raises(gpt.InputError, match="tokens_per_step=147456 is 3 packed sequences"):
         gpt.check_ranks_fit(gpt.make_config({"preset": "track_1", "stages": stages}), 2)
