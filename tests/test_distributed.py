@@ -240,7 +240,7 @@ def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, n
         wait_before(optimizer, module, names)
 
     monkeypatch.setattr(gpt.Optimizer, "wait_before", note)
-    monkeypatch.setattr(gpt, "broadcast_from_main", lambda tensor, rt: None)  # nobody else is there
+    monkeypatch.setattr(gpt, "broadcast", lambda tensor, rt: None)  # nobody else is there
     model = gpt.Trainer(smoke_config(num_layers=num_layers), make_runtime(0, 2)).model
     assert list(awaited) == [model, *model.segments, model.head] and len(model.segments) == num_segments
     assert all(len(part._forward_pre_hooks) == 1 for part in awaited)

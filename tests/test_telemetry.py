@@ -75,7 +75,7 @@ def test_the_numbers(shards):
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         blocks.clear()
         probe = trainer.optimizer.probe = gpt.Probe(
-            trainer.optimizer.groups, torch.device("cpu"), telemetry.start_step()
+            trainer.optimizer.groups, trainer.rt, telemetry.start_step()
         )
         grads = {}
         arm = trainer.optimizer.step
@@ -133,7 +133,7 @@ def test_the_slope_of_the_loss(measured):
     for i, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
         trainer.progress.step = i + 1
         telemetry.end_step(
-            torch.tensor(loss), gpt.Probe(trainer.optimizer.groups, torch.device("cpu")), 0.0
+            torch.tensor(loss), gpt.Probe(trainer.optimizer.groups, trainer.rt, i == 3), 0.0
         )
     assert facts["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
 
