@@ -85,7 +85,7 @@ def attend_flex_on_copies(q, k, v, mask):
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
 )
-@pytest.mark.parametrize("num_segments", [1, 3])
+@pytest.mark.parametrize("num_segments", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, monkeypatch):
     """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form.
 

@@ -41,6 +41,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     assert "second / first" in done.stdout and "recompiles" in done.stdout
 
 
+@pytest.mark.slow
 def test_step_makes_do_without_shards(tmp_path):
     args = ["--preset=smoke", "--device=cpu", "--train_files=none/*.bin", "--num_steps=3"]
     done = launch([str(ROOT / "benchmarks" / "step.py"), *args], tmp_path)

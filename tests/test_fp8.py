@@ -50,6 +50,7 @@ def test_validation_does_not_use_it():
     assert not torch.equal(model.train().head(x, targets), exact)
 
 
+@pytest.mark.slow
 def test_a_run_with_it_trains_as_well(shards, tmp_path):
     on = smoke_run(shards, tmp_path, "--fp8_head=on")
     off = smoke_run(shards, tmp_path, "--fp8_head=off")

@@ -143,6 +143,7 @@ def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
     assert lines == [f"guard: step {event['step']}: {event['fault']}: {event['measures']}"]
 
 
+@pytest.mark.slow
 def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
     expected = clean()
     monkeypatch.chdir(tmp_path)

@@ -100,8 +100,8 @@ def test_warm_up_leaves_no_trace(smoke, shards, tmp_path):
     "args",
     [
         ["--matrix_rule=adamw", "--matrix_lr=0.005"],
-        ["--matrix_weight_decay=0.5"],
-        ["--dtype=bfloat16"],
+        pytest.param(["--matrix_weight_decay=0.5"], marks=pytest.mark.slow),
+        pytest.param(["--dtype=bfloat16"], marks=pytest.mark.slow),
         ["--without=untied_head"],
         pytest.param(["--embed_dtype=bfloat16"], marks=pytest.mark.slow),
         pytest.param(["--micro_batch_tokens=512"], marks=pytest.mark.slow),

@@ -146,6 +146,7 @@ def test_shares_of_fp8():
     assert gpt.measure_fp8(x * 4, 4.0, torch.float8_e4m3fn) == shares
 
 
+@pytest.mark.slow
 def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
     args = [*ARGS, *data_args(shards), "--telemetry_every=3"]
     command = [sys.executable, ROOT / "tests/ranks.py", "fail", 2, "none", 0, *args]
@@ -162,6 +163,7 @@ def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
         assert one["seconds"]["communication"] > 0
 
 
+@pytest.mark.slow
 def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypatch):
     """The same graphs with telemetry as without, and one more: that of the pass which measures."""
     graphs = []
