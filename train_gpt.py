@@ -241,7 +241,7 @@ class TrainConfig:
     num_iterations: int = option(1670, "optimizer steps", 1)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", 128)
-    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: the memory knob", 128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: decides the memory", 128)
     row_start: str = choice("document", "where packed sequences begin; anywhere: where the last one ended",
                             "document", "anywhere")
     document_mask: str = choice("on", "a token sees its own document only, not the whole packed sequence")
@@ -861,6 +861,8 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
     if world_size > 1:
+        with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: no rank outlives its launcher
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                                 timeout=PATIENCE)
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -1261,33 +1263,33 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def symmetric_kernel(x_ptr, add_ptr, out_ptr, M, K, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    def symmetric_kernel(x_ptr, add_ptr, out_ptr, SIZE, INNER, ALPHA: tl.constexpr, BETA: tl.constexpr,
                          HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
         """One tile on or above the diagonal of alpha X X^T + beta A, stored there and mirrored."""
-        i, j, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         if j < i:
             return
         rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        x_ptr += unit * M * K
-        add_ptr += unit * M * M
-        out_ptr += unit * M * M
+        x_ptr += matrix * SIZE * INNER
+        add_ptr += matrix * SIZE * SIZE
+        out_ptr += matrix * SIZE * SIZE
         total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for start in range(0, K, DEPTH):
+        for start in range(0, INNER, DEPTH):
             depth = start + tl.arange(0, DEPTH)
-            left = tl.load(x_ptr + rows[:, None] * K + depth[None, :],
-                           mask=(rows[:, None] < M) & (depth[None, :] < K), other=0.0)
-            right = tl.load(x_ptr + cols[None, :] * K + depth[:, None],
-                            mask=(cols[None, :] < M) & (depth[:, None] < K), other=0.0)
+            left = tl.load(x_ptr + rows[:, None] * INNER + depth[None, :],
+                           mask=(rows[:, None] < SIZE) & (depth[None, :] < INNER), other=0.0)
+            right = tl.load(x_ptr + cols[None, :] * INNER + depth[:, None],
+                            mask=(cols[None, :] < SIZE) & (depth[:, None] < INNER), other=0.0)
             total += tl.dot(left, right)
         total *= ALPHA
-        inside = (rows[:, None] < M) & (cols[None, :] < M)
-        here = rows[:, None] * M + cols[None, :]
+        inside = (rows[:, None] < SIZE) & (cols[None, :] < SIZE)
+        here = rows[:, None] * SIZE + cols[None, :]
         if HAS_ADD:
             total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
         total = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, total, mask=inside)
         if j > i:  # a tile on the diagonal is whole as it is
-            tl.store(out_ptr + cols[None, :] * M + rows[:, None], total, mask=inside)
+            tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
 
     @triton.jit
     def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, GRAD_SCALE: tl.constexpr,
@@ -1318,7 +1320,8 @@ if triton is not None:
 
 def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
                       use_kernels: bool = False) -> Tensor:
-    """X X^T for each X of x (U, M, K) -> (U, M, M); with add (U, M, M), symmetric, alpha X X^T + beta A.
+    """X X^T of each matrix X of x (M, short, long) -> (M, short, short); with a symmetric A of that shape,
+    alpha X X^T + beta A.
 
     The kernel computes one triangle: half the FLOPs. Source: record 27.
     """
@@ -1327,12 +1330,12 @@ def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, 
             return torch.bmm(x, x.mT)
         return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
     x = x.contiguous()
-    num_units, size, depth = x.shape
-    out = x.new_empty(num_units, size, size)
+    num_matrices, size, depth = x.shape
+    out = x.new_empty(num_matrices, size, size)
     tiles = triton.cdiv(size, 128)
-    symmetric_kernel[tiles, tiles, num_units](x, x if add is None else add.contiguous(), out, size, depth,
-                                              alpha, beta, add is not None, BLOCK=128, DEPTH=64, num_warps=8,
-                                              num_stages=4 if x.element_size() == 2 else 2)  # shared memory
+    symmetric_kernel[tiles, tiles, num_matrices](
+        x, x if add is None else add.contiguous(), out, size, depth, alpha, beta, add is not None, BLOCK=128,
+        DEPTH=64, num_warps=8, num_stages=4 if x.element_size() == 2 else 2)  # that fit shared memory
     return out
 
 
@@ -1578,21 +1581,21 @@ ITERATIONS = {
 
 def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
                   use_kernels: bool = False) -> Tensor:
-    """Push the singular values of each matrix of x (U, rows, columns) towards 1, keeping its vectors.
+    """Push the singular values of each matrix of x (M, rows, columns) towards 1, keeping its vectors.
 
     An odd polynomial in X, iterated in `dtype` on the wide side (ITERATIONS). Returns x.shape in `dtype`.
     Source: Muon; the form of record 11; Polar Express.
     """
     tall = x.size(-2) > x.size(-1)
     x = x.to(dtype)
-    x = x.mT if tall else x  # (U, short, long)
+    x = x.mT if tall else x  # (M, short, long)
     use_kernels = use_kernels and x.size(-2) > 128  # a single tile has no other half to save
     norm = x.float().norm(dim=(-2, -1), keepdim=True)
     x = x / (norm * 1.02 + 1e-6 if method == "polar_express" else norm + 1e-7).to(dtype)
     for a, b, c in ITERATIONS[method]:
-        gram = symmetric_product(x, use_kernels=use_kernels)  # (U, short, short)
+        gram = symmetric_product(x, use_kernels=use_kernels)  # (M, short, short)
         gram = symmetric_product(gram, gram, c, b, use_kernels)
-        x = torch.baddbmm(x, gram, x, beta=a)  # (U, short, long)
+        x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
     return x.mT if tall else x
 
 
@@ -2100,11 +2103,10 @@ class StepInputs(typing.NamedTuple):
 
     stage: StageInputs
     scalars: dict[str, Tensor]  # its learned numbers (T, 1) by name
-    dtype: torch.dtype  # of activations
 
 
 def init_matrices(shape: tuple[int, ...], *stds: float) -> Tensor:
-    """Uniform matrices (U, *shape), each with its standard deviation; 1/sqrt(3 inputs) is PyTorch's default.
+    """Uniform matrices (M, *shape), each with its standard deviation; 1/sqrt(3 inputs) is PyTorch's default.
 
     Source: record 19.
     """
@@ -2272,7 +2274,7 @@ class Segment(nn.Module):
         if self.is_first:
             x = added["x0"] = rms_norm(x.to(dtype))
         for layer, block in zip(self.layers, self.blocks):
-            step = StepInputs(stage, scalars[layer], dtype)
+            step = StepInputs(stage, scalars[layer])
             x = block(x, {**streams, **added}, masks.get(block.spec.attention), step)
             if save_all or f"h{layer}" in self.saved:
                 added[f"h{layer}"] = x
@@ -2775,7 +2777,7 @@ class Schedule:
     def lr_factor(self, step: int, stage: Stage, is_matrix: bool = False) -> float:
         """A linear rise over lr_warmup_frac of the run, the stage's value, a linear fall to final_lr_frac.
 
-        The fall takes the last cooldown_frac of the run; its end is a share of the peak, not of the stage's.
+        The fall takes the last cooldown_frac of the run; final_lr_frac is of the peak, not of the stage.
         """
         cfg, left, warmup = self.cfg, 1 - step / self.num_iterations, self.cfg.lr_warmup_frac
         has_own = is_matrix and cfg.matrix_cooldown_frac >= 0
@@ -3273,7 +3275,7 @@ class Trainer:
         return facts, copies if self.rt.is_main else {}
 
     def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
-        """Go on where state_dict() was called; only rank 0 needs the tensors."""
+        """Continue where state_dict() was called; only rank 0 needs the tensors."""
         self.optimizer.load_state_dict(tensors, facts["optimizer_steps"])
         self.progress = Progress(**facts["progress"])
         lowered, self.progress.num_lowered = self.progress.num_lowered, 0
@@ -3476,7 +3478,7 @@ class Guard:
 
 @contextmanager
 def explain_memory(cfg: Config):
-    """Turn an out-of-memory error into an InputError that names the knob."""
+    """Turn an out-of-memory error into an InputError that names the option."""
     try:
         yield
     except RuntimeError as error:
@@ -3672,7 +3674,7 @@ class Run:
         self.is_checkpoint_due = False
         if status:
             self.stop.collect()
-            path = self.checkpoints.wait()
+            path = broadcast_object(self.checkpoints.wait(), self.rt)
             barrier(self.rt)  # a launcher ends all ranks when the first one leaves
             remedy = f"continue with: {format_resume(self.argv, path, self.rt)}"
             raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
@@ -3681,7 +3683,10 @@ class Run:
 
 def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
     """The command line that continues from a checkpoint."""
-    launcher = f"torchrun --standalone --nproc_per_node={rt.world_size}" if rt.world_size > 1 else "python"
+    per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
+    nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+    nodes = nodes if rt.world_size > per_node else "--standalone"
+    launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
     rest = [word for before, word in zip(("", *argv), argv)
             if not word.startswith("--resume") and before != "--resume"]
     return f"{launcher} {shlex.join([os.path.relpath(__file__), *rest, f'--resume={path}'])}"

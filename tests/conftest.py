@@ -9,9 +9,11 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # here and in what tests start: threads that spin slow others
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():  # before train_gpt imports Triton: its kernels then run on CPU tensors
     os.environ["TRITON_INTERPRET"] = "1"

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -18,6 +19,23 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of the tests' processes
+
+
+def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list, str, str]:
+    """[[exit status or -signal, seconds], ...] by rank, and what they printed. There is no launcher: what ends ranks
+    is train_gpt.py itself."""
+    done = subprocess.run(
+        [sys.executable, __file__, function, str(num_ranks), *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
 
 def count_bytes(sent: dict[str, float]) -> None:

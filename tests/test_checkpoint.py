@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, data_args, gpt, slow_but
+from ranks import ENVIRONMENT, run_ranks
 
 TINY = [
     "--preset=smoke",
@@ -27,7 +28,6 @@ TINY = [
     "--tokens_per_step=512",
     "--micro_batch_tokens=512",
 ]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of other processes
 
 
 @pytest.fixture
@@ -135,25 +135,13 @@ def test_other_options_are_named_when_a_run_goes_on_with_them(shards, here, caps
 # ---- several ranks --------------------------------------------------------------------------------------------------
 
 
-def run_ranks(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | None, str]:
-    """Exit statuses by rank, validation points or None, and what went to stderr."""
-    command = [
-        sys.executable,
-        ROOT / "tests/ranks.py",
-        "fail",
-        num_ranks,
-        mode,
-        1,
-        *TINY,
-        *data_args(shards),
-        *args,
-    ]
+def fail(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | None, str]:
+    """ranks.fail, in rank 1: exit statuses by rank, validation points or None, and what went to stderr."""
     before = set(Path("logs").glob("*.json"))
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    ends, _, errors = run_ranks("fail", num_ranks, mode, 1, *TINY, *data_args(shards), *args)
     made = set(Path("logs").glob("*.json")) - before
     points = [point[:2] for point in json.loads(made.pop().read_text())["val_points"]] if made else None
-    return [status for status, _ in json.loads(done.stdout.splitlines()[-1])], points, done.stderr
+    return [status for status, _ in ends], points, errors
 
 
 @pytest.mark.parametrize(
@@ -165,7 +153,7 @@ def test_other_numbers_of_ranks_go_on(shards, here, grid, bound):
     alone = run(shards, *args)
     saved = Path("checkpoints/smoke_seed0")
     shutil.copy(saved / "step_000008.pt", "at_8.pt")
-    statuses, points, errors = run_ranks(
+    statuses, points, errors = fail(
         3, "none", shards, *args, "--resume=at_8.pt", "--checkpoint_dir=three", "--checkpoint_every=2"
     )
     assert statuses == [0, 0, 0], errors[-2000:]
@@ -188,7 +176,7 @@ def test_all_ranks_stop_at_the_same_step(shards, here, cause):
     args = ["--num_iterations=12", "--tokens_per_step=3072", "--val_loss_every=4"]
     mode, status = STOPS[cause]
     limit = ["--time_limit=0.01"] if mode == "none" else []  # over after the first step; agreed upon in the second
-    statuses, points, errors = run_ranks(3, mode, shards, *args, *limit)
+    statuses, points, errors = fail(3, mode, shards, *args, *limit)
     assert statuses == [status] * 3 and points is None, errors[-2000:]
     (found,) = re.findall(
         r"^train_gpt.py: stopped (.*) after step (\d+) of 12: continue with: torchrun (.*)$", errors, re.M
@@ -277,7 +265,7 @@ def test_the_time_limit_saves_and_stops(shards, here, capsys):
 @pytest.mark.slow
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step: each life finds a whole one, none repeats far."""
-    args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=0"]
+    args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=0", "--print_every=1"]
     command = [sys.executable, str(ROOT / "tests/killed.py"), "20", *TINY, *data_args(shards), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -388,7 +376,7 @@ def test_a_console_that_takes_nothing(shards, here):
 def test_a_slow_disk_is_no_stall(shards, here):
     """Rank 0 waits 5.5 s for each checkpoint, the others for it; a stall ends the run after 4 s."""
     args = ["--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=3", "--comm_timeout=5"]
-    statuses, points, errors = run_ranks(3, "slow disk", shards, *args)
+    statuses, points, errors = fail(3, "slow disk", shards, *args)
     assert statuses == [0, 0, 0] and points, errors[-2000:]
 
 
@@ -546,7 +534,7 @@ def test_ranks_refuse_with_one_line(shards, saved, here):
     """Rank 0 reads the file; the others learn from it what is wrong, and leave it time to say so."""
     shutil.copytree(saved, "checkpoints")
     flip("data/0")(Path("checkpoints/smoke_seed0/step_000006.pt"))
-    statuses, _, errors = run_ranks(2, "none", shards, "--tokens_per_step=1024", FILE)
+    statuses, _, errors = fail(2, "none", shards, "--tokens_per_step=1024", FILE)
     assert statuses == [2, 2] and errors.count("\n") == 1 and "it is damaged: the checksum of " in errors
 
 

@@ -1,7 +1,6 @@
 """Several ranks against one: the same parameters, no byte in vain, a clear end when one fails."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -22,24 +21,11 @@ from conftest import (
     smoke_config,
     smoke_run,
 )
+from ranks import ENVIRONMENT, run_ranks
 
 RANKS = ROOT / "tests" / "ranks.py"
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-
-
-def run_ranks(function, num_ranks, *arguments, cwd):
-    """Run a function of ranks.py on forked ranks, no launcher: what ends them is train_gpt.py itself."""
-    done = subprocess.run(
-        [sys.executable, str(RANKS), function, str(num_ranks), *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **ONE_THREAD},
-    )
-    return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
 
 ADAM_GROUPS = [group for group in gpt.GROUPS if group != "matrix"]
@@ -257,19 +243,24 @@ def test_a_single_layer_is_waited_for_too(shards, tmp_path):
     assert [loss for _, loss, _ in one["val_points"]] == [loss for _, loss, _ in two["val_points"]]
 
 
-@pytest.mark.slow
-def test_two_agents_make_one_job(shards, tmp_path):
-    """torchrun --nnodes=2, each agent in a folder of its own: one log and one json in all, the loss of one process."""
-    args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards)]
+def start_agents(shards, folder, *options) -> list[subprocess.Popen]:
+    """torchrun --nnodes=2, each agent in a folder of its own."""
+    args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards), *options]
     command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     command += [f"--rdzv_endpoint=localhost:{find_port()}", str(ROOT / "train_gpt.py"), *args]
     agents = []
     for node in ("a", "b"):
-        (tmp_path / node).mkdir()
-        agents.append(subprocess.Popen(
-                command, cwd=tmp_path / node, stderr=subprocess.PIPE, text=True, env={**os.environ, **ONE_THREAD}
-            ))
-    for agent in agents:
+        (folder / node).mkdir()
+        agents.append(
+            subprocess.Popen(command, cwd=folder / node, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        )
+    return agents
+
+
+@pytest.mark.slow
+def test_two_agents_make_one_job(shards, tmp_path):
+    """One log and one json in all, the loss of one process."""
+    for agent in start_agents(shards, tmp_path):
         _, errors = agent.communicate(timeout=120)
         assert agent.returncode == 0, errors[-2000:]
     (path,) = tmp_path.rglob("*.json")
@@ -278,6 +269,21 @@ def test_two_agents_make_one_job(shards, tmp_path):
     (tmp_path / "one").mkdir()
     alone = smoke_run(shards, tmp_path / "one", "--micro_batch_tokens=512")
     assert result["final_val_loss"] == alone["final_val_loss"]
+
+
+@pytest.mark.slow
+def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
+    """SIGTERM to either; each node names the one checkpoint, which rank 0 has written."""
+    first, second = start_agents(shards, tmp_path, "--num_iterations=100")
+    while not any("step:3/" in path.read_text() for path in tmp_path.rglob("*_seed0_*.txt")):
+        time.sleep(0.1)
+        assert first.poll() is None and second.poll() is None
+    second.send_signal(signal.SIGTERM)
+    errors = [agent.communicate(timeout=60)[1] for agent in (first, second)]
+    (path,) = tmp_path.rglob("*.pt")
+    for agent, text in zip((first, second), errors):
+        assert agent.returncode != 0 and text.count("train_gpt.py: stopped by SIGTERM after step ") == 1
+        assert f" --resume={path.relative_to(path.parents[2])}\n" in text
 
 
 FAILURES = {  # (how, which rank): its exit status; without a launcher
@@ -297,7 +303,6 @@ def failing_args(shards, **changes):
 
 def check_lines(how: str, errors: str) -> None:
     """One rank says that it lost another; the one that failed says why, once, if it can."""
-    assert errors.count("train_gpt.py: stopped:") == 1
     assert len(re.findall(r"train_gpt.py: stopped: rank \d lost contact with another rank: ", errors)) == 1
     assert errors.count("ValueError: one step too many\n") == (how == "raise")
     assert errors.count("error: out of memory with --micro_batch_tokens=1024: try") == (how == "memory")
@@ -306,8 +311,8 @@ def check_lines(how: str, errors: str) -> None:
 
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
-    """Forked ranks, so that no launcher helps. Who is frozen is missed after --comm_timeout=5; and rank 0, which then
-    holds the store of the job, cannot be asked who has spoken, for another 5 s."""
+    """Forked ranks, so that no launcher helps. Who is frozen is missed after --comm_timeout=5. Rank 0 then holds the
+    store of the job, which tells who speaks: where it is frozen the others ask for another 5 s."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
     assert [status for status, _ in ends] == [FAILURES[how, rank] if i == rank else 1 for i in range(3)], errors
     check_lines(how, errors)
@@ -327,7 +332,7 @@ def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
     """With a status, with no process left, and soon: torchrun gives a frozen rank another 30 s before it kills it."""
     args = failing_args(shards, logs_dir=tmp_path)
     start = time.monotonic()
-    done = launch([str(RANKS), "fail", "2", how, str(rank), *args], tmp_path, nproc=2)
+    done = launch([str(RANKS), "fail", "2", how, str(rank), *args], tmp_path, nproc=2, env=ENVIRONMENT)
     assert done.returncode != 0 and running(tmp_path) == []
     check_lines(how, done.stderr)
     assert time.monotonic() - start < 20 + 40 * (how == "freeze")

@@ -128,7 +128,7 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     x, attention = torch.randn(64, 128), model.blocks[1].attention
     scalars = {name: torch.full((64, 1), value) for name, value in model.blocks[1].scalars.items()}
     stage = gpt.StageInputs((64, 64), *torch.zeros(2, 64, 2, 1, 32))
-    step = gpt.StepInputs(stage, scalars, torch.float32)
+    step = gpt.StepInputs(stage, scalars)
     mlp = model.blocks[1].mlp
     exact = gpt.relu_squared(x @ mlp.up_down[0]) @ mlp.up_down[1].T
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)

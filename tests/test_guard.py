@@ -2,20 +2,17 @@
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, slow_but, smoke_config
+from conftest import data_args, gpt, make_runtime, slow_but, smoke_config
+from ranks import run_ranks
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
 ARGS += ["--val_loss_every=0", "--guard=on"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of other processes
 FAULT = 102  # the step, counted from 1, in which something breaks
 
 
@@ -161,19 +158,8 @@ def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
     expected = clean(*options)
     monkeypatch.chdir(tmp_path)
     args = [*options, "--check_ranks_every=1", "--warmup_iterations=1"]
-    command = [
-        sys.executable,
-        ROOT / "tests/ranks.py",
-        "fail",
-        2,
-        "nan",
-        f"1@{FAULT + 3}",
-        *ARGS,
-        *data_args(text),
-        *args,
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert [status for status, _ in json.loads(done.stdout.splitlines()[-1])] == [0, 0], done.stderr[-2000:]
+    ends, _, errors = run_ranks("fail", 2, "nan", f"1@{FAULT + 3}", *ARGS, *data_args(text), *args)
+    assert [status for status, _ in ends] == [0, 0], errors[-2000:]
     loss, (event,) = read_run()
     assert event["fault"] == "gradient norm is nan" and event["step"] == FAULT
     assert event["measures"].startswith("weights of step 90, learning rates times 0.5 until step 123")

@@ -41,7 +41,7 @@ def make_block(cfg):
     torch.manual_seed(0)
     block, x = gpt.Block(cfg, gpt.LayerSpec(attention="none")), torch.randn(16, 64)
     stage = gpt.StageInputs((64, 64), *torch.zeros(2, 16, 2, 1, 32))
-    step = gpt.StepInputs(stage, dict(x=torch.ones(16, 1), x0=torch.zeros(16, 1)), torch.float32)
+    step = gpt.StepInputs(stage, dict(x=torch.ones(16, 1), x0=torch.zeros(16, 1)))
     return block, lambda: block(x, dict(x0=x), None, step) - x
 
 

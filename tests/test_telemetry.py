@@ -1,16 +1,13 @@
 """Telemetry: every number against the same number computed another way, and a run that does not notice it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
+from conftest import data_args, gpt, make_runtime, smoke_config
+from ranks import run_ranks
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of other processes
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=3", "--num_iterations=9", "--val_loss_every=4"]
 ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum the same rows
 
@@ -75,7 +72,7 @@ def test_the_numbers(shards):
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         blocks.clear()
         probe = trainer.optimizer.probe = gpt.Probe(
-            trainer.optimizer.groups, trainer.rt, telemetry.start_step()
+            trainer.optimizer.groups, make_runtime(), telemetry.start_step()
         )
         grads = {}
         arm = trainer.optimizer.step
@@ -124,17 +121,13 @@ def test_the_slope_of_the_loss(measured):
     """Least squares over the losses since the last line, against numpy's own on the logged ones: a line falls."""
     lines = [line for line in measured[0] if line["event"] == "telemetry"]
     assert all(line["loss_slope_per_1000_steps"] < 0 for line in lines)
-    telemetry = gpt.Telemetry.__new__(gpt.Telemetry)
-    trainer = gpt.Trainer(smoke_config(), make_runtime())
-    facts = {}
+    trainer, facts = gpt.Trainer(smoke_config(telemetry_every=4), make_runtime()), {}
     log = type("Log", (), {"write_event": lambda self, *_, **given: facts.update(given)})()
-    gpt.Telemetry.__init__(telemetry, trainer, log)
-    telemetry.every = 4
-    for i, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
-        trainer.progress.step = i + 1
-        telemetry.end_step(
-            torch.tensor(loss), gpt.Probe(trainer.optimizer.groups, trainer.rt, i == 3), 0.0
-        )
+    telemetry = gpt.Telemetry(trainer, log)
+    for step, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
+        trainer.progress.step = step
+        probe = gpt.Probe(trainer.optimizer.groups, trainer.rt, telemetry.start_step())
+        telemetry.end_step(torch.tensor(loss), probe, 0.0)
     assert facts["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
 
 
@@ -149,9 +142,8 @@ def test_shares_of_fp8():
 @pytest.mark.slow
 def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
     args = [*ARGS, *data_args(shards), "--telemetry_every=3"]
-    command = [sys.executable, ROOT / "tests/ranks.py", "fail", 2, "none", 0, *args]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
+    assert [status for status, _ in ends] == [0, 0], errors[-2000:]
     ours = [line for line in read_lines(tmp_path) if line["event"] == "telemetry"]
     alone = [line for line in measured[0] if line["event"] == "telemetry"]
     for one, other in zip(ours, alone, strict=True):
