@@ -12,7 +12,7 @@ Launch
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues where it was interrupted
     python train_gpt.py --sample=CHECKPOINT --prompt='def '        # text from a trained model
-    python train_gpt.py --help | --list_presets | --print_config
+    python train_gpt.py --help                                     # also --list_presets, --print_config
 
 Sections (search for the name after "# ====")
     CONFIG       dataclasses, presets, command line  DATA       shards, packing, prefetch, corpus
@@ -2915,10 +2915,12 @@ def read_git_commit() -> str:
 
 def print0(text: str, rt: Runtime) -> None:
     """Print a line on rank 0, flushed, above the progress bar."""
-    with suppress(OSError):  # nobody reads it any more: training goes on
+    try:
         if rt.is_main:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+    except OSError:  # nobody reads it any more: training goes on
+        sys.stdout = open(os.devnull, "w")
 
 
 class RunLog:
