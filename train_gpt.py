@@ -2215,11 +2215,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor | None,
                 step: StepInputs) -> Tensor:
         """x and streams (T, D) -> (T, D)."""
-        scalars = {name: scalar.type_as(x) for name, scalar in step.scalars.items()}
+        scalars = step.scalars
         if "skip" in scalars:
-            x = x + streams[f"h{self.spec.skip_from}"] * torch.sigmoid(step.scalars["skip"]).type_as(x)
+            x = x + streams[f"h{self.spec.skip_from}"] * torch.sigmoid(scalars["skip"]).type_as(x)
         if "x0" in scalars:
-            x = x * scalars["x"] + streams["x0"] * scalars["x0"]
+            x = x * scalars["x"].type_as(x) + streams["x0"] * scalars["x0"].type_as(x)
         if self.attention is not None:
             x = x + self.attention(self.normalize(x, self.attention_gain), streams, mask, step)
         if self.mlp is not None:
@@ -3539,8 +3539,8 @@ def train(cfg: Config, argv: list[str]) -> None:
     rt = start_runtime(cfg)
     stop, derived = Stop(rt), derive(cfg, rt.world_size)
     intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
-             f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens, in {Path.cwd()}")
-    print0(intro, rt)
+             f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
+    print0(f"{intro}, in {Path.cwd()}", rt)  # records are published: their logs name no folder
     saved = prepare_outputs(cfg, rt)
     if saved and (result := broadcast_object(find_result(saved[1], cfg), rt)):
         print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
