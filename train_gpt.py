@@ -2867,13 +2867,23 @@ def check_writable(folder: Path, remedy: str) -> None:
                     path.rmdir()
 
 
-def check_outputs(cfg: Config, source: bytes) -> None:
+@functools.cache
+def read_script() -> bytes:
+    """This file as it was when the run began: it may be edited meanwhile."""
+    return Path(__file__).read_bytes()
+
+
+def hash_script() -> str:
+    return hashlib.sha256(read_script()).hexdigest()
+
+
+def check_outputs(cfg: Config) -> None:
     """Raise InputError where a file of this run could not be written, or its record's name is taken."""
     folders = {"logs_dir": Path(cfg.logs_dir)}
     if cfg.record:
         folders["records_dir"] = choose_folder(cfg)
         script = folders["records_dir"] / "train_gpt.py"
-        if script.exists() and script.read_bytes() != source:
+        if script.exists() and script.read_bytes() != read_script():
             raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
                              "choose another name")
     if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
@@ -2929,9 +2939,7 @@ class RunLog:
     def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
         self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
         self.val_points = resumed["val_points"] if resumed else []
-        self.source = Path(__file__).read_bytes()
-        self.facts = dict(script_sha256=hashlib.sha256(self.source).hexdigest(), argv=argv,
-                          **describe_machine(rt))
+        self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
         self.folder = choose_folder(cfg)
         if resumed and resumed["script_sha256"] == self.facts["script_sha256"]:
@@ -3011,7 +3019,7 @@ class RunLog:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / script).exists():
-                write_atomic(self.folder / script, self.source)
+                write_atomic(self.folder / script, read_script())
             for suffix, file in self.files.items() if self.cfg.record else ():
                 shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
             write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
@@ -3084,8 +3092,7 @@ def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
     if step > cfg.num_iterations:
         raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
                          f"give at least --num_iterations={step}")
-    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    if cfg.record and facts["script_sha256"] != script:
+    if cfg.record and facts["script_sha256"] != hash_script():
         raise InputError(f"{path} was left by another script, which a record does not allow: start --record="
                          f"{cfg.record} anew without --resume")
 
@@ -3273,7 +3280,7 @@ class Trainer:
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
         facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
                      optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
-                     script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+                     script_sha256=hash_script())
         return facts, copies if self.rt.is_main else {}
 
     def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
@@ -3510,7 +3517,7 @@ def prepare_outputs(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Ten
     found, problem = None, ""
     try:
         if rt.is_main:
-            check_outputs(cfg, Path(__file__).read_bytes())
+            check_outputs(cfg)
             found = find_checkpoint(cfg) if cfg.resume else None
     except InputError as error:
         problem = str(error)
