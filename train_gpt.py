@@ -116,6 +116,10 @@ def choice(default: str, meaning: str, *choices: str):
 AUTO = ("auto", "on", "off")
 
 
+def split_names(text: str) -> list[str]:
+    return list(filter(None, text.split(",")))
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What one layer contains. Layers are data: forward never asks for a layer's number."""
@@ -124,11 +128,24 @@ class LayerSpec:
     mlp: bool = True
     value_embed: int | None = None  # value-embedding table mixed into the values
     skip_from: int | None = None  # earlier layer whose output enters here (U-Net skip)
+    attention_from: int | None = None  # earlier layer whose output attention reads; none: this layer's input
+    paired: bool = False  # each two heads see one another's keys
+    key_offset: bool = False  # half of every key is that of the token before
+    xsa: bool = False  # exclusive self attention: less of a token's own value
+    gate: bool = False  # a weight for the output of each head
+    dc: bool = False  # heads composed anew over the nearest tokens
+    gates_at: int | None = None  # its weights are computed at the start of this layer; none: learned numbers
+    mudd_in: str = ""  # streams that enter input and values, by weights computed here, as a,b
+    mudd_out: str = ""  # streams that enter the output in the same way
 
     def reads(self) -> set[str]:
-        """The streams this layer takes beside its input."""
-        return {f"{kind}{number}" for kind, number in (("ve", self.value_embed), ("h", self.skip_from))
-                if number is not None}
+        """The streams this layer takes beside its input: ve<table>, h<layer> (an output), x_in (the first
+        layer's input)."""
+        named = {f"{kind}{number}" for kind, number in (
+            ("ve", self.value_embed), ("h", self.skip_from), ("h", self.attention_from))
+            if number is not None}
+        return named.union(split_names(self.mudd_in), split_names(self.mudd_out),
+                           ["x_in"] if self.mudd_in else [])
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,9 @@ class Stage:
     tokens_per_step: int | None = None  # None: the run's
     max_doc_len: int | None = None  # None: the run's
     lr_factor: float = 1.0  # on every learning rate
+    seq_len: int | None = None  # None: the run's
+    loss_weights: str = "1"  # of the next token, the one after it, ...; a:b goes from a towards b
+    prefix_weight: str = "0"  # of the longest token that the next one begins with
 
 
 @dataclass(frozen=True)
@@ -161,6 +181,9 @@ GROUPS = {
     "value_embed": Group(lr=0.6),
     "head": Group(lr=0.008),
     "scalar": Group(lr=0.04),  # factors and skip weights
+    "residual": Group(lr=0.04, betas=(0.9, 0.95)),  # factors of the stream in every sublayer
+    "mix": Group(lr=0.008, betas=(0.9, 0.95)),  # factors of what is added to it
+    "gate": Group(lr=0.008, betas=(0.9, 0.99)),  # matrices from which weights are computed for every token
     "gain": Group(lr=0.1),  # of norms and outputs
 }
 
@@ -180,18 +203,37 @@ class ModelConfig:
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
     tie_head: str = choice("off", "head and token embedding are kept equal")
     embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
+    matrix_dtype: str = choice("float32", "matrix storage; bfloat16 keeps the other 16 bits apart",
+                               "float32", "bfloat16")
     init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", 0.0)
-    zero_init: str = choice("on", "matrices that write into the residual stream begin at zero")
+    embed_std: float = option(1.0, "standard deviation of the embedding at first", 0.0)
+    value_embed_std: float = option(1.0, "the same of the value embeddings", 0.0)
+    zero_init: str = choice("on", "matrices that write into the residual stream begin at zero; mlp: those "
+                            "of the MLP", "on", "mlp", "off")
     output_gain: str = choice("auto", "instead learned gains do; auto: with rules that keep norms", *AUTO)
     norm_gain: str = choice("off", "learned gains, 1 at first, of the norms before attention and MLP")
     qk_norm: str = choice("on", "normalise each head's queries and keys")
+    qk_group_heads: int = option(0, "heads whose queries are one matrix of the update rule; 0: all", 0)
+    rotary_pairs: str = choice("halves", "channels that turn together: j and j + K/2, or 2j and 2j + 1",
+                               "halves", "adjacent")
     attention_scale: float = option(0.1, "softmax scale at first", 0.0)
     yarn_max_window: int = option(65_536, "YaRN follows the long window as far as this; 0: not at all", 0)
     attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", 0)
-    num_value_embeds: int = option(3, "value-embedding tables; 0 switches them off", 0)
-    x0_shortcut: str = choice("on", "mix the embedding into the input of every layer, by learned numbers")
-    softcap: float = option(15.0, "logits stay between -softcap and softcap, by tanh; 0: as they are", 0)
+    num_value_embeds: int = option(3, "value-embedding tables; 0: none", 0)
+    value_gate_dim: int = option(0, "input channels of their per-head gate; 0: a learned number", 0)
+    x0_shortcut: str = choice("on", "mix the embedding into every layer's input, by learned numbers; "
+                              "after: into the stream after attention", "off", "on", "after")
+    residual_init: float = option(0.0, "learned factor of the stream in each sublayer, at first; 0: none", 0)
+    smear: str = choice("off", "mix the embedding of the token before into each, by a gate")
+    bigram_rows: int = option(0, "rows of the table of hashed token pairs, mixed like x0; 0: none", 0)
+    gate_hidden: int = option(64, "hidden channels where weights are computed for every token (MUDD)", 1)
+    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width): 30, 0, 7.5 "
+                            "make 15 tanh(logit / 15) + 15; 0: they stay", 0)
+    softcap_shift: float = option(0.0, "shift of the softcap")
+    softcap_width: float = option(7.5, "width of the softcap", 1e-3)
     fp8_head: str = choice("auto", "FP8 matmuls in the head while training", *AUTO)
+    fp8_head_max: float = option(0.875, "size at which weights of the head saturate in FP8", 1e-6)
+    fp8_mlp: str = choice("off", "FP8 matmuls in the MLP's forward", *AUTO)
     fp8_linear: str = choice("auto", "the same in attention and MLP; auto: from 1536 channels", *AUTO)
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON; empty: record 32's pattern at this depth")
 
@@ -204,12 +246,17 @@ class OptimConfig:
     orthogonalize: str = choice("newton_schulz", "how muon rules make singular values equal",
                                 "newton_schulz", "polar_express", "precise")
     mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", 0.0)
+    mlp_down_lr_mul: float = option(1.0, "the same of its second", 0.0)
     decay: str = choice("decoupled", "cautious: only towards the update", "decoupled", "cautious")
     decay_schedule: str = choice("constant", "how decay changes; cosine: to 0", "constant", "lr", "cosine")
     momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
     momentum_end: float = option(0.95, "Muon momentum after its warm-up", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", 0)
+    momentum_cooldown_steps: int = option(0, "last steps, over which it falls to momentum_start", 0)
     adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", 1e-30)
+    state_dtype: str = choice("storage", "of moments: that of the parameter, or float32", "storage",
+                              "float32")
+    untie_frac: float = option(1.0, "fraction of the run after which a tied head is a copy", 0.0, 1.0)
     grad_grid: float = option(0.0, "round gradients to multiples of this: the same bits on any ranks", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the run where rates fall linearly", 0.0, 1.0)
@@ -239,6 +286,7 @@ class TrainConfig:
     val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end; empty: the last stage's", 1)
     val_loss_every: int = option(125, "steps between validations; 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
+    extension_steps: int = option(0, "of these, steps of the last stage, after the schedule's end", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", 128)
     micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: decides the memory", 128)
@@ -261,7 +309,9 @@ class TrainConfig:
     logs_dir: str = option("logs", "where all other runs go")
     stages: tuple[Stage, ...] = option(
         (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640)), "stages as JSON: duration, "
-        "window_long, window_short, tokens_per_step, max_doc_len, lr_factor")
+        "window_long, window_short, tokens_per_step, max_doc_len, lr_factor, seq_len, loss_weights, "
+        "prefix_weight")
+    vocab_file: str = option("data/gpt2_vocab.json", "ids by token in JSON, for stages with a prefix_weight")
 
 
 @dataclass(frozen=True)
@@ -285,10 +335,9 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
         keeps_norm = RULES[self.groups["matrix"].rule].keeps_norm
         return self.output_gain == "on" or self.output_gain == "auto" and keeps_norm
 
-    @property
-    def output_std(self) -> float:
-        """init_std of the matrices that write into the residual stream."""
-        return 0.0 if self.zero_init == "on" and not self.has_output_gain else self.init_std
+    def output_std(self, part: str) -> float:
+        """init_std of the matrices by which attention or mlp write into the residual stream."""
+        return 0.0 if self.zero_init in ("on", part) and not self.has_output_gain else self.init_std
 
     @property
     def padded_vocab_size(self) -> int:
@@ -299,6 +348,23 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
     def adam_every(self) -> int:
         """Steps in which every group has been updated."""
         return max(group.every for group in self.groups.values())
+
+    @property
+    def full_stages(self) -> tuple[Stage, ...]:
+        """The stages with what they take from the run."""
+        return tuple(dataclasses.replace(stage, **{
+            name: getattr(stage, name) or getattr(self, name)
+            for name in ("tokens_per_step", "max_doc_len", "seq_len")}) for stage in self.stages)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that the logits of a token are held against, the prefix of the next one included."""
+        following = max(len(stage.loss_weights.split()) for stage in self.stages)
+        return following + self.has_prefixes
+
+    @property
+    def has_prefixes(self) -> bool:
+        return any(stage.prefix_weight != "0" for stage in self.stages)
 
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, SampleConfig)  # in the order of --help
@@ -328,9 +394,38 @@ def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = 
     return tuple(layers)
 
 
+# The record of 2026-07-17, layer by layer; the weights of layers 0 to 3 are computed from the embedding, of
+# the others from the output of layer 3, those of the last one mostly from its own input
+FRONTIER_LAYERS = tuple(LayerSpec(
+    attention="none" if i == 6 else "long" if i in (3, 10) else "short",
+    value_embed={1: 0, 2: 1, 8: 2, 9: 3, 10: 4}.get(i), skip_from=3 if i == 6 else None,
+    attention_from=7 if i > 7 else None, paired=i in (0, 2, 5, 9), key_offset=i in (3, 10),
+    xsa=i in (1, 3, 4, 7), gate=i in (3, 10), dc=i == 10, gates_at=0 if i < 4 else 4,
+    mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
+    for i in range(11))
+
 # name: (parent, what it is, differences from the parent)
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
+    "frontier": ("track_1", "the newest recipe, of 2026-07-17: 636 M parameters, half the time", dict(
+        num_layers=11, layers=FRONTIER_LAYERS, attention_gate_dim=0, num_value_embeds=5, value_gate_dim=12,
+        qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664, x0_shortcut="after",
+        residual_init=1.1**0.5, smear="on", bigram_rows=377_280, zero_init="mlp",
+        tie_head="on", untie_frac=2 / 3, embed_std=0.005, value_embed_std=0.01,
+        softcap=23.0, softcap_shift=5.0, fp8_head_max=1.6, fp8_mlp="auto", matrix_dtype="bfloat16",
+        state_dtype="float32", adam_eps=1e-10, orthogonalize="polar_express", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, momentum_cooldown_steps=50,
+        matrix_rule="normuon", matrix_lr=0.023, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.023 * 1.2,
+        embed_lr=0.008, embed_betas=(0.5, 0.95), embed_weight_decay=0.008 * 0.005 * 150,
+        head_betas=(0.5, 0.95), head_weight_decay=0.008 * 0.005 * 150,
+        value_embed_betas=(0.75, 0.95), value_embed_weight_decay=0.6 * 0.005 * 5,
+        scalar_betas=(0.9, 0.99), gate_weight_decay=0.008 * 0.005,
+        **{f"{name}_every": 2 for name in GROUPS if name != "matrix"},  # Adam: odd steps only
+        num_iterations=1285, extension_steps=15, cooldown_frac=0.6, final_lr_frac=0.15,
+        val_loss_every=250, val_windows=(2560, 768), stages=(
+            Stage(423, 384, 128, 131_072, 896, 1.0, 16_384, "1 0.5 0.25:0", "0.25"),
+            Stage(424, 896, 384, 262_144, None, 1.52, 32_768, "1 0.5:0", "0.25:0"),
+            Stage(424, 1408, 640, lr_factor=1.73), Stage(15, 1664, 768, lr_factor=1.73)))),
     "laptop": ("track_1", "the same recipe in miniature: byte tokens, two CPU cores, two minutes", dict(
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
@@ -377,37 +472,62 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 def hold_windows(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     last = stages[-1]
-    return tuple(dataclasses.replace(stage, window_long=last.window_long, window_short=last.window_short)
-                 for stage in stages)
+    return change(window_long=last.window_long, window_short=last.window_short)(stages)
 
 
-def change_layers(name: str, new, old=None) -> Callable:
-    """A function that sets a value in every LayerSpec of a tuple, or in those that have the old one."""
-    return lambda layers: tuple(dataclasses.replace(spec, **{name: new})
-                                if old in (None, getattr(spec, name)) else spec for spec in layers)
+def change(where: str | None = None, **new) -> Callable:
+    """A function that changes every LayerSpec or Stage of a tuple, or every layer with that attention."""
+    return lambda items: tuple(dataclasses.replace(item, **new)
+                               if where in (None, getattr(item, "attention", None)) else item
+                               for item in items)
 
 
 # What --without switches off, and how; a function is applied to the option's value
 MECHANISMS: dict[str, dict] = {
     "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
     "momentum_warmup": dict(momentum_warmup_steps=0),
+    "momentum_cooldown": dict(momentum_cooldown_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
-    "untied_head": dict(tie_head="on", head_lr=0.0036),
+    "polar_express": dict(orthogonalize="newton_schulz"),
+    "variance": dict(matrix_rule="muon"),
+    "decay": {f"{name}_weight_decay": 0.0 for name in GROUPS},
+    "cautious_decay": dict(decay="decoupled"),
+    "adam_odd_steps": {f"{name}_every": 1 for name in GROUPS},
+    "mantissas": dict(matrix_dtype="float32"),
+    "qk_groups": dict(qk_group_heads=0),
+    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, embed_lr=0.0036, head_lr=0.0036),
+    "tied_head": dict(tie_head="off"),
     "zero_init": dict(zero_init="off"),
     "qk_norm": dict(qk_norm="off"),
     "yarn": dict(yarn_max_window=0),
-    "attention_gate": dict(attention_gate_dim=0),
-    "value_embeds": dict(num_value_embeds=0, layers=change_layers("value_embed", None)),
+    "attention_gate": dict(attention_gate_dim=0, layers=change(gate=False)),
+    "value_embeds": dict(num_value_embeds=0, layers=change(value_embed=None)),
+    "value_gates": dict(value_gate_dim=0),
     "x0_shortcut": dict(x0_shortcut="off"),
-    "skips": dict(layers=change_layers("skip_from", None)),
-    "short_windows": dict(layers=change_layers("attention", "long", old="short")),
+    "residual_weights": dict(residual_init=0.0),
+    "skips": dict(layers=change(skip_from=None)),
+    "smear": dict(smear="off"),
+    "key_offset": dict(layers=change(key_offset=False)),
+    "bigram": dict(bigram_rows=0),
+    "paired_heads": dict(layers=change(paired=False)),
+    "attention_from": dict(layers=change(attention_from=None)),
+    "xsa": dict(layers=change(xsa=False)),
+    "mudd": dict(layers=change(mudd_in="", mudd_out="")),
+    "mudd_gates": dict(layers=change(gates_at=None)),
+    "dc": dict(layers=change(dc=False)),
+    "short_windows": dict(layers=change("short", attention="long")),
     "window_warmup": dict(stages=hold_windows),
-    "dropped_attention": dict(layers=change_layers("attention", "long", old="none")),
-    "dropped_mlp": dict(layers=change_layers("mlp", True)),
+    "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+    "multi_token": dict(stages=change(loss_weights="1")),
+    "prefix_loss": dict(stages=change(prefix_weight="0")),
+    "dropped_attention": dict(layers=change("none", attention="long")),
+    "dropped_mlp": dict(layers=change(mlp=True)),
     "document_mask": dict(document_mask="off"),
     "document_rows": dict(row_start="anywhere"),
     "softcap": dict(softcap=0.0),
+    "logit_shift": dict(softcap=30.0, softcap_shift=0.0),
     "fp8_head": dict(fp8_head="off"),
+    "fp8_mlp": dict(fp8_mlp="off"),
 }
 
 
@@ -666,9 +786,19 @@ def check_config(cfg: Config) -> None:
                  ("seq_len", cfg.seq_len, BLOCK, "128 tokens (one attention block)"),
                  ("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)"),
                  ("val_tokens", cfg.val_tokens, cfg.val_seq_len, f"val_seq_len={cfg.val_seq_len}"),
-                 *(("tokens_per_step", stage.tokens_per_step or cfg.tokens_per_step, cfg.seq_len,
-                    f"seq_len={cfg.seq_len}") for stage in cfg.stages)]
+                 *(("seq_len", stage.seq_len, BLOCK, "128 tokens (one attention block)")
+                   for stage in cfg.full_stages),
+                 *(("tokens_per_step", stage.tokens_per_step, stage.seq_len, f"seq_len={stage.seq_len}")
+                   for stage in cfg.full_stages)]
+    group, longest = cfg.qk_group_heads or cfg.num_heads, max(stage.seq_len for stage in cfg.full_stages)
     checks = [
+        (cfg.num_heads % group == 0, f"--qk_group_heads={group} does not divide "
+                                     f"--num_heads={cfg.num_heads}: give a divisor, or 0"),
+        (cfg.extension_steps == 0 or cfg.extension_steps < cfg.num_iterations and len(cfg.stages) > 1,
+         f"--extension_steps={cfg.extension_steps} are those of the last of several stages, and the last of "
+         f"--num_iterations={cfg.num_iterations}: give fewer, and two stages or more"),
+        (cfg.value_gate_dim <= 2 * cfg.model_dim and cfg.value_gate_dim % 2 == 0,
+         f"--value_gate_dim={cfg.value_gate_dim} is not an even number up to twice the width: give one"),
         (cfg.model_dim == width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
                                  f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
         (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
@@ -681,15 +811,15 @@ def check_config(cfg: Config) -> None:
           for name, value, unit, what in multiples),
         (not (keeps_norm and matrix.weight_decay), f"--matrix_weight_decay={matrix.weight_decay} has no "
                                                    f"effect, {rule}: give --matrix_weight_decay=0"),
-        (cfg.zero_init == "on" or not cfg.has_output_gain,
+        (cfg.zero_init != "off" or not cfg.has_output_gain,
          "--zero_init=off has no effect where layers begin with zero gains: give --output_gain=off"),
         (cfg.depth > 0 or cfg.tokens_per_param == Config.tokens_per_param,
          f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"),
         (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
                                                      f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}"),
-        (cfg.micro_batch_tokens >= cfg.seq_len,
+        (cfg.micro_batch_tokens >= longest,
          f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len="
-         f"{cfg.seq_len}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
+         f"{longest}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
         (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
         *((len(group.betas) == 2, f"--{name}_betas is empty: give two numbers as a,b")
           for name, group in cfg.groups.items()),
@@ -704,6 +834,13 @@ def check_config(cfg: Config) -> None:
 def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
     """(condition, message) of every stage."""
     for stage in cfg.stages:
+        try:
+            are_ramps = parse_ramps(stage.loss_weights) and len(parse_ramps(stage.prefix_weight)) == 1
+        except ValueError:
+            are_ramps = False
+        yield bool(are_ramps), (
+            f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight={stage.prefix_weight!r}: give "
+            "numbers, or a:b, with spaces between; one to prefix_weight")
         yield 0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9, (
             f"--stages has a duration or lr_factor out of range: {stage}: give a positive one")
         yield 1 <= stage.window_short <= stage.window_long < 2**31, (
@@ -727,34 +864,46 @@ def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
         yield spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds, (
             f"--layers: layer {i} has value_embed={spec.value_embed}: num_value_embeds is "
             f"{cfg.num_value_embeds}")
+        yield not spec.paired or cfg.num_heads % 2 == 0, (
+            f"--layers: layer {i} has paired heads: num_heads is {cfg.num_heads}, give an even number")
+        yield spec.attention_from is None or 0 <= spec.attention_from < i, (
+            f"--layers: layer {i} has attention_from={spec.attention_from}: name an earlier layer")
+        yield spec.gates_at is None or 0 <= spec.gates_at <= i, (
+            f"--layers: layer {i} has gates_at={spec.gates_at}: name it or an earlier layer")
+        used = {f"ve{other.value_embed}" for other in cfg.layers}
+        known = {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
+        yield known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")), (
+            f"--layers: layer {i} has mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+            f"{', '.join(sorted(known - {'veNone'}))}")
 
 
-def split_rows(cfg: Config, world_size: int, tokens_per_step: int) -> tuple[int, int]:
+def split_rows(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int | None = None
+               ) -> tuple[int, int]:
     """Split a step's packed sequences over ranks: (micro-batches per rank, sequences per micro-batch).
 
     The sequences themselves never depend on this split, so neither ranks nor accumulation change what a step
     sees.
     """
-    rows = tokens_per_step // cfg.seq_len
+    seq_len = seq_len or cfg.seq_len
+    rows = tokens_per_step // seq_len
     if rows % world_size:
         per_rank, left = divmod(tokens_per_step, world_size)
-        shorter = [n for n in range(BLOCK, min(cfg.seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
+        shorter = [n for n in range(BLOCK, min(seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
         remedy = "" if left or not shorter else f"; or keep it and give --seq_len={shorter[-1]}"
         raise InputError(
-            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={cfg.seq_len}, "
+            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={seq_len}, "
             f"which {world_size} ranks cannot share: "
-            f"{nearest_multiples(tokens_per_step, cfg.seq_len * world_size)}{remedy}")
+            f"{nearest_multiples(tokens_per_step, seq_len * world_size)}{remedy}")
     rows_per_rank = rows // world_size
-    most = cfg.micro_batch_tokens // cfg.seq_len
+    most = cfg.micro_batch_tokens // seq_len
     rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
     return rows_per_rank // rows_per_micro, rows_per_micro
 
 
 def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Raise InputError where the ranks cannot share some stage's step; returns the run's split_rows."""
-    for stage in cfg.stages:
-        split_rows(cfg, world_size, stage.tokens_per_step or cfg.tokens_per_step)
-    return split_rows(cfg, world_size, cfg.tokens_per_step)
+    """Raise InputError where the ranks cannot share some stage's step; returns split_rows() of the last."""
+    return [split_rows(cfg, world_size, stage.tokens_per_step, stage.seq_len)
+            for stage in cfg.full_stages][-1]
 
 
 def derive(cfg: Config, world_size: int) -> dict:
@@ -762,11 +911,13 @@ def derive(cfg: Config, world_size: int) -> dict:
     grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
     with torch.device("meta"):
         num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
-                         if name != "embed" or cfg.tie_head == "off")
+                         if name != "embed" or cfg.tie_head == "off" or cfg.untie_frac < 1)
+    schedule = Schedule(cfg)
     return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=grad_accum_steps,
                 ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
-                tokens_per_micro_batch=rows_per_micro * cfg.seq_len, padded_vocab_size=cfg.padded_vocab_size,
-                train_tokens=Schedule(cfg).total_tokens())
+                tokens_per_micro_batch=rows_per_micro * cfg.full_stages[-1].seq_len,
+                padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.total_tokens(),
+                scheduled_steps=schedule.scheduled, stage_ends=[end for _, _, end in schedule.spans()])
 
 
 def count_flops(cfg: Config) -> int:
@@ -777,10 +928,9 @@ def count_flops(cfg: Config) -> int:
                                + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
     keys = tokens = 0.0
     for stage, start, end in Schedule(cfg).spans():
-        weight = (end - start) * (stage.tokens_per_step or cfg.tokens_per_step)
-        longest = cfg.seq_len
+        weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
         if cfg.row_start == "document" and cfg.document_mask == "on":
-            longest = min(longest, stage.max_doc_len or cfg.max_doc_len)
+            longest = min(longest, stage.max_doc_len)
         keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) for spec in attending)
         tokens += weight
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
@@ -823,6 +973,7 @@ class Runtime:
     peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
     notes: tuple[str, ...]  # choices made here, printed once
     control: "dist.ProcessGroup | None" = None  # on CPUs, patient: for what is not part of a step
+    use_fp8_mlp: bool = False  # in the MLP's forward
 
     @property
     def is_main(self) -> bool:
@@ -877,13 +1028,14 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     use_compile, note = choose_compile(cfg, rt.device)
     use_fp8, fp8_note = choose_fp8(cfg, rt.device, "fp8_head", use_compile)
     use_fp8_linear, linear_note = choose_fp8(cfg, rt.device, "fp8_linear", use_compile)
+    use_fp8_mlp, mlp_note = choose_fp8(cfg, rt.device, "fp8_mlp", use_compile)
     use_kernels, kernels_note = choose_kernels(cfg, rt.device, dtype, use_compile)
     if use_compile:  # segments share one piece of code, which has a graph for each
         torch._dynamo.config.recompile_limit = 64
     return dataclasses.replace(rt, **broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, use_flex=use_compile and rt.device.type == "cuda",
-        use_fp8=use_fp8, use_fp8_linear=use_fp8_linear, use_kernels=use_kernels, peak_flops=peak_flops,
-        notes=(*notes, note, fp8_note, linear_note, kernels_note)), rt))
+        use_fp8=use_fp8, use_fp8_linear=use_fp8_linear, use_fp8_mlp=use_fp8_mlp, use_kernels=use_kernels,
+        peak_flops=peak_flops, notes=(*notes, note, fp8_note, linear_note, mlp_note, kernels_note)), rt))
 
 
 def try_launch(field: str, wish: str, reason: str, launch: Callable[[], None], device: torch.device
@@ -983,7 +1135,7 @@ def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
 
 def broadcast(tensor: Tensor, rt: Runtime) -> None:
     if rt.world_size > 1:
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor.view(torch.uint8), src=0)
 
 
 def broadcast_object(value, rt: Runtime):
@@ -1009,7 +1161,7 @@ def gather_shards(shard: Tensor, rt: Runtime) -> Tensor:
     if rt.world_size == 1:
         return shard
     full = shard.new_empty(rt.world_size * len(shard), *shard.shape[1:])
-    all_gather_single(full, shard.contiguous())
+    all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))  # NCCL lacks int16
     return full
 
 
@@ -1113,13 +1265,22 @@ DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the plain form: smaller 
                                          # vain, larger ones copy fewer keys
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to sum in: float32, or x's where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widen(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
+
+
 class RMSNorm(torch.autograd.Function):
     """x (..., D) / its root mean square, with the gradient in closed form: a third of the passes over memory
     where no compiler fuses them. Backward reads y, or x where that is at hand anyway."""
 
     @staticmethod
     def forward(ctx, x: Tensor, keeps_input: bool) -> Tensor:
-        mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=torch.float32)
+        mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=wide_dtype(x))
         scale = torch.rsqrt(mean_square + 1.1920929e-07).type_as(x)  # (..., 1); float32's epsilon
         y = x * scale
         ctx.keeps_input = keeps_input
@@ -1130,7 +1291,7 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         """Take out of the gradient what would change the length: scale (g - y mean(g y))."""
         kept, scale = ctx.saved_tensors
-        along = (grad * kept).mean(dim=-1, keepdim=True, dtype=torch.float32).type_as(kept)  # (..., 1)
+        along = (grad * kept).mean(dim=-1, keepdim=True, dtype=wide_dtype(grad)).type_as(kept)  # (..., 1)
         if ctx.keeps_input:
             along = along * scale * scale
         return torch.addcmul(grad, kept, along, value=-1) * scale, None
@@ -1146,19 +1307,45 @@ def relu_squared(x: Tensor) -> Tensor:
     return x * F.relu(x)
 
 
-def previous(x: Tensor, is_start: Tensor) -> Tensor:
-    """x (T, ...) one token later: what the token before has; zeros where a packed sequence starts (T,)."""
-    shifted = F.pad(x, (0, 0) * (x.dim() - 1) + (1, -1))
-    return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
+def previous(x: Tensor, is_start: Tensor, at_start: Tensor | float = 0) -> Tensor:
+    """x (T, ...) of the token before; at_start where a packed sequence starts, is_start (T,)."""
+    return torch.where(is_start.view(-1, *[1] * (x.dim() - 1)), at_start, x.roll(1, 0))
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel j against channel j + K/2 by the angle of each position, in the precision of the tables.
+def following(targets: Tensor, is_start: Tensor) -> Tensor:
+    """targets (T,) of the token after; -1 where the packed sequence ends."""
+    return torch.where(is_start.roll(-1), -1, targets.roll(-1))
 
-    x (T, ..., K); cos, sin broadcast against it, sin with the sign of each half (make_rotary).
-    Source: record 32.
+
+def hash_pairs(tokens: Tensor, is_start: Tensor, num_rows: int) -> Tensor:
+    """Row (T,) of each token and the one before it in a table whose last row is for starts, which also
+    stands for the token there. int32, which may wrap. Source: the record of 2026-01-19."""
+    tokens = tokens.int().masked_fill(is_start, num_rows - 1)
+    rows = (36313 * tokens ^ 27191 * previous(tokens, is_start)) % (num_rows - 1)
+    return rows.masked_fill(is_start, num_rows - 1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+    """Turn the channels of a pair against one another by the angle of each position, in the precision of the
+    tables.
+
+    x (T, ..., K); cos, sin broadcast against it, sin with the sign of each channel (make_rotary).
+    Source: record 32; adjacent pairs the record of 2026-01-07.
     """
-    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
+    if pairs == "halves":
+        partner = x.roll(x.size(-1) // 2, dims=-1)
+    else:
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos + partner * sin).type_as(x)
+
+
+def subtract_own_value(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
+    """Exclusive self attention: take tanh(strength) of its part along a token's own value out of y.
+
+    y, v (T, H, K), strength (T, H). Source: the records of 2026-04-29 and after.
+    """
+    along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
+    return y - (along * strength.tanh())[..., None] * v
 
 
 def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
@@ -1199,10 +1386,10 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), make_mask_mod(doc_ids, window))
 
 
-def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
+def build_dense_mask(doc_ids: Tensor, window: int, size: int | None = None) -> Tensor:
     """Mask for attend_dense (T/C, 1, C, M * C): a query block, and its own and M - 1 earlier key blocks."""
     num_tokens = doc_ids.size(0)
-    size = math.gcd(num_tokens, DENSE_BLOCKS[doc_ids.device.type])  # C
+    size = math.gcd(num_tokens, size or DENSE_BLOCKS[doc_ids.device.type])  # C
     num_blocks = num_tokens // size
     spans = min(num_blocks, 1 + -(-window // size))  # M: key blocks a query block can reach
     q_idx = torch.arange(num_tokens, device=doc_ids.device).view(num_blocks, 1, size, 1)
@@ -1214,23 +1401,45 @@ def build_dense_mask(doc_ids: Tensor, window: int) -> Tensor:
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention in blocks of C queries over M * C keys with a dense mask. q, k, v (T, H, K) -> (T, H, K)."""
-    num_blocks, _, size, num_keys = mask.shape
-    spans = num_keys // size
-
-    def blocks(x: Tensor) -> Tensor:
-        return x.unflatten(0, (num_blocks, size)).transpose(1, 2)  # (T/C, H, C, K)
-
-    def widen(x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
-        x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
-        return x.transpose(1, 2)  # (T/C, H, M * C, K)
-
+    blocks = split_blocks(q, k, v, mask)
     # on the CPU the plain products of the MATH form beat the fused kernel at this block size
     backends = ([SDPBackend.MATH] if q.device.type == "cpu"
                 else [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     with sdpa_kernel(backends):
-        y = F.scaled_dot_product_attention(blocks(q), widen(k), widen(v), attn_mask=mask, scale=1.0)
+        y = F.scaled_dot_product_attention(*blocks, attn_mask=mask, scale=1.0)  # (T/C, H, C, K)
     return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
+
+
+def split_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (T, H, K) -> blocks of queries (T/C, H, C, K), and of keys and values (T/C, H, M * C, K)."""
+    num_blocks, _, size, num_keys = mask.shape
+    spans = num_keys // size
+
+    def reach_back(x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
+        x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
+        return x.transpose(1, 2)  # (T/C, H, M * C, K)
+
+    return q.unflatten(0, (num_blocks, size)).transpose(1, 2), reach_back(k), reach_back(v)
+
+
+DC_BAND = 112  # tokens over which heads are composed anew
+SIGN_ROWS = 8192  # of signs for the bigram table
+
+
+def compose_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, gather: Tensor, give: Tensor) -> Tensor:
+    """The attention of all heads over the nearest tokens, mixed by gather and given to each head by give.
+
+    q, k, v (T, H, K), mask of build_dense_mask(), gather and give (T, H) -> (T, H, K). Source: dynamically
+    composable heads, the record of 2026-05-27.
+    """
+    size = mask.size(2)
+    q, k, v = split_blocks(q, k, v, mask)
+    probs = (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1)  # (T/C, H, C, M * C)
+    gather = gather * (gather.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    gather, give = (x.unflatten(0, (-1, size)).mT[..., None] for x in (gather, give))  # (T/C, H, C, 1)
+    mixed = (probs * gather).sum(1, keepdim=True)  # (T/C, 1, C, M * C)
+    return ((mixed @ v) * give).transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 
 # Tiles of FlexAttention that fit into the shared memory of every GPU (64 KiB on Turing) in float32; what
@@ -1252,12 +1461,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
     return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
 
 
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap) + cap, as a sigmoid, in float32; a cap of 0 leaves logits as they are.
+class Softcap(typing.NamedTuple):
+    """Bounds logits: top * sigmoid((logit + shift) / width). A top of 0 leaves them as they are.
 
-    Source: records 9 and 19.
+    Source: records 9 and 19; with a shift the record of 2025-12-26.
     """
-    return 2 * cap * torch.sigmoid(logits.float() / (cap / 2)) if cap else logits.float()
+
+    top: float
+    shift: float
+    width: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = widen(logits) + self.shift if self.shift else widen(logits)
+        return self.top * torch.sigmoid(logits / self.width) if self.top else logits
 
 
 if triton is not None:
@@ -1292,29 +1508,39 @@ if triton is not None:
             tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
 
     @triton.jit
-    def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, grads_ptr, V, GRAD_SCALE: tl.constexpr,
-                             CAP: tl.constexpr, BLOCK: tl.constexpr):
-        """One token: its loss and d loss / d logits. Capped logits are at most 2 cap: it serves as max."""
+    def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
+                             NUM_TARGETS: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr,
+                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+        """One token: its loss and d loss / d logits. Capped logits are at most TOP: it serves as max."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
         grads_ptr += row * V
-        target = tl.load(targets_ptr + row)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"),
                              eviction_policy="evict_last").to(tl.float32)  # read again below
-            total += tl.where(at < V, tl.exp(2 * CAP / (1 + tl.exp(-2 * logits / CAP)) - 2 * CAP), 0.0)
-        log_total = tl.log(tl.sum(total, axis=0)) + 2 * CAP
-        aim = tl.load(logits_ptr + target).to(tl.float32)
-        tl.store(losses_ptr + row, log_total - 2 * CAP / (1 + tl.exp(-2 * aim / CAP)))
+            total += tl.where(at < V, tl.exp(TOP / (1 + tl.exp(-(logits + SHIFT) / WIDTH)) - TOP), 0.0)
+        log_total = tl.log(tl.sum(total, axis=0)) + TOP
+        loss = log_total * 0.0
+        all_weights = log_total * 0.0
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + row * NUM_TARGETS + i)
+            weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
+            aim = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            loss += weight * (log_total - TOP / (1 + tl.exp(-(aim + SHIFT) / WIDTH)))
+            all_weights += weight
+        tl.store(losses_ptr + row, loss)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
                              eviction_policy="evict_first").to(tl.float32)
-            gate = 1 / (1 + tl.exp(-2 * logits / CAP))
-            grad = tl.exp(2 * CAP * gate - log_total) - tl.where(at == target, 1.0, 0.0)
-            grad = grad * 4 * gate * (1 - gate) / GRAD_SCALE  # the slope of the cap, whatever it is
+            gate = 1 / (1 + tl.exp(-(logits + SHIFT) / WIDTH))
+            grad = all_weights * tl.exp(TOP * gate - log_total)
+            for i in tl.static_range(NUM_TARGETS):
+                target = tl.load(targets_ptr + row * NUM_TARGETS + i)
+                grad -= tl.where(at == target, tl.load(weights_ptr + i), 0.0)
+            grad = grad * (TOP / WIDTH) * gate * (1 - gate) / GRAD_SCALE  # the slope of the cap
             tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
 
 
@@ -1354,13 +1580,15 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
             raise RuntimeError("a GPU below capability 8.0, whose registers the tiles overflow")
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
         x = torch.randn(2, 208, 304, device=device).to(torch.float32 if is_cpu else dtype)
-        logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)
+        logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)[:, None]
+        cap, weights = Softcap(30.0, 0.0, 7.5), torch.ones(1, device=device)
         gram = symmetric_product(x)
 
         def compute(use_kernels: bool) -> list[Tensor]:
             return [symmetric_product(x, use_kernels=use_kernels),
                     symmetric_product(gram, gram, 0.5, 2.0, use_kernels),
-                    *softcapped_cross_entropy(logits, targets, 15.0, x.dtype, use_kernels=use_kernels)]
+                    *softcapped_cross_entropy(logits, targets, weights, cap, x.dtype,
+                                              use_kernels=use_kernels)]
 
         compiled = torch.compile(compute, dynamic=False) if use_compile and not is_cpu else compute
         for our, plain in zip(compiled(True), compute(False)):
@@ -1371,26 +1599,34 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
     return try_launch("kernels", cfg.kernels, "plain PyTorch on a CPU" if is_cpu else "", launch, device)
 
 
-def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_dtype: torch.dtype,
-                             grad_scale: float = 1.0, use_kernels: bool = False) -> tuple[Tensor, Tensor]:
-    """Losses (T,) float32 of logits (T, V) once softcapped, and d loss / d logits (T, V) over grad_scale.
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, cap: Softcap,
+                             grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernels: bool = False
+                             ) -> tuple[Tensor, Tensor]:
+    """Losses (T,) of logits (T, V) once softcapped, against targets (T, n) of weights (n,); and d loss /
+    d logits (T, V) over grad_scale.
 
-    The gradient comes with the loss, in the precision in which it will be multiplied. No entry exceeds 1
-    over grad_scale. Without a cap always in plain form. Source: the fused kernel of 2026-01-16.
+    A target of -1 has no term. The gradient comes with the loss, in the precision in which it will be
+    multiplied; with one target no entry exceeds 1 over grad_scale. Without a cap always in plain form.
+    Source: the fused kernel of 2026-01-16.
     """
-    if use_kernels and cap:
-        losses = torch.empty_like(targets, dtype=torch.float32)
+    if use_kernels and cap.top:
+        losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
         grads = torch.empty_like(logits, dtype=grad_dtype)
-        cross_entropy_kernel[(logits.size(0),)](logits, targets, losses, grads, logits.size(1), grad_scale,
-                                                cap, BLOCK=4096, num_warps=8)
+        cross_entropy_kernel[(logits.size(0),)](
+            logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *cap, grad_scale,
+            BLOCK=4096, num_warps=8)
         return losses, grads
-    capped = softcap(logits, cap)  # (T, V)
-    log_probs, at_target = torch.log_softmax(capped, dim=-1), targets[:, None]
-    losses = -log_probs.gather(1, at_target)  # (T, 1)
-    grads = log_probs.exp_().scatter_add_(1, at_target, torch.full_like(losses, -1.0))  # (T, V)
-    if cap:
-        grads.mul_(capped).mul_((2 * cap - capped).mul_(1 / cap**2))  # the slope of the cap
-    return losses[:, 0], (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
+    capped = cap(logits)  # (T, V)
+    log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
+    weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
+    losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
+    grads = log_probs.exp_()  # (T, V)
+    if targets.size(1) > 1:
+        grads = grads.mul_(weights.sum(1, keepdim=True))
+    grads = grads.scatter_add_(1, targets, -weights)
+    if cap.top:
+        grads.mul_(capped).mul_((cap.top - capped).mul_(1 / (cap.top * cap.width)))  # the slope of the cap
+    return losses, (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
 
 
 # ==== FP8 ==================================================================================================
@@ -1400,7 +1636,6 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, cap: float, grad_d
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_LEAST = 128  # rows and columns of a weight for which casting pays
-FP8_WEIGHT_SCALE = 2.0**-9
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
 LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
 
@@ -1430,40 +1665,71 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def measure_and_cast(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x scaled so that its largest entry is the largest of an FP8 dtype; the inverse scale, float32 ()."""
+def measure_and_cast(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x over a scale, by default one that makes its largest entry that of an FP8 dtype; and the scale ()."""
     limit = torch.finfo(dtype).max
-    scale = limit / x.abs().max().float().clamp(min=1e-12)
-    return (x.float() * scale).clamp_(-limit, limit).to(dtype).contiguous(), scale.reciprocal()
+    scale = x.abs().max().float().clamp(min=1e-12) / limit if scale is None else scale
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
 
 
 class LinearFP8(torch.autograd.Function):
-    """x W^T whose three matmuls are in FP8; the casts of x and W are kept for backward."""
+    """x W^T in FP8, and so are the two matmuls of backward, or they are in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = measure_and_cast(x.flatten(0, -2), torch.float8_e4m3fn)
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: Tensor | None, is_whole: bool) -> Tensor:
+        x8, x_scale = measure_and_cast(x.flatten(0, -2), torch.float8_e4m3fn, x_scale)
         w8, w_scale = measure_and_cast(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        ctx.save_for_backward(*((x8, x_scale, w8, w_scale) if is_whole else (x, weight)))
         ctx.weight_dtype = weight.dtype
         y = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """grad (..., N) -> gradients of x (..., K) and weight (N, K)."""
+        if len(ctx.saved_tensors) == 2:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2), None, None
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad8, scale = measure_and_cast(grad.flatten(0, -2), torch.float8_e5m2)
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
         grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), scale, x_scale, grad.dtype, False)
-        return grad_x.unflatten(0, grad.shape[:-1]), grad_w.to(ctx.weight_dtype)
+        return grad_x.unflatten(0, grad.shape[:-1]), grad_w.to(ctx.weight_dtype), None, None
+
+
+class DelayedScale(nn.Module):
+    """The FP8 scale of an activation, from its largest entry in the last step: casting it needs no second
+    pass. Source: the record of 2026-07-17."""
+
+    MARGIN = 1.8  # for what grows from step to step
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)  # entry of this step so far
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.detach().max().float()))
+        return self.scale.clone()
+
+
+def advance_scales(model: nn.Module, rt: Runtime) -> None:
+    """Make the largest entries of a step, over all ranks, the scales of the next."""
+    scales = [module for module in model.modules() if isinstance(module, DelayedScale)]
+    largest = torch.stack([module.largest for module in scales])
+    if rt.world_size > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    for module, entry in zip(scales, largest.clamp(min=1e-12) * (DelayedScale.MARGIN / 448)):
+        module.scale.copy_(entry)
+        module.largest.zero_()
 
 
 def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
     """x (..., K) times weight (N, K) transposed, (..., N): in FP8 where asked to and the sizes allow it."""
     sizes = (x.numel() // x.size(-1), *weight.shape)
     if use_fp8 and min(weight.shape) >= FP8_LEAST and all(size % 16 == 0 for size in sizes):
-        return LinearFP8.apply(x, weight)
+        return LinearFP8.apply(x, weight, None, True)
     return x @ weight.type_as(x).T
 
 
@@ -1475,18 +1741,22 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, use_fp8: bool,
-                use_kernels: bool) -> Tensor:
-        """x (T, D), weight (V, D), targets (T,) -> loss summed over tokens, float32."""
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, cap: Softcap,
+                fp8_max: float, use_kernels: bool) -> Tensor:
+        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> loss summed over tokens.
+
+        fp8_max: the size at which a weight saturates; 0: no FP8.
+        """
         w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
-        if use_fp8:  # cast once for all chunks
-            w = to_fp8(w, FP8_WEIGHT_SCALE, E4M3)  # (V, D)
+        if fp8_max:  # cast once for all chunks
+            w = to_fp8(w, fp8_max / 448, E4M3)  # (V, D)
             w_turned = w.T.contiguous()  # (D, V)
         for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
-            if use_fp8:
-                results = compute_loss_fp8(part, w, w_turned, target, cap, use_kernels)
+            aim = target, target_weights, cap
+            if fp8_max:
+                results = compute_loss_fp8(part, w, w_turned, fp8_max / 448, *aim, use_kernels)
             else:
-                results = compute_loss_plain(part, w, target, cap, use_kernels)
+                results = compute_loss_plain(part, w, *aim, use_kernels)
             loss = loss + results[0]
             grad_xs.append(results[1])
             grad_w = results[2] if grad_w is None else grad_w + results[2]  # (V, D)
@@ -1496,37 +1766,39 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None
+        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None, None
 
 
-def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, cap: float, use_kernels: bool
-                       ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D), w (V, D), targets (T,) -> loss (), grad_x (T, D), grad_w (V, D) float32."""
-    losses, grads = softcapped_cross_entropy(x @ w.T, targets, cap, x.dtype, use_kernels=use_kernels)
-    return losses.sum(), grads @ w, (grads.T @ x).float()
+def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, cap: Softcap,
+                       use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), w (V, D), targets (T, n), weights (n,) -> loss (), grad_x (T, D), float32 grad_w (V, D)."""
+    losses, grads = softcapped_cross_entropy(x @ w.T, targets, weights, cap, x.dtype,
+                                             use_kernels=use_kernels)
+    return losses.sum(), grads @ w, widen(grads.T @ x)
 
 
-def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, targets: Tensor, cap: float, use_kernels: bool
-                     ) -> tuple[Tensor, Tensor, Tensor]:
+def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, w_scale: float, targets: Tensor,
+                     weights: Tensor, cap: Softcap, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The same in FP8, from a weight cast as it is (V, D) and transposed (D, V)."""
     x_scale = fp8_x_scale(x.size(1))
     x8 = to_fp8(x, x_scale, E4M3)
-    logits = scaled_matmul(x8, w8, x_scale, FP8_WEIGHT_SCALE, x.dtype, fast=True)  # (T, V)
-    losses, grad8 = softcapped_cross_entropy(logits, targets, cap, E5M2, FP8_GRAD_SCALE, use_kernels)
-    grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, FP8_WEIGHT_SCALE, x.dtype, fast=False)
+    logits = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, V)
+    losses, grad8 = softcapped_cross_entropy(logits, targets, weights, cap, E5M2, FP8_GRAD_SCALE,
+                                             use_kernels)
+    grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, w_scale, x.dtype, fast=False)
     grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
                            fast=False)
     return losses.sum(), grad_x, grad_w
 
 
 def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool) -> tuple[bool, str]:
-    """(whether head or linears train in FP8, one line saying why), by running the real matmuls once."""
+    """(whether head, linears or MLP train in FP8, one line saying why), by running the real matmuls once."""
     is_head, reason = field == "fp8_head", ""
     if device.type == "cpu":
         reason = f"no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it"
     elif cfg.dtype == "float32":
         reason = "--dtype=float32"
-    elif not is_head and (cfg.model_dim < 1536 or not use_compile):
+    elif not is_head and (field == "fp8_linear" and cfg.model_dim < 1536 or not use_compile):
         reason = "measuring costs more than it gains below 1536 channels, or uncompiled"
 
     def launch() -> None:
@@ -1537,11 +1809,12 @@ def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool)
             raise RuntimeError(f"model_dim={cfg.model_dim} is below {FP8_LEAST}")
         x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
-        targets = torch.zeros(32, device=device, dtype=torch.int64)
         if is_head:
-            HeadLoss.apply(x, w, targets, cfg.softcap, True, False).backward()
+            targets = torch.zeros(32, 1, device=device, dtype=torch.int64)
+            HeadLoss.apply(x, w, targets, torch.ones(1, device=device), Softcap(30.0, 0.0, 7.5), 1.0,
+                           False).backward()
         else:
-            LinearFP8.apply(x, w).sum().backward()
+            LinearFP8.apply(x, w, None, field == "fp8_linear").sum().backward()
 
     return try_launch(field, getattr(cfg, field), reason, launch, device)
 
@@ -1555,7 +1828,7 @@ class Hyperparameters(typing.NamedTuple):
     """What schedule and config tell a rule; tensors are 0-d on the CPU, so that no value recompiles."""
 
     momentum: Tensor
-    grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens
+    grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens of the largest step
     bias_correction1: Tensor  # 1 - beta1^t
     bias_correction2: Tensor  # 1 - beta2^t
     betas: tuple[float, float]
@@ -1590,7 +1863,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
     x = x.to(dtype)
     x = x.mT if tall else x  # (M, short, long)
     use_kernels = use_kernels and x.size(-2) > 128  # a single tile has no other half to save
-    norm = x.float().norm(dim=(-2, -1), keepdim=True)
+    norm = widen(x).norm(dim=(-2, -1), keepdim=True)
     x = x / (norm * 1.02 + 1e-6 if method == "polar_express" else norm + 1e-7).to(dtype)
     for a, b, c in ITERATIONS[method]:
         gram = symmetric_product(x, use_kernels=use_kernels)  # (M, short, short)
@@ -1609,14 +1882,18 @@ def nesterov_orthogonalize(grad: Tensor, state: dict[str, Tensor], hyper: Hyperp
 
 
 def adam_direction(grad: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
-    """Adam's update with bias correction, in float32, of any shape. Source: record 32."""
+    """Adam's update with bias correction, in float32, of any shape; epsilon is added before the correction.
+
+    Source: record 32.
+    """
     beta1, beta2 = hyper.betas
-    grad = grad.float() * hyper.grad_scale
-    exp_avg = state["exp_avg"].float() * beta1 + grad * (1 - beta1)
-    exp_avg_sq = state["exp_avg_sq"].float() * beta2 + grad.square() * (1 - beta2)
+    grad = widen(grad) * hyper.grad_scale
+    exp_avg = widen(state["exp_avg"]) * beta1 + grad * (1 - beta1)
+    exp_avg_sq = widen(state["exp_avg_sq"]) * beta2 + grad.square() * (1 - beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
-    return exp_avg / hyper.bias_correction1 / ((exp_avg_sq / hyper.bias_correction2).sqrt() + hyper.eps)
+    return exp_avg / (exp_avg_sq.sqrt() + hyper.eps) * (
+        hyper.bias_correction2.sqrt() / hyper.bias_correction1)
 
 
 def normalize_variance(update: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
@@ -1625,7 +1902,7 @@ def normalize_variance(update: Tensor, state: dict[str, Tensor], hyper: Hyperpar
     The norm of the update stays. Source: NorMuon, the record of 2025-10-24.
     """
     rows, columns = update.shape[-2:]
-    update = update.float()
+    update = widen(update)
     mean_square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
     state["second_momentum"].lerp_(mean_square, 1 - hyper.betas[1])
     normalized = update * state["second_momentum"].clamp(min=1e-10).rsqrt()
@@ -1634,26 +1911,45 @@ def normalize_variance(update: Tensor, state: dict[str, Tensor], hyper: Hyperpar
 
 def matrix_norm(x: Tensor) -> Tensor:
     """Frobenius norm of every matrix of x (M, rows, columns), float32 (M, 1, 1)."""
-    return x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt()
+    return widen(x).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 
-def apply_update(param: Tensor, update: Tensor, _state: dict[str, Tensor], lr: Tensor, decay: Tensor,
-                 hyper: Hyperparameters) -> None:
+def read_weight(param: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The parameter in float32; where it is bfloat16 and has one, with the 16 bits of its mantissa."""
+    if "mantissa" not in state:
+        return widen(param)
+    high = param.view(torch.int16).int() << 16
+    return (high | state["mantissa"].int() & 0xFFFF).view(torch.float32)
+
+
+def write_weight(param: Tensor, state: dict[str, Tensor], weight: Tensor) -> None:
+    """The inverse: the parameter is the upper half of float32, cut off. Source: the record of 2026-01-04."""
+    if "mantissa" not in state:
+        param.copy_(weight)
+        return
+    bits = weight.view(torch.int32)
+    param.view(torch.int16).copy_(bits >> 16)
+    state["mantissa"].copy_(bits)  # the lower half: integers wrap
+
+
+def apply_update(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                 hyper: Hyperparameters, is_aligned: Callable = torch.gt) -> None:
     """Subtract lr * update and the decay. lr broadcasts against the parameter; decay is lr times wd.
 
-    Cautious decay acts only where it has the direction of the update. Source: AdamW; the record of
-    2025-11-10.
+    Cautious decay acts only where it has the direction of the update. Source: AdamW; the records of
+    2025-11-10 and 2025-12-18.
     """
-    weight = param.float()
-    keep = 1 - decay * (update * weight > 0) if hyper.decay == "cautious" else 1 - decay
-    param.copy_(weight * keep - update * lr)
+    weight = read_weight(param, state)
+    keep = 1 - decay * is_aligned(update * weight, 0) if hyper.decay == "cautious" else 1 - decay
+    write_weight(param, state, weight * keep - update * lr)
 
 
 def apply_spectral_update(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
                           hyper: Hyperparameters) -> None:
-    """apply_update() where lr is the size of an orthogonal update in spectral norm. Source: record 4."""
+    """apply_update() where lr is the size of an orthogonal update in spectral norm; entries that are not
+    updated decay, too. Source: record 4."""
     rows, columns = update.shape[-2:]
-    apply_update(param, update, state, lr * max(1, rows / columns) ** 0.5, decay, hyper)
+    apply_update(param, update, state, lr * max(1, rows / columns) ** 0.5, decay, hyper, torch.ge)
 
 
 def hyperball_step(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
@@ -1663,9 +1959,9 @@ def hyperball_step(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: 
     An update at a right angle to W turns it by arctan(lr) radians; its size does not matter. Without
     gradient nothing moves. Source: Hyperball, arXiv 2606.16899.
     """
-    radius, update = state["radius"], update.float()
-    weight = param.float() - update * (lr * radius / matrix_norm(update).clamp(min=1e-10))
-    param.copy_(weight * (radius / matrix_norm(weight).clamp(min=1e-10)))
+    radius, update = state["radius"], widen(update)
+    weight = read_weight(param, state) - update * (lr * radius / matrix_norm(update).clamp(min=1e-10))
+    write_weight(param, state, weight * (radius / matrix_norm(weight).clamp(min=1e-10)))
 
 
 @dataclass(frozen=True)
@@ -1687,14 +1983,17 @@ class Rule:
         """Whether matrices stay on their spheres: then there is no decay, and a zero matrix is stuck."""
         return self.apply is hyperball_step
 
-    def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        """The state for parameters (M, ...): moments like the parameter, all else in float32."""
+    def init_state(self, param: Tensor, is_wide: bool = False) -> dict[str, Tensor]:
+        """The state for parameters (M, ...): moments like the parameter, or wide; all else in float32."""
         names = ("momentum",) if self.direction is nesterov_orthogonalize else ("exp_avg", "exp_avg_sq")
-        state = {name: torch.zeros_like(param) for name in names}
+        dtype = wide_dtype(param) if is_wide else param.dtype
+        state = {name: torch.zeros_like(param, dtype=dtype) for name in names}
+        if self.per_matrix and param.dtype == torch.bfloat16:
+            state["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
         if self.is_normalized:
             rows, columns = param.shape[-2:]
             shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
-            state["second_momentum"] = param.new_zeros(shape, dtype=torch.float32)
+            state["second_momentum"] = param.new_zeros(shape, dtype=wide_dtype(param))
         if self.keeps_norm:
             state["radius"] = matrix_norm(param)
         return state
@@ -1708,7 +2007,7 @@ class Rule:
         """
         update = self.direction(grad, state, hyper)
         if self.is_normalized:
-            update = normalize_variance(update, state, hyper)
+            update = normalize_variance(update, state, hyper).type_as(update)
         self.apply(param, update, state, lr, decay, hyper)
 
 
@@ -1754,7 +2053,8 @@ class Bucket:
     gradient and stays zero.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime):
+    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
+                 is_wide: bool):
         self.name, self.group_name, self.group, self.rt = named[0][0], group_name, group, rt
         self.params, self.rule, first = dict(named), RULES[group.rule], named[0][1]
         unit = tuple(first.shape[-2:]) if self.rule.per_matrix else ()
@@ -1771,22 +2071,24 @@ class Bucket:
             param.data, param.grad = values, grads
         broadcast(self.values, rt)
         self.shard = local_shard(self.values, rt)  # (M/N, *unit)
-        self.state = self.rule.init_state(self.shard)
+        self.state = self.rule.init_state(self.shard, is_wide)
         self.lr_mul, self.wd_mul = (self._spread(kind) for kind in ("lr_mul", "wd_mul"))
         self.follower: Bucket | None = None  # takes over the values; gives its gradients
         self.missing = len(named)  # parameters whose gradient is not final
         self.tokens = 0  # whose gradients have been summed since the last update
         self.reducing = self.gathering = None  # messages under way
-        self.num_bytes = 0.0  # that this rank has sent
+        self.num_bytes = self.minimum_bytes = 0.0  # that this rank has sent, and must send
 
     def _spread(self, kind: str) -> Tensor:
         """Multipliers of this rank's matrices (M/N, 1, 1); of elements (M/N,), or (1,) if they share one."""
         specs = {name: getattr(param.spec, kind) for name, param in self.params.items()}
-        if not self.rule.per_matrix and not any(isinstance(spec, tuple) for spec in specs.values()):
-            return torch.tensor([next(iter(specs.values()))], device=self.rt.device)
-        multipliers = torch.ones(len(self.values), device=self.rt.device)
+        like = dict(dtype=wide_dtype(self.values), device=self.rt.device)
+        if not self.rule.per_matrix and len(set(specs.values())) == 1 and not isinstance(
+                next(iter(specs.values())), tuple):
+            return torch.tensor([next(iter(specs.values()))], **like)
+        multipliers = torch.ones(len(self.values), **like)
         for name, spec in specs.items():
-            spec = torch.tensor(spec, device=self.rt.device).view(-1, 1)  # of all, or of each matrix
+            spec = torch.tensor(spec, **like).view(-1, 1)  # of all, or of each matrix
             multipliers[self.slices[name]].view(len(spec), -1).copy_(spec)
         return local_shard(multipliers.view(-1, *[1] * (self.values.dim() - 1)), self.rt)
 
@@ -1795,6 +2097,9 @@ class Bucket:
         if self.follower:
             self.grads += self.follower.grads
         self.reduced = self.grads
+        # a rank must send all gradients and all parameters once, but for its own shard of either
+        self.minimum_bytes += 2 * (1 - 1 / self.rt.world_size) * sum(
+            param.nbytes for param in self.params.values())
         if self.rt.world_size > 1:
             self.reduced = torch.empty_like(self.shard)
             self.num_bytes += self.grads.nbytes - self.shard.nbytes
@@ -1862,7 +2167,7 @@ def fill_buckets(model: nn.Module, cfg: Config, rt: Runtime) -> list[Bucket]:
         if RULES[cfg.groups[spec.group].rule].per_matrix:
             kind = param.shape[-2:]
         else:
-            kind = spec.lr_mul, spec.wd_mul, name if param.numel() >= BIG_PARAMETER else "small"
+            kind = name if param.numel() >= BIG_PARAMETER else "small"
         kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
     buckets = []
     for (group_name, dtype, kind), named in kinds.items():
@@ -1875,7 +2180,7 @@ def fill_buckets(model: nn.Module, cfg: Config, rt: Runtime) -> list[Bucket]:
                 size = 0
             parts[-1].append((name, param))
             size += param.numel() // unit
-        buckets += [Bucket(part, group_name, group, rt) for part in parts]
+        buckets += [Bucket(part, group_name, group, rt, cfg.state_dtype == "float32") for part in parts]
     return buckets
 
 
@@ -1930,25 +2235,16 @@ class Optimizer:
         self.cfg, self.rt, self.step_count, self.is_armed, self.probe = cfg, rt, 0, False, Probe()
         self.buckets = fill_buckets(model, cfg, rt)
         self.check_norms()
-        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        if cfg.tie_head == "on":  # the head takes both gradients and is copied
-            head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
-            head.follower, self.bucket_of["embed"] = embed, head
-            head.clear()
-        self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
-        self.groups = [name for name in cfg.groups if name in {bucket.group_name for bucket in self.updated}]
-        # a rank must send all gradients and all parameters once, but for its own shard of either
-        self.minimum_bytes = 2 * (1 - 1 / rt.world_size) * sum(
-            param.nbytes for bucket in self.updated for param in bucket.params.values())
+        self.tie()
+        self.groups = [name for name in cfg.groups if name in {bucket.group_name for bucket in self.buckets}]
         self.updates = {rule: rt.compile(RULES[rule].update)
-                        for rule in {bucket.group.rule for bucket in self.updated}}
+                        for rule in {bucket.group.rule for bucket in self.buckets}}
         self.launched: list[Bucket] = []
         for name, param in model.named_parameters():
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_grid, grid=cfg.grad_grid))
             if rt.world_size > 1:
-                param.register_post_accumulate_grad_hook(
-                    functools.partial(self._on_gradient, self.bucket_of[name]))
+                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
 
     def check_norms(self) -> None:
         for bucket in self.buckets:
@@ -1958,19 +2254,46 @@ class Optimizer:
                                      f"and one of {name} is zero: give --output_gain=on or --zero_init=off, "
                                      "and --init_std above 0")
 
+    def tie(self) -> None:
+        """Sort out who is updated by itself: not an embedding that is tied to the head, which takes both
+        gradients and is copied."""
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        head, head_follower = self.bucket_of["head.weight"], self.bucket_of["embed"]
+        is_tied = self.cfg.tie_head == "on" and self.step_count <= self.last_tied_step
+        head.follower = head_follower if is_tied else None
+        self.bucket_of["embed"] = head if is_tied else head_follower
+        self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
+        head.clear()
+
     @property
-    def num_bytes(self) -> float:
-        return sum(bucket.num_bytes for bucket in self.buckets)
+    def last_tied_step(self) -> int:
+        """The head's first update after cfg.untie_frac of the schedule. Source: the record of 2025-12-22."""
+        cfg, every = self.cfg, self.cfg.groups["head"].every
+        step = math.ceil(cfg.untie_frac * (cfg.num_iterations - cfg.extension_steps))
+        return step + -(step + 1) % every if cfg.untie_frac < 1 else sys.maxsize
+
+    def untie(self) -> None:
+        """Let the embedding begin its own life as a copy of the head, state included."""
+        head = self.bucket_of["head.weight"]
+        head.finish()
+        for key, state in head.follower.state.items():
+            state.copy_(head.state[key])
+        self.tie()
+
+    def count_bytes(self) -> tuple[float, float]:
+        """Bytes that this rank has sent so far, and the least that would have done."""
+        return (sum(bucket.num_bytes for bucket in self.buckets),
+                sum(bucket.minimum_bytes for bucket in self.buckets))
 
     def wait_before(self, module: nn.Module, names: Iterable[str]) -> None:
         """Have every call of a module wait for these parameters, and no others, of the last step."""
-        buckets = list(dict.fromkeys(self.bucket_of[name] for name in names))
+        names = list(names)
 
         def finish_buckets(*_) -> None:
             if torch.compiler.is_compiling():
                 return
             self.probe.mark("communication")
-            for bucket in buckets:
+            for bucket in dict.fromkeys(self.bucket_of[name] for name in names):
                 bucket.finish()
             self.probe.mark("forward and backward")
 
@@ -1983,7 +2306,8 @@ class Optimizer:
     def _is_due(self, bucket: Bucket) -> bool:
         return (self.step_count + 1) % bucket.group.every == 0
 
-    def _on_gradient(self, bucket: Bucket, _param: Tensor) -> None:
+    def _on_gradient(self, name: str, _param: Tensor) -> None:
+        bucket = self.bucket_of[name]
         if self.is_armed and self._is_due(bucket):
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -2013,11 +2337,15 @@ class Optimizer:
                           factor if self.cfg.decay_schedule == "lr" else decay_factor,
                           self._make_hyperparameters(bucket, momentum), self.probe)
         self.launched, self.is_armed = [], False
+        if self.cfg.tie_head == "on" and self.step_count == self.last_tied_step + 1:
+            self.untie()
 
     def _make_hyperparameters(self, bucket: Bucket, momentum: float) -> Hyperparameters:
         cfg, (beta1, beta2), updates = self.cfg, bucket.group.betas, self.step_count // bucket.group.every
-        scalars = momentum, GRAD_TOKENS / bucket.tokens, 1 - beta1**updates, 1 - beta2**updates
-        return Hyperparameters(*map(torch.tensor, scalars), bucket.group.betas, cfg.adam_eps, self.rt.dtype,
+        scale = GRAD_TOKENS / cfg.tokens_per_step  # that of the run: a larger step has a larger gradient
+        scalars = momentum, scale, 1 - beta1**updates, 1 - beta2**updates
+        scalars = (torch.tensor(value, dtype=wide_dtype(bucket.values)) for value in scalars)
+        return Hyperparameters(*scalars, bucket.group.betas, cfg.adam_eps, self.rt.dtype,
                                self.rt.use_kernels, cfg.orthogonalize, cfg.decay)
 
     def finish(self) -> None:
@@ -2058,6 +2386,7 @@ class Optimizer:
     def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
         """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
         self.step_count = step_count
+        self.tie()
         for bucket in self.buckets:
             for key in ("", *bucket.state):
                 full = bucket.read(key).clone()
@@ -2078,6 +2407,7 @@ class Optimizer:
         """Return to a snapshot exactly; gradients are cleared."""
         self.finish()
         self.step_count, saved = snapshot
+        self.tie()
         for tensor, old in zip(self.tensors(), saved):
             tensor.copy_(old)
         for bucket in self.buckets:
@@ -2086,23 +2416,78 @@ class Optimizer:
 
 # ==== MODEL ================================================================================================
 # Pre-norm transformer on T tokens: no batch dimension, documents are told apart by doc_ids. Matrices are
-# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... To add
-# a gate or a number: an option or LayerSpec entry, a declare() or choose_scalars() line, its use.
+# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... What
+# multiplies something is a coefficient: a learned number, or computed for every token. To add a gate or a
+# number: an option or LayerSpec entry, a declare() or a line of list_coefficients(), its use.
 
 
 class StageInputs(typing.NamedTuple):
     """What the schedule tells the model for a whole stage."""
 
     windows: Tensor | tuple[int, int]  # (long, short) tokens; for FlexAttention a tensor (2,): it can change
-    cos: Tensor  # (T, 2, 1, K) for q, which carries the softmax scale, and k
-    sin: Tensor  # (T, 2, 1, K)
+    cos: Tensor  # (T, 2, 1, 1, K) for q, which carries the softmax scale, and k
+    sin: Tensor  # (T, 2, 1, 1, K)
+    paired_cos: Tensor | None  # (T, 2, 1, 2, K) of even and odd heads
+    paired_sin: Tensor | None
+    is_still: Tensor  # (K,) channels that do not turn
+    is_start: Tensor  # (T,) tokens with which packed sequences start
 
 
 class StepInputs(typing.NamedTuple):
     """What a layer gets in a step, beside activations."""
 
     stage: StageInputs
-    scalars: dict[str, Tensor]  # its learned numbers (T, 1) by name
+    coefficients: dict[str, Tensor]  # its own (T, 1) or (T, H) by name
+    band: Tensor | None = None  # mask of the nearest tokens
+
+
+class Coefficient(typing.NamedTuple):
+    """What multiplies something in a layer."""
+
+    layer: int
+    name: str
+    size: int  # 1, or one for each head
+    init: float
+    source: str  # group of learned numbers; or gates<layer>, mudd<layer>, out<layer>: computed there
+
+
+def list_coefficients(cfg: Config) -> list[Coefficient]:
+    """All coefficients of the model, layer by layer. Sources: records 9, 15 and 32; those of 2026."""
+    found, heads, is_after = [], cfg.num_heads, cfg.x0_shortcut == "after"
+    for layer, spec in enumerate(cfg.layers):
+        attends, has_values = spec.attention != "none", spec.value_embed is not None
+        has_skip, has_residual = spec.skip_from is not None, cfg.residual_init > 0
+        gates = "mix" if spec.gates_at is None else f"gates{spec.gates_at}"
+        own = [f"mudd{layer}"] * 2 if spec.mudd_in else ["residual", "mix"]
+        inject = "scalar" if not is_after else own[0] if spec.mudd_in else gates
+        near = [*split_names(spec.mudd_in), "x"] if spec.mudd_in else []
+        enters = attends or not is_after
+        rows = [
+            (cfg.x0_shortcut == "on", "x", 1, 1.0, "scalar"),
+            (cfg.x0_shortcut != "off" and enters, "x_in" if near and is_after else "x0", 1, 0.0, inject),
+            (cfg.bigram_rows > 0 and enters, "first_bigram" if is_after and not layer else "bigram", 1, 0.05,
+             inject),
+            (has_skip, "skip", 1, -1.5, "scalar"),  # before the sigmoid
+            (has_skip and gates != "mix", "skip_gate", 1, 0.5, gates),
+            (attends, "qkv" if has_residual else "value", 1, 0.5, "scalar"),  # qkv, output: of the weights
+            (attends and has_values and not (cfg.value_gate_dim or near), "value_embed", 1, 0.5, "scalar"),
+            (attends and has_values and bool(near), "value_gate", 2, 2.0, own[0]),  # of halves of the heads
+            (attends and has_residual, "output", 1, 1.0, "scalar"),
+            (attends and has_residual, "attention_residual", 1, cfg.residual_init, own[0]),
+            (attends and has_residual, "attention", 1, 1.0, own[1]),
+            (spec.mlp and has_residual, "mlp_residual", 1, cfg.residual_init, own[0]),
+            (spec.mlp and has_residual, "mlp", 1, 1.0, own[1]),
+            (attends and spec.xsa, "xsa", heads, 0.0, gates),
+            (attends and spec.gate, "gate", heads, 0.25, gates),
+            (attends and spec.dc, "dc_gather", heads, 1.0, gates),
+            (attends and spec.dc, "dc_give", heads, 0.0, gates),
+            (layer == 0 and cfg.smear == "on", "smear", 1, 0.0, "scalar"),
+            *((attends or kind == "in", f"{kind}_{name}", 1, 0.0, own[0]) for kind in ("value", "in")
+              for name in near),
+            *((True, f"out_{name}", 1, -0.5 if name == f"h{spec.attention_from}" else 0.0, f"out{layer}")
+              for name in split_names(spec.mudd_out))]
+        found += [Coefficient(layer, *row) for is_there, *row in rows if is_there]
+    return found
 
 
 def init_matrices(shape: tuple[int, ...], *stds: float) -> Tensor:
@@ -2121,110 +2506,224 @@ def draw(fill: Callable, x: Tensor, *args: float) -> Tensor:
     return x if x.is_meta else fill(x, *args)
 
 
+def add_weighted(x: Tensor, terms: dict[str, Tensor], coefficients: dict[str, Tensor], kind: str = ""
+                 ) -> Tensor:
+    """x plus every term (T, D) that has a coefficient (T, 1) of that kind and its name."""
+    for name, term in terms.items():
+        if kind + name in coefficients:
+            x = torch.addcmul(x, term, coefficients[kind + name])
+    return x
+
+
 class Attention(nn.Module):
-    """Multi-head attention with QK-norm, rotary, value embeddings and a sparse gate. Source: record 32."""
+    """Multi-head attention with QK-norm, rotary, value embeddings and what its LayerSpec adds."""
 
     use_fp8 = False  # while training
 
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
-        self.num_heads, self.head_dim, self.gate_dim = cfg.num_heads, cfg.head_dim, cfg.attention_gate_dim
-        self.has_qk_norm, self.value_embed, dim = cfg.qk_norm == "on", f"ve{spec.value_embed}", cfg.model_dim
-        self.qkvo = declare(init_matrices(  # (4, D, D)
-            (dim, dim), *[cfg.init_std * dim**-0.5] * 3, cfg.output_std * dim**-0.5), "matrix")
+        self.heads, self.gate_dim, self.spec = (cfg.num_heads, cfg.head_dim), cfg.attention_gate_dim, spec
+        self.has_qk_norm, self.rotary_pairs, dim = cfg.qk_norm == "on", cfg.rotary_pairs, cfg.model_dim
+        rows = (cfg.qk_group_heads or cfg.num_heads) * cfg.head_dim
+        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
+        matrices = init_matrices((dim, dim), *[cfg.init_std * dim**-0.5] * 3,
+                                 cfg.output_std("attention") * dim**-0.5).to(storage)
+        self.qk = declare(matrices[:2].reshape(-1, rows, dim), "matrix")  # (2H / group, group * K, D)
+        self.vo = declare(matrices[2:].clone(), "matrix")  # (2, D, D)
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
+        self.gate = self.value_gate = None
         if self.gate_dim:  # it begins at zero, which a rule that keeps norms would never leave
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
-            self.gate = declare(
-                torch.zeros(self.num_heads, self.gate_dim, dtype=getattr(torch, cfg.embed_dtype)), group)
+            self.gate = declare(torch.zeros(cfg.num_heads, self.gate_dim, dtype=gate_storage), group)
+        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
+            self.value_gate = declare(
+                torch.zeros(cfg.num_heads, cfg.value_gate_dim, dtype=gate_storage), "gate")
+
+    def forward(self, x: Tensor, streams: dict[str, Tensor], mixed: Tensor | None, mask: BlockMask | Tensor,
+                step: StepInputs) -> Tensor:
+        """x (T, D) normalised, mixed: further values (T, D) -> (T, D)."""
+        (to_v, to_out), use_fp8 = self.vo.type_as(x).unbind(), self.use_fp8 and self.training
+        c, dim = step.coefficients, x.size(1)
+        to_qkv = torch.cat((self.qk.type_as(x).flatten(0, 1), to_v))  # (3D, D)
+        if "qkv" in c:  # source: the records of 2025-12-10 and 2025-12-11
+            to_qkv, to_out = to_qkv * c["qkv"][:1], to_out * c["output"][:1]
+        qk, v = multiply_linear(x, to_qkv, use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
+        q, k = self.turn(qk.unflatten(1, (2, *self.heads)), step.stage)  # (T, H, K) each
+        v, factor = self.mix_values(v.unflatten(1, self.heads), x, streams, mixed, c)  # (T, H, K)
+        if self.spec.paired:  # a token is two rows: heads s and s + H/2 see each other's keys
+            rows = (x.reshape(-1, self.heads[0] // 2, self.heads[1]) for x in (q, k, v))  # (2T, H/2, K)
+            y = attend(*rows, mask).reshape(v.shape)  # (T, H, K)
+        else:
+            y = attend(q, k, v, mask)  # (T, H, K)
+        if self.spec.dc:
+            y = y + compose_heads(q, k, v, step.band, c["dc_gather"], c["dc_give"])
+        if self.spec.xsa:
+            y = subtract_own_value(y, v, c["xsa"])
+        for gate in (self.open_gate(x, factor), c.get("gate")):
+            y = y if gate is None else y * gate[..., None]
+        y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
+        return y if self.output_gain is None else y * self.output_gain.type_as(y)
+
+    def turn(self, qk: Tensor, stage: StageInputs) -> tuple[Tensor, Tensor]:
+        """Norm, rotary and key offset: qk (T, 2, H, K) -> q, scaled, and k (T, H, K)."""
+        qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
+        if self.spec.paired:  # even heads turn by 2t, odd ones by 2t + 1
+            cos, sin, parities = stage.paired_cos, stage.paired_sin, 2
+        else:
+            cos, sin, parities = stage.cos, stage.sin, 1
+        qk = qk.unflatten(2, (-1, parities))  # (T, 2, H / parities, parities, K)
+        q, k = apply_rotary(qk, cos, sin, self.rotary_pairs).flatten(2, 3).unbind(1)  # (T, H, K) each
+        if self.spec.key_offset:  # source: the record of 2025-12-14
+            k = torch.where(stage.is_still, previous(k, stage.is_start, k), k)
+        return q, k
+
+    def mix_values(self, v: Tensor, x: Tensor, streams: dict[str, Tensor], mixed: Tensor | None,
+                   c: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """v (T, H, K) with all that enters it; or as it is, and its factor, as attention is linear in v."""
+        table = streams.get(f"ve{self.spec.value_embed}")  # (T, D)
+        if table is None and mixed is None:
+            return v, c.get("value")
+        v = v * c["value"][..., None] if "value" in c else v
+        if table is not None:
+            if self.value_gate is not None:  # source: the records of 2025-12-29 and 2026-02-03
+                half = self.value_gate.size(1) // 2
+                gate = torch.cat((x[:, :half], table[:, :half]), dim=1) @ self.value_gate.type_as(x).T
+                gate = 2 * torch.sigmoid(gate)  # (T, H)
+            elif "value_gate" in c:
+                gate = c["value_gate"].repeat_interleave(-(-v.size(1) // 2), dim=1)[:, : v.size(1)]
+            else:
+                gate = c["value_embed"]
+            v = torch.addcmul(v, table.view_as(v), gate[..., None])
+        return v if mixed is None else v + mixed.view_as(v), None
 
     def open_gate(self, x: Tensor, factor: Tensor | None) -> Tensor | None:
-        """x (T, D) -> what each head's output is multiplied by, (T, H) or (T, 1), or None."""
-        if not self.gate_dim:
+        """x (T, D) -> what each head's output is multiplied by, (T, H) or (T, 1), or None (record 28)."""
+        if self.gate is None:
             return factor
         gate = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
         return gate if factor is None else gate * factor
-
-    def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor, step: StepInputs
-                ) -> Tensor:
-        """x (T, D) normalised -> (T, D)."""
-        (to_qkv, to_out), use_fp8 = self.qkvo.type_as(x).split((3, 1)), self.use_fp8 and self.training
-        heads, factor, dim = (self.num_heads, self.head_dim), step.scalars["value"].type_as(x), x.size(1)
-        qkv = multiply_linear(x, to_qkv.flatten(0, 1), use_fp8)  # (T, 3D)
-        qk, v = qkv.split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
-        qk = qk.unflatten(1, (2, *heads))  # (T, 2, H, K)
-        qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
-        q, k = apply_rotary(qk, step.stage.cos, step.stage.sin).unbind(1)  # (T, H, K) each, q scaled
-        if self.value_embed in streams:
-            v = v * factor + streams[self.value_embed] * step.scalars["value_embed"].type_as(x)
-            factor = None  # else it can wait: attention is linear in its values
-        y = attend(q, k, v.unflatten(1, heads), mask)  # (T, H, K)
-        gate = self.open_gate(x, factor)
-        y = y if gate is None else y * gate[..., None]
-        y = multiply_linear(y.flatten(1), to_out[0], use_fp8)  # (T, D)
-        return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
 class MLP(nn.Module):
     """Linear, ReLU^2, linear; both matrices stored (D, hidden), one batch for the optimizer."""
 
     use_fp8 = False  # while training
+    use_fp8_forward = False
 
     def __init__(self, cfg: Config):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
         down_inputs = dim if cfg.has_output_gain else hidden
-        matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5, cfg.output_std * down_inputs**-0.5)
+        matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5,
+                                 cfg.output_std("mlp") * down_inputs**-0.5)
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
-        self.up_down = declare(matrices, "matrix", lr_mul=(cfg.mlp_up_lr_mul, 1.0))  # (2, D, 4D)
+        self.up_down = declare(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, 4D)
+                               lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
+        self.delayed = DelayedScale()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
         (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
-        y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
-        y = multiply_linear(y, down, use_fp8)  # (T, D)
+        if self.use_fp8_forward and self.training:
+            y = relu_squared(LinearFP8.apply(x, up.T, None, False))  # (T, 4D)
+            y = LinearFP8.apply(y, down, self.delayed(y), False)  # (T, D)
+        else:
+            y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+            y = multiply_linear(y, down, use_fp8)  # (T, D)
         return y if self.output_gain is None else y * self.output_gain.type_as(y)
 
 
-def choose_scalars(cfg: Config, spec: LayerSpec) -> dict[str, float]:
-    """The learned numbers of a layer, by name, as they begin: factors of what flows into it."""
-    scalars = dict(x=1.0, x0=0.0) if cfg.x0_shortcut == "on" else {}
-    if spec.skip_from is not None:
-        scalars["skip"] = -1.5  # before the sigmoid
-    if spec.attention != "none":
-        scalars["value"] = 0.5
-        if spec.value_embed is not None:
-            scalars["value_embed"] = 0.5
-    return scalars
+class Generator(nn.Module):
+    """Coefficients of every token, s (W2 gelu(W1 x) + b), from an activation x.
+
+    Source: multiway dynamic dense connections (MUDD), the record of 2026-04-22.
+    """
+
+    SCALE = 0.1  # s at first
+
+    def __init__(self, cfg: Config, coefficients: list[Coefficient], lr_mul: float):
+        super().__init__()
+        self.names = [f"{c.name}@{c.layer}" for c in coefficients]
+        self.sizes = [c.size for c in coefficients]
+        inits = [c.init / self.SCALE for c in coefficients for _ in range(c.size)]
+        hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        self.inner = declare(init_matrices((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul,
+                             lr_mul)
+        self.outer = declare(torch.zeros(len(inits), hidden, dtype=storage), "gate", lr_mul, lr_mul)
+        self.bias = declare(torch.tensor(inits).to(storage), "gate", lr_mul, 0.0)
+
+    def forward(self, x: Tensor, scale: Tensor | float) -> dict[str, Tensor]:
+        """x (T, D) -> coefficients (T, size) by name@layer."""
+        y = F.gelu(x @ self.inner.type_as(x).T)  # (T, hidden)
+        y = (y @ self.outer.type_as(x).T + self.bias.type_as(x)) * scale  # (T, all sizes)
+        return dict(zip(self.names, y.split(self.sizes, dim=1)))
 
 
 class Block(nn.Module):
     """One layer: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
 
-    def __init__(self, cfg: Config, spec: LayerSpec):
+    def __init__(self, cfg: Config, layer: int, coefficients: list[Coefficient]):
         super().__init__()
-        self.spec, self.scalars = spec, choose_scalars(cfg, spec)
-        self.attention = None if spec.attention == "none" else Attention(cfg, spec)
-        self.mlp = MLP(cfg) if spec.mlp else None
+        self.spec, self.is_after = cfg.layers[layer], cfg.x0_shortcut == "after"
+        self.attention = None if self.spec.attention == "none" else Attention(cfg, self.spec)
+        self.mlp = MLP(cfg) if self.spec.mlp else None
         self.attention_gain = self.mlp_gain = None  # (D,) of the norms
         if cfg.norm_gain == "on":
             self.attention_gain, self.mlp_gain = (
                 declare(torch.ones(cfg.model_dim), "gain") if part else None
                 for part in (self.attention, self.mlp))
+        self.computed = {c.name: f"{c.name}@{layer}" for c in coefficients
+                         if c.layer == layer and c.source not in GROUPS}
+        self.generators = nn.ModuleDict()
+        for kind, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("out", 0.25)):
+            chosen = [c for c in coefficients if c.source == f"{kind}{layer}"]
+            if chosen:
+                self.generators[kind] = Generator(cfg, chosen, lr_mul)
+        self.smear_gate = None
+        if layer == 0 and cfg.smear == "on":
+            self.smear_gate = declare(torch.zeros(
+                min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype)), "gate", 0.01, 0.0)
+
+    def compute_coefficients(self, x: Tensor, gate_scale: Tensor | None) -> dict[str, Tensor]:
+        """x (T, D) at the start of this layer -> coefficients (T, size) computed from it, by name@layer."""
+        scales = dict(gates=gate_scale, mudd=Generator.SCALE)
+        return {name: value for kind in scales if kind in self.generators
+                for name, value in self.generators[kind](x, scales[kind]).items()}
+
+    def smear(self, x: Tensor, factor: Tensor, is_start: Tensor) -> Tensor:
+        """Embeddings x (T, D) with a part of the one before. Source: the record of 2025-09-18."""
+        gate = torch.sigmoid(x[:, : len(self.smear_gate)] @ self.smear_gate.type_as(x)[:, None])  # (T, 1)
+        return torch.addcmul(x, previous(x, is_start), factor * gate)
 
     def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor | None,
                 step: StepInputs) -> Tensor:
         """x and streams (T, D) -> (T, D)."""
-        scalars = step.scalars
-        if "skip" in scalars:
-            x = x + streams[f"h{self.spec.skip_from}"] * torch.sigmoid(scalars["skip"]).type_as(x)
-        if "x0" in scalars:
-            x = x * scalars["x"].type_as(x) + streams["x0"] * scalars["x0"].type_as(x)
+        c, spec, mixed = step.coefficients, self.spec, None
+        if "skip" in c:
+            skip = torch.sigmoid(c["skip"])
+            skip = skip * c["skip_gate"] if "skip_gate" in c else skip
+            x = torch.addcmul(x, streams[f"h{spec.skip_from}"], skip)
+        if not self.is_after:
+            x = add_weighted(x * c["x"] if "x" in c else x, streams, c)
+        if spec.mudd_in:
+            near = {**{name: streams[name] for name in split_names(spec.mudd_in)}, "x": x}
+            mixed = sum(term * c[f"value_{name}"] for name, term in near.items())
+            x = add_weighted(x, near, c, "in_")
         if self.attention is not None:
-            x = x + self.attention(self.normalize(x, self.attention_gain), streams, mask, step)
+            source = x if spec.attention_from is None else streams[f"h{spec.attention_from}"]
+            y = self.attention(self.normalize(source, self.attention_gain), streams, mixed, mask, step)
+            x = self.add_output(x, y, "attention", c)
+            x = add_weighted(x, streams, c) if self.is_after else x
         if self.mlp is not None:
-            x = x + self.mlp(self.normalize(x, self.mlp_gain))
+            x = self.add_output(x, self.mlp(self.normalize(x, self.mlp_gain)), "mlp", c)
+        if "out" in self.generators:
+            weights = self.generators["out"](x, Generator.SCALE)
+            x = add_weighted(x, streams, {name.partition("@")[0]: w for name, w in weights.items()}, "out_")
         return x
+
+    @staticmethod
+    def add_output(x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
+        return torch.addcmul(x * c[f"{part}_residual"], y, c[part]) if part in c else x + y
 
     @staticmethod
     def normalize(x: Tensor, gain: Tensor | None) -> Tensor:
@@ -2237,20 +2736,23 @@ class Head(nn.Module):
 
     def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool):
         super().__init__()
-        self.use_fp8, self.use_kernels, self.cap = use_fp8, use_kernels, cfg.softcap
+        self.use_fp8, self.fp8_max, self.use_kernels = use_fp8, cfg.fp8_head_max, use_kernels
+        self.cap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
         self.weight = declare(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens; in float32 and without FP8 where no gradient is wanted."""
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens, of targets (T, n) with weights (n,); in float32, without FP8 and
+        of the first target only where no gradient is wanted."""
         if self.training:
-            return HeadLoss.apply(x, self.weight, targets, self.cap, self.use_fp8, self.use_kernels)
+            return HeadLoss.apply(x, self.weight, targets, weights, self.cap,
+                                  self.fp8_max if self.use_fp8 else 0.0, self.use_kernels)
         return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
-                   for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)))
+                   for part, target in zip(x.split(LOGITS_CHUNK), targets[:, 0].split(LOGITS_CHUNK)))
 
     def logits(self, x: Tensor) -> Tensor:
         """x (T, D) -> softcapped logits (T, V) in float32."""
-        return softcap(x @ self.weight.type_as(x).T, self.cap)
+        return self.cap(x @ self.weight.type_as(x).T)
 
 
 class Segment(nn.Module):
@@ -2266,26 +2768,47 @@ class Segment(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
         self.saved = set().union(*(spec.reads() for spec in cfg.layers))  # streams that some layer reads
 
-    def forward(self, x: Tensor, streams: dict[str, Tensor], scalars: list[dict[str, Tensor]],
-                doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype, save_all: bool
-                ) -> tuple[Tensor, dict[str, Tensor]]:
-        """x and streams (T, D), scalars (T, 1), doc_ids (T,) -> x (T, D), and the streams it adds."""
-        masks, added = self.build_masks(doc_ids, stage.windows), {}
+    def forward(self, x: Tensor, streams: dict[str, Tensor], numbers: list[dict[str, Tensor]],
+                gate_scale: Tensor | None, doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype,
+                save_all: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """x and streams (T, D), learned numbers (T, size) of each layer, doc_ids (T,) -> x (T, D), and the
+        streams it adds."""
+        masks, band, added = *self.build_masks(doc_ids, stage.windows), {}
         if self.is_first:
-            x = added["x0"] = rms_norm(x.to(dtype))
+            x = self.embed(x.to(dtype), numbers[0], stage.is_start)
+            added["x0"] = x
         for layer, block in zip(self.layers, self.blocks):
-            step = StepInputs(stage, scalars[layer])
-            x = block(x, {**streams, **added}, masks.get(block.spec.attention), step)
+            added.update(block.compute_coefficients(x, gate_scale))
+            seen = {**streams, **added}
+            coefficients = {**numbers[layer], **{name: seen[key] for name, key in block.computed.items()
+                                                 if key in seen}}
+            coefficients = {name: value.to(dtype) for name, value in coefficients.items()}
+            x = add_weighted(x, streams, coefficients, "first_")
+            if layer == 0:
+                seen["x_in"] = added["x_in"] = x
+            mask = masks.get((block.spec.attention, block.spec.paired))
+            x = block(x, seen, mask, StepInputs(stage, coefficients, band))
             if save_all or f"h{layer}" in self.saved:
                 added[f"h{layer}"] = x
         return rms_norm(x) if self.is_last else x, added
 
+    def embed(self, x: Tensor, numbers: dict[str, Tensor], is_start: Tensor) -> Tensor:
+        """Token embeddings (T, D) -> x0 (T, D)."""
+        if "smear" in numbers:
+            x = self.blocks[0].smear(x, numbers["smear"].type_as(x), is_start)
+        return rms_norm(x)
+
     def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]
-                    ) -> dict[str, BlockMask | Tensor]:
+                    ) -> tuple[dict[tuple[str, bool], BlockMask | Tensor], Tensor | None]:
+        """Masks by (window, whether heads are paired); and that of the nearest tokens."""
         build = build_block_mask if self.use_flex else build_dense_mask
-        kinds = {block.spec.attention for block in self.blocks}
-        return {kind: build(doc_ids, window) for kind, window in zip(("long", "short"), windows)
-                if kind in kinds}
+        specs, masks = [block.spec for block in self.blocks], {}
+        for kind, window in zip(("long", "short"), windows):
+            for is_paired in {spec.paired for spec in specs if spec.attention == kind}:
+                ids = doc_ids.repeat_interleave(2) if is_paired else doc_ids
+                masks[kind, is_paired] = build(ids, window)
+        has_band = any(spec.dc for spec in specs)
+        return masks, build_dense_mask(doc_ids, DC_BAND - 1, BLOCK) if has_band else None
 
 
 class GPT(nn.Module):
@@ -2293,53 +2816,96 @@ class GPT(nn.Module):
 
     def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
                  dtype: torch.dtype = torch.float32, use_kernels: bool = False,
-                 use_fp8_linear: bool = False):
+                 use_fp8_linear: bool = False, use_fp8_mlp: bool = False):
         super().__init__()
         self.cfg, self.use_flex, self.dtype = cfg, use_flex, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
-        is_tied = cfg.tie_head == "on"  # then it begins as a matrix that multiplies, not as one to read
-        embed = (init_matrices(table, cfg.init_std * cfg.model_dim**-0.5)[0] if is_tied
-                 else draw(Tensor.normal_, torch.empty(table)))
+        embed = draw(Tensor.normal_, torch.empty(table)) * cfg.embed_std
         self.embed = declare(embed.to(storage), "embed")  # (V, D)
         used = {spec.value_embed for spec in cfg.layers} - {None}
         self.value_embeds = nn.ParameterDict({
-            str(i): declare(draw(Tensor.normal_, torch.empty(table)).to(storage), "value_embed")
-            for i in sorted(used)})
-        self.blocks = nn.ModuleList(Block(cfg, spec) for spec in cfg.layers)
-        scalars = [value for block in self.blocks for value in block.scalars.values()]
-        self.scalars = declare(torch.tensor(scalars), "scalar") if scalars else None  # layer by layer
+            str(i): declare((draw(Tensor.normal_, torch.empty(table)) * cfg.value_embed_std).to(storage),
+                            "value_embed") for i in sorted(used)})
+        self.coefficients = list_coefficients(cfg)
+        self.blocks = nn.ModuleList(Block(cfg, i, self.coefficients) for i in range(cfg.num_layers))
+        self.numbers = nn.ParameterDict({group: declare(torch.tensor(
+            [c.init for c in self.coefficients if c.source == group for _ in range(c.size)]), group)
+            for group in GROUPS if any(c.source == group for c in self.coefficients)})  # layer by layer
+        has_gates = any("gates" in block.generators for block in self.blocks)
+        self.gate_scale = declare(torch.tensor([Generator.SCALE]), "gate", 0.1, 0.0) if has_gates else None
         self.head = Head(cfg, use_fp8, use_kernels)
-        if is_tied:
+        if cfg.tie_head == "on":
             self.head.weight.data.copy_(self.embed.data)
+        self.add_tables(cfg, storage)
         self.cut(1)
-        self.set_fp8_linear(use_fp8_linear)
+        self.set_fp8(use_fp8_linear, use_fp8_mlp)
 
-    def set_fp8_linear(self, use_fp8: bool) -> None:
-        self.use_fp8_linear = use_fp8
+    def add_tables(self, cfg: Config, storage: torch.dtype) -> None:
+        """The bigram table; and tensors that are not trained, the same in every run."""
+        self.bigram = None
+        if cfg.bigram_rows:
+            self.bigram = declare(torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage), "value_embed")
+            bits = torch.arange(SIGN_ROWS * cfg.model_dim)  # mixed until they look random
+            for _ in range(2):
+                bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+            signs = (bits >> 15 & 1) * 2 - 1
+            self.register_buffer("signs", signs.view(SIGN_ROWS, -1).to(storage), persistent=False)
+        self.register_buffer("prefixes", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
+        self.register_buffer("first_target", F.one_hot(torch.tensor(0), cfg.num_targets).float(),
+                             persistent=False)
+
+    def set_fp8(self, use_fp8_linear: bool, use_fp8_mlp: bool) -> None:
+        self.use_fp8_linear, self.use_fp8_mlp = use_fp8_linear, use_fp8_mlp
         for module in self.modules():
             if isinstance(module, (Attention, MLP)):
-                module.use_fp8 = use_fp8
+                module.use_fp8 = use_fp8_linear
+            if isinstance(module, MLP):
+                module.use_fp8_forward = use_fp8_mlp
 
-    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
-        """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32."""
-        return self.compute_loss(*self.look_up(inputs), targets, doc_ids, stage)
+    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, stage: StageInputs,
+                loss_weights: Tensor | None = None) -> Tensor:
+        """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
 
-    def look_up(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """inputs (T,) -> token embeddings (T, D), and the streams ve0, ve1, ... of value embeddings (T, D).
+        loss_weights (n,): of the next token, the one after it, ..., and of the next one's prefix.
+        """
+        looked_up = self.look_up(inputs, stage.is_start)
+        return self.compute_loss(*looked_up, targets, doc_ids, stage, loss_weights)
+
+    def look_up(self, inputs: Tensor, is_start: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """inputs, is_start (T,) -> token embeddings (T, D), and streams (T, D): value embeddings ve0, ve1,
+        ..., bigram.
 
         Never compiled: PyTorch's own kernel sums the rows of their gradients sorted, so always in the same
         order; Inductor would add them atomically, into a float32 copy of each table.
         """
-        return F.embedding(inputs, self.embed), {
-            f"ve{i}": F.embedding(inputs, table).to(self.dtype) for i, table in self.value_embeds.items()}
+        streams = {f"ve{i}": F.embedding(inputs, table).to(self.dtype)
+                   for i, table in self.value_embeds.items()}
+        if self.bigram is not None:  # signs tell apart the pairs of one row; the record of 2026-05-20
+            rows = F.embedding(hash_pairs(inputs, is_start, len(self.bigram)), self.bigram)
+            signs = (inputs ^ previous(inputs, is_start)) % SIGN_ROWS
+            streams["bigram"] = rows.to(self.dtype) * F.embedding(
+                signs.masked_fill(is_start, 0), self.signs).to(self.dtype)
+        return F.embedding(inputs, self.embed), streams
 
     def compute_loss(self, x: Tensor, streams: dict[str, Tensor], targets: Tensor, doc_ids: Tensor,
-                     stage: StageInputs) -> Tensor:
+                     stage: StageInputs, loss_weights: Tensor | None = None) -> Tensor:
         """What forward() makes of embeddings: all that is compiled."""
-        return self.head(self.run_segments(x, streams, doc_ids, stage)[0], targets)
+        targets = self.list_targets(targets, stage.is_start) if self.training else targets[:, None]
+        return self.head(self.run_segments(x, streams, doc_ids, stage)[0], targets,
+                         self.first_target if loss_weights is None else loss_weights)
+
+    def list_targets(self, targets: Tensor, is_start: Tensor) -> Tensor:
+        """targets (T,) -> all that logits are held against (T, n), -1 for none: the tokens after it in the
+        packed sequence, and the prefix. Source: the records of 2025-12-22 and 2026-07-13."""
+        columns = [targets]
+        for _ in range(self.cfg.num_targets - self.cfg.has_prefixes - 1):
+            columns.append(following(columns[-1], is_start))
+        if self.cfg.has_prefixes:
+            columns.append(self.prefixes[targets])
+        return torch.stack(columns, dim=1)
 
     def encode(self, inputs: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
-        return self.run_segments(*self.look_up(inputs), doc_ids, stage)[0]
+        return self.run_segments(*self.look_up(inputs, stage.is_start), doc_ids, stage)[0]
 
     def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs,
                      save_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
@@ -2348,20 +2914,26 @@ class GPT(nn.Module):
         To the streams come x0 and those outputs of layers, h0, h1, ... (T, D), that are read again, or all.
         Source: record 32.
         """
-        scalars = self.expand_scalars(x.size(0))
+        numbers = self.expand_numbers(x.size(0))
+        scale = None if self.gate_scale is None else self.gate_scale.expand(x.size(0), 1).to(self.dtype)
         for segment in self.segments:
-            x, added = segment(x, streams, scalars, doc_ids, stage, self.dtype, save_all)
+            x, added = segment(x, streams, numbers, scale, doc_ids, stage, self.dtype, save_all)
             streams = {**streams, **added}
         return x, streams
 
-    def expand_scalars(self, num_tokens: int) -> list[dict[str, Tensor]]:
-        """The learned numbers (T, 1) of every layer, by name.
+    def expand_numbers(self, num_tokens: int) -> list[dict[str, Tensor]]:
+        """The learned numbers (T, size) of every layer, by name.
 
         So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
         more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
         """
-        columns = iter(() if self.scalars is None else self.scalars.expand(num_tokens, -1).split(1, dim=1))
-        return [{name: next(columns) for name in block.scalars} for block in self.blocks]
+        numbers: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        for group, param in self.numbers.items():
+            chosen = [c for c in self.coefficients if c.source == group]
+            columns = param.expand(num_tokens, -1).split([c.size for c in chosen], dim=1)
+            for c, column in zip(chosen, columns):
+                numbers[c.layer][c.name] = column
+        return numbers
 
     def early_parameters(self) -> list[str]:
         """Names of the parameters that are used before any segment is called."""
@@ -2463,6 +3035,7 @@ class Row(typing.NamedTuple):
     shard: int
     first: int
     last: int
+    seq_len: int
     max_doc_len: int
 
 
@@ -2470,15 +3043,13 @@ class TrainData:
     """The packed sequences of a whole run, planned exactly; any rank can build any of them."""
 
     def __init__(self, cfg: Config, schedule: "Schedule"):
-        self.cfg, self.seq_len, self.shards, self.rows = cfg, cfg.seq_len, [], []
+        self.cfg, self.spans, self.shards, self.rows = cfg, schedule.spans(), [], []
         self.paths = find_shards(cfg.train_files, "train_files")
-        self.spans = [(start, end, (stage.tokens_per_step or cfg.tokens_per_step) // cfg.seq_len,
-                       stage.max_doc_len or cfg.max_doc_len) for stage, start, end in schedule.spans()]
-        self.num_rows = sum((end - start) * rows for start, end, rows, _ in self.spans)
         self._plan(self._walk_shards())
 
     def first_row(self, step: int) -> int:
-        return sum((min(end, step) - start) * rows for start, end, rows, _ in self.spans if start < step)
+        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
+                   for stage, start, end in self.spans if start < step)
 
     def _walk_shards(self) -> Iterator[int]:
         """Numbers of the shards in the order of reading, each opened when first asked for."""
@@ -2493,32 +3064,34 @@ class TrainData:
         is_anywhere = self.cfg.row_start == "anywhere"
         find_row = self._find_tokens if is_anywhere else self._find_documents
         shard, position = next(shards), 0  # the first document, or token, that is still free
-        for start, end, rows, max_doc_len in self.spans:
-            ends = self.shards[shard].ends(max_doc_len)
-            for _ in range((end - start) * rows):
-                while (row := find_row(shard, position, max_doc_len, ends)) is None:
+        for stage, start, end in self.spans:
+            ends = self.shards[shard].ends(stage.max_doc_len)
+            for _ in range(self.first_row(end) - self.first_row(start)):
+                while (row := find_row(shard, position, stage, ends)) is None:
                     shard, position = next(shards, None), 0
                     if shard is None:
                         self._report_missing()
-                    ends = self.shards[shard].ends(max_doc_len)
+                    ends = self.shards[shard].ends(stage.max_doc_len)
                 self.rows.append(row)
                 position = row.last if is_anywhere else row.last + 1
 
-    def _find_documents(self, shard: int, first: int, max_doc_len: int, ends: np.ndarray) -> Row | None:
+    def _find_documents(self, shard: int, first: int, stage: Stage, ends: np.ndarray) -> Row | None:
         """The row that begins with a document, and holds a token more than it needs."""
-        needed = (ends[first - 1] if first else 0) + self.seq_len + 1
+        needed = (ends[first - 1] if first else 0) + stage.seq_len + 1
         last = int(np.searchsorted(ends, needed))
-        return Row(shard, first, last, max_doc_len) if last < len(ends) else None
+        return Row(shard, first, last, stage.seq_len, stage.max_doc_len) if last < len(ends) else None
 
-    def _find_tokens(self, shard: int, first: int, max_doc_len: int, _ends: np.ndarray) -> Row | None:
+    def _find_tokens(self, shard: int, first: int, stage: Stage, _ends: np.ndarray) -> Row | None:
         """The row that begins with a token, the last target of the row before."""
-        has_room = first + self.seq_len < len(self.shards[shard].tokens)
-        return Row(shard, first, first + self.seq_len, max_doc_len) if has_room else None
+        last = first + stage.seq_len
+        has_room = last < len(self.shards[shard].tokens)
+        return Row(shard, first, last, stage.seq_len, stage.max_doc_len) if has_room else None
 
     def _report_missing(self) -> typing.NoReturn:
         """Say how many tokens are missing, and what helps."""
-        missing = (self.num_rows - len(self.rows)) * self.seq_len
-        epochs = -(-self.cfg.epochs * self.num_rows // max(1, len(self.rows)))  # at least
+        have, num_rows = sum(row.seq_len for row in self.rows), self.first_row(self.spans[-1][2])
+        missing = sum((end - start) * stage.tokens_per_step for stage, start, end in self.spans) - have
+        epochs = -(-self.cfg.epochs * num_rows // max(1, len(self.rows)))  # at least
         again = f", read it again (--epochs={epochs})" if self.rows else ""
         whole = "; --row_start=anywhere uses documents whole, however long they are"
         raise InputError(f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
@@ -2535,7 +3108,7 @@ class TrainData:
         ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
         pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
                   for start, end in zip(starts, ends)]
-        return np.concatenate(pieces)[: self.seq_len + 1]
+        return np.concatenate(pieces)[: row.seq_len + 1]
 
     def batch(self, rows: range) -> Batch:
         tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
@@ -2544,8 +3117,8 @@ class TrainData:
     def batches(self, cfg: Config, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1."""
         for step in range(start, end):
-            first, past = self.first_row(step), self.first_row(step + 1)
-            accum, per_micro = split_rows(cfg, rt.world_size, (past - first) * self.seq_len)
+            first, stage = self.first_row(step), next(span[0] for span in self.spans if step < span[2])
+            accum, per_micro = split_rows(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
             first += rt.rank * accum * per_micro
             for micro in range(accum):
                 yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
@@ -2615,6 +3188,33 @@ class Prefetcher:
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
+
+
+def read_prefixes(cfg: Config) -> Tensor:
+    """The longest token that each token begins with, itself apart, or -1 (V,): from bytes alone, so that
+    tokens which are no text have none. Source: the record of 2026-07-13."""
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        decode = {char: byte for byte, char in zip(range(256), list_byte_chars())}
+        texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
+                 if text != "<|endoftext|>"}
+        if max(ids.values()) >= cfg.vocab_size:
+            raise ValueError("ids beyond the vocabulary")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be read as ids by token ({error}): get it "
+                         "with python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
+    prefixes = torch.full((cfg.padded_vocab_size,), -1)
+    for text, i in texts.items():
+        lengths = (length for length in range(len(text) - 1, 0, -1) if text[:length] in texts)
+        prefixes[i] = texts.get(text[: next(lengths, 0)], -1)
+    return prefixes
+
+
+def list_byte_chars() -> list[str]:
+    """The printable characters by which GPT-2's vocabulary file writes the bytes 0 to 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
@@ -2732,16 +3332,28 @@ class StepState(typing.NamedTuple):
     momentum: float
     frequencies: np.ndarray  # (K/2,) radians per token, after YaRN
     attention_scale: float
+    loss_weights: tuple[float, ...]  # of the targets in GPT.list_targets()
+
+
+def parse_ramps(text: str) -> list[tuple[float, float]]:
+    """'1 0.5:0' -> [(1, 1), (0.5, 0)]: weights as a stage begins, and towards its end; else ValueError."""
+    ramps = [tuple(map(float, word.split(":"))) for word in text.split()]
+    if not all(len(ramp) <= 2 and all(0 <= value < 1e6 for value in ramp) for ramp in ramps):
+        raise ValueError
+    return [(ramp[0], ramp[-1]) for ramp in ramps]
 
 
 class Schedule:
     """The stages of a run and what follows from them."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.num_iterations = cfg, cfg.num_iterations
-        total = sum(stage.duration for stage in cfg.stages)
-        ends = np.cumsum([stage.duration for stage in cfg.stages]) * (self.num_iterations + 1) / total
+        self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
+        self.scheduled = cfg.num_iterations - cfg.extension_steps
+        durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
+        ends = np.cumsum(durations) * (self.scheduled + 1) / sum(durations)
         self.ends = [math.ceil(end) for end in ends]  # first step after each stage
+        if cfg.extension_steps:
+            self.ends = [*self.ends[:-1], self.scheduled, self.num_iterations]
         self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])  # of the final validation
         self.rotary = list(self._extend_rotary())
@@ -2767,23 +3379,22 @@ class Schedule:
     def spans(self) -> list[tuple[Stage, int, int]]:
         """(stage, first step, one past its last) of every stage that has steps."""
         spans = [(stage, start, min(end, self.num_iterations))
-                 for stage, start, end in zip(self.cfg.stages, [0, *self.ends], self.ends)]
+                 for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
         return [span for span in spans if span[1] < span[2]]
 
     def total_tokens(self) -> int:
-        return sum((stage.tokens_per_step or self.cfg.tokens_per_step) * (end - start)
-                   for stage, start, end in self.spans())
+        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.spans())
 
     def lr_factor(self, step: int, stage: Stage, is_matrix: bool = False) -> float:
         """A linear rise over lr_warmup_frac of the run, the stage's value, a linear fall to final_lr_frac.
 
         The fall takes the last cooldown_frac of the run; final_lr_frac is of the peak, not of the stage.
         """
-        cfg, left, warmup = self.cfg, 1 - step / self.num_iterations, self.cfg.lr_warmup_frac
+        cfg, left, warmup = self.cfg, max(0.0, 1 - step / self.scheduled), self.cfg.lr_warmup_frac
         has_own = is_matrix and cfg.matrix_cooldown_frac >= 0
         cooldown = cfg.matrix_cooldown_frac if has_own else cfg.cooldown_frac
-        if step + 1 < warmup * self.num_iterations:
-            return stage.lr_factor * (step + 1) / (warmup * self.num_iterations)
+        if step + 1 < warmup * self.scheduled:
+            return stage.lr_factor * (step + 1) / (warmup * self.scheduled)
         if cooldown == 0 or left > cooldown:
             return stage.lr_factor
         weight = left / cooldown
@@ -2795,30 +3406,62 @@ class Schedule:
         cfg, index = self.cfg, len(self.ends)
         if step < self.num_iterations:
             index = next(i for i, end in enumerate(self.ends) if step < end)
-        stage = cfg.stages[min(index, len(self.ends) - 1)]
+        index_in_force = min(index, len(self.ends) - 1)
+        stage = self.stages[index_in_force]
         rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            rise = min(rise, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
         momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
         lr_factor, matrix_lr_factor = (self.lr_factor(step, stage, is_matrix) for is_matrix in (False, True))
         decay_factor = dict(constant=1.0, lr=matrix_lr_factor,
                             cosine=0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations))
         return StepState(index, stage, self.windows[index], lr_factor, matrix_lr_factor,
-                         decay_factor[cfg.decay_schedule], momentum, *self.rotary[index])
+                         decay_factor[cfg.decay_schedule], momentum, *self.rotary[index],
+                         self.loss_weights(step, index_in_force))
+
+    def loss_weights(self, step: int, index: int) -> tuple[float, ...]:
+        """Weights of cfg.num_targets targets at a step of a stage; ramps do not reach their end value."""
+        first = self.ends[index - 1] if index else 0
+        part = (step - first) / (min(self.ends[index], self.num_iterations) - first)
+        weights, (prefix_weight,) = (
+            [start + (end - start) * part for start, end in parse_ramps(text)]
+            for text in (self.stages[index].loss_weights, self.stages[index].prefix_weight))
+        weights += [0.0] * (self.cfg.num_targets - len(weights))
+        return (*weights[:-1], prefix_weight) if self.cfg.has_prefixes else tuple(weights)
 
 
-def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtime) -> StageInputs:
-    """Windows, and cos and sin tables (T, 2, 1, K) for stacked q and k; q's carry the softmax scale.
+def make_rotary(state: StepState, positions: Tensor, pairs: str, dtype: torch.dtype
+                ) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 2, 1, P, K) for stacked q and k at positions (T, P), as of P kinds of heads; q's carry
+    the softmax scale, sin the sign of its channel."""
+    angles = positions[..., None].double() * torch.tensor(state.frequencies, device=positions.device)
+    scales = torch.tensor([state.attention_scale, 1.0], dtype=angles.dtype, device=positions.device)  # q, k
+    cos, sin = ((x[:, None, None] * scales.view(2, 1, 1, 1)) for x in (angles.cos(), angles.sin()))
+    if pairs == "halves":
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)
+    else:
+        cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((sin, -sin), -1).flatten(-2)
+    return cos.to(dtype), sin.to(dtype)
 
-    Positions start anew with every packed sequence of `period` tokens. Float32 on CUDA, where the compiler
-    fuses the product.
+
+def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtime, cfg: Config
+                      ) -> StageInputs:
+    """What the model is told of a stage. Positions start anew with every packed sequence of `period` tokens.
+
+    Tables are float32 on CUDA, where the compiler fuses the product.
     """
-    dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
+    dtype, pairs = torch.float32 if rt.device.type == "cuda" else rt.dtype, cfg.rotary_pairs
     positions = torch.arange(num_tokens, device=rt.device) % period
-    angles = positions[:, None].double() * torch.tensor(state.frequencies, device=rt.device)  # (T, K/2)
-    scales = torch.tensor([state.attention_scale, 1.0], device=rt.device).view(2, 1, 1)  # of q and of k
-    cos = torch.cat((angles.cos(), angles.cos()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
-    sin = torch.cat((angles.sin(), -angles.sin()), dim=-1)[:, None, None] * scales  # (T, 2, 1, K)
+    paired = (None, None)
+    if any(spec.paired for spec in cfg.layers):
+        both = 2 * positions[:, None] + torch.arange(2, device=rt.device)  # (T, 2) of even and odd heads
+        paired = make_rotary(state, both, pairs, dtype)
+    still = torch.tensor(state.frequencies == 0, device=rt.device)  # (K/2,)
+    is_still = still.repeat(2) if pairs == "halves" else still.repeat_interleave(2)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device)
-    return StageInputs(windows if rt.use_flex else state.windows, cos.to(dtype), sin.to(dtype))
+    return StageInputs(
+        windows if rt.use_flex else state.windows, *make_rotary(state, positions[:, None], pairs, dtype),
+        *paired, is_still, positions == 0)
 
 
 # ==== RUN RECORD ===========================================================================================
@@ -3192,7 +3835,9 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
         model = GPT(dataclasses.replace(cfg, **storage), rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels,
-                    rt.use_fp8_linear).to(rt.device)
+                    rt.use_fp8_linear, rt.use_fp8_mlp).to(rt.device)
+        if cfg.has_prefixes:
+            model.prefixes.copy_(read_prefixes(cfg))
         self.optimizer = Optimizer(model, cfg, rt)
         self.model, self.progress = model, Progress()
         self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
@@ -3216,14 +3861,15 @@ class Trainer:
         """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
         stage_index, made = self.stage_inputs.get((num_tokens, period), (None, None))
         if stage_index != state.stage_index:
-            made = make_stage_inputs(state, num_tokens, period, self.rt)
+            made = make_stage_inputs(state, num_tokens, period, self.rt, self.cfg)
             self.stage_inputs[num_tokens, period] = (state.stage_index, made)
         return made
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
-        tokens_per_step = state.stage.tokens_per_step or self.cfg.tokens_per_step
-        accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step)
+        tokens_per_step, seq_len = state.stage.tokens_per_step, state.stage.seq_len
+        accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step, seq_len)
+        weights = torch.tensor(state.loss_weights, device=self.rt.device)
         total, progress = torch.zeros((), device=self.rt.device), self.progress
         for micro in range(accum):
             self.optimizer.probe.mark("data wait")
@@ -3231,15 +3877,17 @@ class Trainer:
             self.optimizer.probe.mark("forward and backward")
             if micro == accum - 1:
                 self.optimizer.arm()
-            inputs = self.inputs_at(state, batch.inputs.size(0), self.cfg.seq_len)
+            inputs = self.inputs_at(state, batch.inputs.size(0), seq_len)
             if self.inspect:
                 self.inspect(batch, inputs)
-            loss = self.model(*batch, inputs)
+            loss = self.model(*batch, inputs, weights)
             loss.backward()
             total += loss.detach()
         lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
         self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step,
                             state.matrix_lr_factor * lr_scale, state.decay_factor)
+        if self.model.use_fp8_mlp:
+            advance_scales(self.model, self.rt)
         self.optimizer.probe.mark("")
         return total / (tokens_per_step // self.rt.world_size)
 
@@ -3260,8 +3908,8 @@ class Trainer:
         """Give up the next low precision; says which, or nothing where none is left."""
         if self.model.head.use_fp8:
             self.model.head.use_fp8, lowered = False, "the head leaves FP8"
-        elif self.model.use_fp8_linear:
-            self.model.set_fp8_linear(False)
+        elif self.model.use_fp8_linear or self.model.use_fp8_mlp:
+            self.model.set_fp8(False, False)
             lowered = "the linears leave FP8"
         elif self.rt.dtype == torch.bfloat16:
             self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
@@ -3344,7 +3992,8 @@ class Telemetry:
         optimizer.probe.mark("communication")
         optimizer.finish()  # the pass reads parameters that others may still be sending
         optimizer.probe.mark("measuring")
-        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs), batch.doc_ids, stage)
+        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs, stage.is_start),
+                                        batch.doc_ids, stage)
         self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
                              **self._measure_head(x, batch.targets))
         optimizer.probe.mark("forward and backward")
@@ -3362,13 +4011,14 @@ class Telemetry:
         head = self.trainer.model.head
         x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in (x, targets))
         w = head.weight.type_as(x)
-        logits = softcap(x @ w.T, head.cap)  # (T, V)
-        _, grads = softcapped_cross_entropy(x @ w.T, targets, head.cap, torch.float32, FP8_GRAD_SCALE)
+        logits = head.cap(x @ w.T)  # (T, V)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets[:, None], x.new_ones(1), head.cap,
+                                            torch.float32, FP8_GRAD_SCALE)
         rows = w[:: max(1, len(w) // self.SAMPLE)]
         return dict(
             logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
             fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), E4M3),
-                     w=measure_fp8(rows, FP8_WEIGHT_SCALE, E4M3), grad=measure_fp8(grads, 1.0, E5M2)))
+                     w=measure_fp8(rows, head.fp8_max / 448, E4M3), grad=measure_fp8(grads, 1.0, E5M2)))
 
     def end_step(self, loss: Tensor, probe: Probe, train_time: float) -> None:
         """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
@@ -3571,21 +4221,22 @@ def train(cfg: Config, argv: list[str]) -> None:
                      compile_time_s=round(clock(rt.device) - start, 2),
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
         with stop.catch_signals():
-            first_step, before = trainer.progress.step, trainer.optimizer.num_bytes
+            first_step, before = trainer.progress.step, trainer.optimizer.count_bytes()
             Run(trainer, train_data, val_data, log, argv, stop, telemetry).run()
-        sent = (trainer.optimizer.num_bytes - before) / max(1, cfg.num_iterations - first_step)
+        num_steps = max(1, cfg.num_iterations - first_step)
+        sent = [(now - then) / num_steps for then, now in zip(before, trainer.optimizer.count_bytes())]
         log.finish({**facts, **measure_run(trainer, derived, sent, stop)})
     print_sample(trainer.model, cfg, trainer.rt)
 
 
-def measure_run(trainer: Trainer, derived: dict, sent: float, stop: Stop) -> dict:
-    """The figures of a finished run; sent: bytes that this rank has given to others in each step."""
+def measure_run(trainer: Trainer, derived: dict, sent: list[float], stop: Stop) -> dict:
+    """The figures of a finished run; sent: bytes that this rank gave to others in a step, and the least."""
     rt, progress = trainer.rt, trainer.progress
     tokens_per_s = derived["train_tokens"] / progress.train_time
     return dict(
         train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
         mfu=round(tokens_per_s * derived["flops_per_token"] / (rt.peak_flops * rt.world_size), 4),
-        bytes_per_step=round(sent), minimum_bytes_per_step=round(trainer.optimizer.minimum_bytes),
+        bytes_per_step=round(sent[0]), minimum_bytes_per_step=round(sent[1]),
         peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at, pauses=stop.num_pauses,
         guard_actions=progress.num_actions)
 
@@ -3650,7 +4301,7 @@ class Run:
         loss = self.trainer.train_step(self.batches, state)
         optimizer.probe = Probe()
         progress.step += 1
-        progress.tokens += state.stage.tokens_per_step or cfg.tokens_per_step
+        progress.tokens += state.stage.tokens_per_step
         if cfg.check_ranks_every and progress.step % cfg.check_ranks_every == 0:
             optimizer.check_ranks()
         elapsed = progress.train_time + time.perf_counter() - self.started
@@ -3749,7 +4400,7 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) 
     for _ in range(cfg.max_new_tokens):
         tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
         inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks; nobody sees what comes after
-        stage = make_stage_inputs(state, len(inputs), len(inputs), rt)
+        stage = make_stage_inputs(state, len(inputs), len(inputs), rt, cfg)
         x = model.encode(inputs, torch.zeros_like(inputs), stage)  # (T, D)
         logits = model.head.logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # a model that diverged has nothing to say
