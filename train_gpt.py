@@ -475,6 +475,12 @@ def hold_windows(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return change(window_long=last.window_long, window_short=last.window_short)(stages)
 
 
+def drop_value_embeds(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    return tuple(dataclasses.replace(spec, value_embed=None, **{
+        field: ",".join(name for name in split_names(getattr(spec, field)) if not name.startswith("ve"))
+        for field in ("mudd_in", "mudd_out")}) for spec in layers)
+
+
 def change(where: str | None = None, **new) -> Callable:
     """A function that changes every LayerSpec or Stage of a tuple, or every layer with that attention."""
     return lambda items: tuple(dataclasses.replace(item, **new)
@@ -501,7 +507,7 @@ MECHANISMS: dict[str, dict] = {
     "qk_norm": dict(qk_norm="off"),
     "yarn": dict(yarn_max_window=0),
     "attention_gate": dict(attention_gate_dim=0, layers=change(gate=False)),
-    "value_embeds": dict(num_value_embeds=0, layers=change(value_embed=None)),
+    "value_embeds": dict(num_value_embeds=0, layers=drop_value_embeds),
     "value_gates": dict(value_gate_dim=0),
     "x0_shortcut": dict(x0_shortcut="off"),
     "residual_weights": dict(residual_init=0.0),
@@ -1135,7 +1141,7 @@ def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
 
 def broadcast(tensor: Tensor, rt: Runtime) -> None:
     if rt.world_size > 1:
-        dist.broadcast(tensor.view(torch.uint8), src=0)
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
 
 
 def broadcast_object(value, rt: Runtime):
@@ -1161,7 +1167,7 @@ def gather_shards(shard: Tensor, rt: Runtime) -> Tensor:
     if rt.world_size == 1:
         return shard
     full = shard.new_empty(rt.world_size * len(shard), *shard.shape[1:])
-    all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))  # NCCL lacks int16
+    all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))
     return full
 
 
@@ -1620,10 +1626,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, c
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
     weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
     losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
-    grads = log_probs.exp_()  # (T, V)
-    if targets.size(1) > 1:
-        grads = grads.mul_(weights.sum(1, keepdim=True))
-    grads = grads.scatter_add_(1, targets, -weights)
+    grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
     if cap.top:
         grads.mul_(capped).mul_((cap.top - capped).mul_(1 / (cap.top * cap.width)))  # the slope of the cap
     return losses, (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
@@ -1714,15 +1717,22 @@ class DelayedScale(nn.Module):
         return self.scale.clone()
 
 
+def list_scales(model: nn.Module) -> list[DelayedScale]:
+    return [module for module in model.modules() if isinstance(module, DelayedScale)]
+
+
+def write_scales(model: nn.Module, scales: Iterable[Tensor]) -> None:
+    for module, scale in zip(list_scales(model), scales):
+        module.scale.copy_(scale)
+        module.largest.zero_()
+
+
 def advance_scales(model: nn.Module, rt: Runtime) -> None:
     """Make the largest entries of a step, over all ranks, the scales of the next."""
-    scales = [module for module in model.modules() if isinstance(module, DelayedScale)]
-    largest = torch.stack([module.largest for module in scales])
+    largest = torch.stack([module.largest for module in list_scales(model)])
     if rt.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-    for module, entry in zip(scales, largest.clamp(min=1e-12) * (DelayedScale.MARGIN / 448)):
-        module.scale.copy_(entry)
-        module.largest.zero_()
+    write_scales(model, largest.clamp(min=1e-12) * (DelayedScale.MARGIN / 448))
 
 
 def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
@@ -2258,10 +2268,9 @@ class Optimizer:
         """Sort out who is updated by itself: not an embedding that is tied to the head, which takes both
         gradients and is copied."""
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        head, head_follower = self.bucket_of["head.weight"], self.bucket_of["embed"]
+        head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
         is_tied = self.cfg.tie_head == "on" and self.step_count <= self.last_tied_step
-        head.follower = head_follower if is_tied else None
-        self.bucket_of["embed"] = head if is_tied else head_follower
+        head.follower, self.bucket_of["embed"] = (embed, head) if is_tied else (None, embed)
         self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
         head.clear()
 
@@ -2619,7 +2628,7 @@ class MLP(nn.Module):
         self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         self.up_down = declare(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, 4D)
                                lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
-        self.delayed = DelayedScale()
+        self.delayed = DelayedScale() if cfg.fp8_mlp != "off" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (T, D) normalised -> (T, D)."""
@@ -2836,23 +2845,22 @@ class GPT(nn.Module):
         self.head = Head(cfg, use_fp8, use_kernels)
         if cfg.tie_head == "on":
             self.head.weight.data.copy_(self.embed.data)
-        self.add_tables(cfg, storage)
+        bigram = torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage)
+        self.bigram = declare(bigram, "value_embed") if cfg.bigram_rows else None
+        self.make_tables()
         self.cut(1)
         self.set_fp8(use_fp8_linear, use_fp8_mlp)
 
-    def add_tables(self, cfg: Config, storage: torch.dtype) -> None:
-        """The bigram table; and tensors that are not trained, the same in every run."""
-        self.bigram = None
-        if cfg.bigram_rows:
-            self.bigram = declare(torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage), "value_embed")
-            bits = torch.arange(SIGN_ROWS * cfg.model_dim)  # mixed until they look random
-            for _ in range(2):
-                bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
-            signs = (bits >> 15 & 1) * 2 - 1
-            self.register_buffer("signs", signs.view(SIGN_ROWS, -1).to(storage), persistent=False)
-        self.register_buffer("prefixes", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
-        self.register_buffer("first_target", F.one_hot(torch.tensor(0), cfg.num_targets).float(),
-                             persistent=False)
+    def make_tables(self) -> None:
+        """What is not trained, and the same in every run: signs of the bigram table, token prefixes."""
+        cfg, bits = self.cfg, torch.arange(SIGN_ROWS * self.cfg.model_dim if self.cfg.bigram_rows else 0)
+        for _ in range(2):  # mixed until they look random
+            bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+        signs = ((bits >> 15 & 1) * 2 - 1).view(-1, cfg.model_dim).to(self.embed.dtype)  # (8192, D)
+        first = F.one_hot(torch.tensor(0), cfg.num_targets).float()  # weights (n,) of the next token alone
+        for name, table in (("signs", signs), ("first_target", first),
+                            ("prefixes", torch.full((cfg.padded_vocab_size,), -1))):  # (V,), -1 for none
+            self.register_buffer(name, table, persistent=False)
 
     def set_fp8(self, use_fp8_linear: bool, use_fp8_mlp: bool) -> None:
         self.use_fp8_linear, self.use_fp8_mlp = use_fp8_linear, use_fp8_mlp
@@ -3672,7 +3680,7 @@ class RunLog:
                            f"{self.cfg.logs_dir}", of_one_rank=True) from error
 
 
-CHECKPOINT_FORMAT = "train_gpt 3"
+CHECKPOINT_FORMAT = "train_gpt 4"
 
 
 def name_checkpoints(cfg: Config) -> Path:
@@ -3836,8 +3844,6 @@ class Trainer:
         storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
         model = GPT(dataclasses.replace(cfg, **storage), rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels,
                     rt.use_fp8_linear, rt.use_fp8_mlp).to(rt.device)
-        if cfg.has_prefixes:
-            model.prefixes.copy_(read_prefixes(cfg))
         self.optimizer = Optimizer(model, cfg, rt)
         self.model, self.progress = model, Progress()
         self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
@@ -3924,6 +3930,7 @@ class Trainer:
         """What a checkpoint holds of this run: plain facts, and tensors being copied (rank 0)."""
         copies = self.optimizer.state_dict()
         copies["random/cpu"] = HostCopy(torch.get_rng_state())
+        copies |= {f"fp8/{i}": HostCopy(module.scale) for i, module in enumerate(list_scales(self.model))}
         if self.rt.device.type == "cuda":
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
         facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
@@ -3938,6 +3945,9 @@ class Trainer:
         lowered, self.progress.num_lowered = self.progress.num_lowered, 0
         for _ in range(lowered):
             self.lower_precision()
+        for i, module in enumerate(list_scales(self.model)):
+            module.scale.copy_(tensors.get(f"fp8/{i}", module.scale))
+            broadcast(module.scale, self.rt)
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
         if "random/cuda" in tensors and self.rt.device.type == "cuda":
@@ -3948,6 +3958,7 @@ class Trainer:
         if not self.cfg.warmup_iterations:
             return
         saved = self.optimizer.snapshot()
+        scales = [module.scale.clone() for module in list_scales(self.model)]
         for _, start, end in self.schedule.spans():
             steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)  # of every kind
             batches = Prefetcher(train_data.batches(self.cfg, self.rt, start, start + steps), self.rt.device)
@@ -3958,6 +3969,7 @@ class Trainer:
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
                       min(self.rt.world_size, val_data.num_batches))
         self.optimizer.restore(saved)
+        write_scales(self.model, scales)
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
@@ -4205,12 +4217,15 @@ def train(cfg: Config, argv: list[str]) -> None:
         return
     ensure_embedded_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
+    prefixes = read_prefixes(cfg) if cfg.has_prefixes else None
     rt = choose_precision(cfg, rt)
     with RunLog(cfg, rt, argv, saved and saved[1]) as log, explain_memory(cfg):
         log.print(intro, to_console=False)
         for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
+        if prefixes is not None:
+            trainer.model.prefixes.copy_(prefixes)
         if saved:
             log.print(resume(trainer, saved))
         elif cfg.resume:
@@ -4434,8 +4449,8 @@ def write_sample(values: dict) -> None:
     for name, value in values.items():
         check_value(name, list_options()[name], value)
     facts, tensors = read_checkpoint(Path(values["sample"]))
-    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", device="auto",
-                 dtype="float32")
+    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
+                 device="auto", dtype="float32")
     cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, "seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
@@ -4451,6 +4466,7 @@ def write_sample(values: dict) -> None:
         model = GPT(cfg, dtype=rt.dtype)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
                           assign=True)
+    model.make_tables()
     model.to(rt.device).eval()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)

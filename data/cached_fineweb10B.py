@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Download pre-tokenized FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2).
+"""Download pre-tokenized FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2), and
+GPT-2's vocabulary (hub model openai-community/gpt2), which preset frontier reads.
 
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-Shards that are whole stay; a broken download is resumed. 200 MB a shard, into data/fineweb10B.
+What is whole stays; a broken download is resumed. 200 MB a shard, into data/fineweb10B; 1 MB into data.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -18,7 +20,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
 import train_gpt as gpt  # noqa: E402
 
-REPOSITORY, NUM_SHARDS = "kjj0/fineweb10B-gpt2", 103
+REPOSITORY, NUM_SHARDS = dict(repo_id="kjj0/fineweb10B-gpt2", repo_type="dataset"), 103
+VOCABULARY = dict(repo_id="openai-community/gpt2")
 
 
 def is_whole(path: Path) -> bool:
@@ -30,20 +33,33 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def fetch(name: str, folder: Path) -> None:
-    """Download one shard unless it is whole; InputError if the hub cannot be reached or sends junk."""
-    path = folder / name
-    if is_whole(path):
-        return
+def download(name: str, folder: Path, repository: dict) -> None:
+    """InputError if the hub cannot be reached."""
     try:
-        hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder,
-                        force_download=path.exists())
+        hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
+                        **repository)
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
                              "check the network or proxy and run this again, it resumes; or train without a "
                              "download: ./run.sh --preset=laptop") from None
-    gpt.read_shard_header(str(path))
+
+
+def fetch(name: str, folder: Path) -> None:
+    """Download one shard unless it is whole; InputError if the hub cannot be reached or sends junk."""
+    if not is_whole(folder / name):
+        download(name, folder, REPOSITORY)
+        gpt.read_shard_header(str(folder / name))
+
+
+def fetch_vocabulary(folder: Path) -> None:
+    """GPT-2's ids by token, as the default of --vocab_file has them."""
+    path = folder / "gpt2_vocab.json"
+    try:
+        json.loads(path.read_text())
+    except (OSError, ValueError):
+        download("vocab.json", folder, VOCABULARY)
+        (folder / "vocab.json").replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             raise gpt.InputError(f"{args.num_shards} shards were asked for: give 0 to {NUM_SHARDS}")
         for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file"):
             fetch(name, args.out)
+        fetch_vocabulary(args.out.parent)
     except gpt.InputError as error:
         print(f"cached_fineweb10B.py: error: {error}", file=sys.stderr)
         return 2

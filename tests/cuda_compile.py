@@ -250,7 +250,8 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
     use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
     assert use_kernels == (cfg.kernels != "off" and observer.card.capability >= (8, 0)), note
     rt = gpt.Runtime(DEVICE, 0, 0, 1, dtype, use_compile, use_compile, has_fp8 and cfg.fp8_head != "off",
-                     has_fp8 and wants_linear, use_kernels, peak_flops=1e15, notes=())
+                     has_fp8 and wants_linear, use_kernels, peak_flops=1e15, notes=(),
+                     use_fp8_mlp=has_fp8 and cfg.fp8_mlp != "off")
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:

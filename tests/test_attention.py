@@ -121,7 +121,7 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
                     tokens[0].int(),
                     targets,
                     ids,
-                    gpt.make_stage_inputs(state, 512, 512, make_runtime(use_flex=model.use_flex)),
+                    gpt.make_stage_inputs(state, 512, 512, make_runtime(use_flex=model.use_flex), cfg),
                 )
                 for model in (flex, dense)
             )
@@ -131,14 +131,16 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_segments
 
 
-def test_rotary_keeps_norms_and_depends_on_distance_alone():
-    state = gpt.Schedule(smoke_config()).at(0)
-    _, cos, sin = gpt.make_stage_inputs(state, 64, 64, make_runtime())
-    x = torch.randn(2, 1, 32).expand(64, 2, 1, 32)  # the same q and k at every position
-    y = gpt.apply_rotary(x, cos, sin)[:, :, 0]  # (64, 2, 32)
-    assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1, 0].norm().expand(64), rtol=1e-5)
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+def test_rotary_keeps_norms_and_depends_on_distance_alone(pairs):
+    cfg = smoke_config(rotary_pairs=pairs)
+    state = gpt.Schedule(cfg).at(0)
+    stage = gpt.make_stage_inputs(state, 64, 64, make_runtime(), cfg)
+    x = torch.randn(2, 1, 1, 32).expand(64, 2, 1, 1, 32)  # the same q and k at every position
+    y = gpt.apply_rotary(x, stage.cos, stage.sin, pairs)[:, :, 0, 0]  # (64, 2, 32)
+    assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1].norm().expand(64), rtol=1e-5)
     assert torch.allclose(
-        y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0, 0].norm().expand(64), rtol=1e-5
+        y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0].norm().expand(64), rtol=1e-5
     )
     scores = y[:, 0] @ y[:, 1].T
     for distance in (0, 1, 17):
@@ -148,6 +150,6 @@ def test_rotary_keeps_norms_and_depends_on_distance_alone():
 
 
 def test_positions_start_anew_with_each_packed_sequence():
-    state = gpt.Schedule(smoke_config()).at(0)
-    cos = gpt.make_stage_inputs(state, 128, 64, make_runtime()).cos
+    cfg = smoke_config()
+    cos = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).cos
     assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from conftest import data_args, gpt, smoke_config, smoke_run
+from conftest import data_args, gpt, make_runtime, smoke_config, smoke_run
+
+CAP = gpt.Softcap(30.0, 0.0, 7.5)
 
 
 def relative_error(ours, exact):
@@ -15,10 +17,10 @@ def test_loss_and_gradients_are_within_fp8_rounding():
     torch.manual_seed(0)
     x, targets = gpt.rms_norm(torch.randn(64, 128)).requires_grad_(), torch.randint(256, (64,))
     w = (torch.randn(256, 128) * 0.05).requires_grad_()
-    exact = torch.nn.functional.cross_entropy(gpt.softcap(x @ w.T, 15.0), targets, reduction="sum")
+    exact = torch.nn.functional.cross_entropy(CAP(x @ w.T), targets, reduction="sum")
     exact.backward()
     x8, w8 = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
-    loss = gpt.HeadLoss.apply(x8, w8, targets, 15.0, True, False)
+    loss = gpt.HeadLoss.apply(x8, w8, targets[:, None], torch.ones(1), CAP, 0.875, False)
     loss.backward()
     assert (loss.dtype, x8.grad.dtype, w8.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     assert 1e-5 < abs(loss.item() / exact.item() - 1) < 0.01
@@ -34,20 +36,18 @@ def test_scales_keep_unit_activations_and_gradients_in_range():
         448,
         -448,
     ]
-    assert (
-        gpt.to_fp8(torch.tensor([9.0]), gpt.FP8_WEIGHT_SCALE, torch.float8_e4m3fn).float().item() == 448
-    )  # saturates
+    scale = smoke_config().fp8_head_max / 448
+    assert scale == 2**-9  # the record's
+    assert gpt.to_fp8(torch.tensor([0.875, 9.0]), scale, torch.float8_e4m3fn).float().tolist() == [448, 448]  # saturates
 
 
 def test_validation_does_not_use_it():
     model = gpt.GPT(smoke_config(), use_fp8=True)
     model.head.weight.data.normal_(std=0.1)
-    x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32,))
-    exact = torch.nn.functional.cross_entropy(
-        gpt.softcap(x @ model.head.weight.T, 15.0), targets, reduction="sum"
-    )
-    assert torch.equal(model.eval().head(x, targets), exact)
-    assert not torch.equal(model.train().head(x, targets), exact)
+    x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32, 1))
+    exact = torch.nn.functional.cross_entropy(CAP(x @ model.head.weight.T), targets[:, 0], reduction="sum")
+    assert torch.equal(model.eval().head(x, targets, torch.ones(1)), exact)
+    assert not torch.equal(model.train().head(x, targets, torch.ones(1)), exact)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_linear_in_fp8_is_within_its_rounding(shape):
     """Products of two e4m3 numbers err by 0.026 sqrt 2 rms at most, with an e5m2 gradient by 0.052 and 0.026."""
     torch.manual_seed(0)
     x, w = (torch.randn(shape) * 37).requires_grad_(), (torch.randn(128, 256) * 1e-3).requires_grad_()
-    exact, ours = x @ w.T, gpt.LinearFP8.apply(x, w)
+    exact, ours = x @ w.T, gpt.LinearFP8.apply(x, w, None, True)
     assert ours.shape == exact.shape == (*shape[:-1], 128) and ours.dtype == torch.float32
     assert 1e-3 < relative_error(ours, exact) < 0.04
     grad = torch.randn_like(exact) * 1e-5
@@ -103,9 +103,9 @@ def test_scales_are_measured_from_each_tensor():
     """The largest entry becomes the largest finite number, whatever it was; zeros stay zeros."""
     for dtype, limit in ((torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344)):
         for size in (1e-6, 1.0, 1e6):
-            cast, undo = gpt.measure_and_cast(torch.tensor([[size, -size / 2]]), dtype)
+            cast, scale = gpt.measure_and_cast(torch.tensor([[size, -size / 2]]), dtype)
             assert cast.float().tolist() == [[limit, -limit / 2]]
-            assert (cast.float() * undo).flatten().tolist() == pytest.approx([size, -size / 2], rel=1e-6)
+            assert (cast.float() * scale).flatten().tolist() == pytest.approx([size, -size / 2], rel=1e-6)
         assert not gpt.measure_and_cast(torch.zeros(2, 3), dtype)[0].float().any()
 
 
@@ -126,18 +126,17 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     torch.manual_seed(0)
     model = gpt.GPT(cfg, use_fp8_linear=True)
     x, attention = torch.randn(64, 128), model.blocks[1].attention
-    scalars = {name: torch.full((64, 1), value) for name, value in model.blocks[1].scalars.items()}
-    stage = gpt.StageInputs((64, 64), *torch.zeros(2, 64, 2, 1, 32))
-    step = gpt.StepInputs(stage, scalars)
+    stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
+    step = gpt.StepInputs(stage, model.expand_numbers(64)[1])
     mlp = model.blocks[1].mlp
     exact = gpt.relu_squared(x @ mlp.up_down[0]) @ mlp.up_down[1].T
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
     assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
     mask = gpt.build_dense_mask(torch.zeros(64), 64)
-    outputs = [attention.train(mode)(x, {}, mask, step) for mode in (True, False)]
+    outputs = [attention.train(mode)(x, {}, None, mask, step) for mode in (True, False)]
     assert not torch.equal(*outputs)
-    model.set_fp8_linear(False)
-    assert torch.equal(attention.train()(x, {}, mask, step), outputs[1])
+    model.set_fp8(False, False)
+    assert torch.equal(attention.train()(x, {}, None, mask, step), outputs[1])
 
 
 @pytest.mark.slow

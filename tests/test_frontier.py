@@ -1,6 +1,8 @@
 """The newest recipe against a plain float64 reading of it (frontier_reference.py), and its mechanisms."""
 
 
+import json
+
 import frontier_reference as reference
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def find_row(layer, name, size, kind, shape):
 
 def read_parameters(model, shape, p):
     """The reference's parameters in the model's layout, by the model's names."""
-    split, values = gpt.split_names, {}
+    values = {}
     values["embed"], values["head.weight"], values["bigram"] = p["embed"], p["head"], p["bigram"]
     values["gate_scale"] = p["gate_scale"].view(1)
     for i in range(5):
@@ -100,7 +102,7 @@ def read_parameters(model, shape, p):
             for ours, theirs in (("inner", "w1"), ("outer", "w2"), ("bias", "bias")):
                 tensor = p[f"{sources[source]}.{theirs}"]
                 values[f"{own}.generators.{kind}.{ours}"] = tensor if ours == "inner" else tensor[order]
-    assert values.keys() == {name for name, _ in model.named_parameters()} and split("") == []
+    assert values.keys() == {name for name, _ in model.named_parameters()}
     return values
 
 
@@ -208,3 +210,134 @@ def test_forty_steps(monkeypatch):
     errors = {name: (ours[name] - expected[name]).abs().max().item() for name in ours}
     assert max(errors.values()) < 1e-9, sorted(errors.items(), key=lambda item: -item[1])[:5]
     assert (model.embed - model.head.weight).abs().max() > 1e-4  # and they have parted
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.5, 0.25, 0.2], [0.0, 0.7]], ids=str)
+def test_cross_entropy_of_several_targets(weights, use_kernels):
+    """The sum of weighted cross-entropies of the capped logits, and its gradient, by autograd in float64."""
+    torch.manual_seed(0)
+    logits = (torch.randn(9, 300) * 8).requires_grad_()
+    targets, weights = torch.randint(300, (9, len(weights))), torch.tensor(weights)
+    targets[::3, -1] = -1
+    cap = gpt.Softcap(23.0, 5.0, 7.5)
+    z = 23 * torch.sigmoid((logits.double() + 5) / 7.5)
+    terms = torch.nn.functional.cross_entropy(
+        z[:, :, None].expand(-1, -1, len(weights)), targets, ignore_index=-1, reduction="none"
+    )
+    expected = (terms * weights.double()).sum(1)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
+    losses, grads = gpt.softcapped_cross_entropy(
+        logits.detach(), targets, weights, cap, torch.float32, 0.5, use_kernels
+    )
+    assert torch.allclose(losses.double(), expected, atol=2e-5)  # float32 on sums of up to 40
+    assert torch.allclose(grads * 0.5, expected_grad, atol=1e-6)
+
+
+def test_hashes():
+    """Rows and signs of the bigram table against arithmetic in Python integers, int32 wrap included."""
+    rng, starts = np.random.default_rng(0), [0, 300]
+    tokens = torch.tensor(rng.integers(0, 50304, 600), dtype=torch.int32)
+    is_start = torch.zeros(600, dtype=torch.bool)
+    is_start[starts] = True
+    rows = gpt.hash_pairs(tokens, is_start, 377_280)
+    assert rows.tolist() == list(reference.bigram_rows_of(tokens, starts, 377_280))
+    assert 27191 * 377_279 > 2**31  # so position 1 wraps
+    signs = ((tokens ^ gpt.previous(tokens, is_start)) % 8192).masked_fill(is_start, 0)
+    assert signs.tolist() == list(reference.sign_rows_of(tokens, starts, 8192))
+    model = gpt.GPT(gpt.make_config(SMALL))
+    assert model.signs.abs().unique().tolist() == [1.0] and abs(model.signs.mean()) < 0.01  # sd 0.001
+
+
+def test_prefixes(tmp_path):
+    """The table of prefixes against brute force, from a file as the hub has it."""
+    rng, chars = np.random.default_rng(0), gpt.list_byte_chars()
+    texts = [bytes(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(60)]
+    texts = [*dict.fromkeys([*(bytes([i]) for i in range(256)), *texts, b"<|a"])]
+    names = ["".join(chars[byte] for byte in text) for text in texts]
+    (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate([*names, "<|endoftext|>"])}))
+    changes = dict(vocab_size=len(texts) + 1, vocab_file=str(tmp_path / "vocab.json"))
+    prefixes = gpt.read_prefixes(gpt.make_config({**SMALL, **changes}))
+    expected = reference.prefix_table([*texts, b""])
+    assert prefixes.tolist()[: len(expected)] == expected
+    assert max(expected) > 255  # some have a prefix of two bytes
+    (tmp_path / "vocab.json").write_text("[]")
+    with pytest.raises(gpt.InputError, match="vocab_file.*cached_fineweb10B"):
+        gpt.read_prefixes(gpt.make_config({**SMALL, **changes}))
+
+
+def test_mantissas():
+    """A bfloat16 matrix with its other 16 bits is trained like a float32 one, and shows its upper half."""
+    torch.manual_seed(0)
+    rule, states, weights = gpt.RULES["normuon"], [], []
+    start = torch.randn(2, 8, 16).bfloat16()
+    hyper = gpt.Hyperparameters(
+        torch.tensor(0.9), torch.tensor(1.0), torch.tensor(0.1), torch.tensor(0.1), (0.9, 0.9), 1e-10,
+        torch.float32, orthogonalize="polar_express", decay="cautious",
+    )  # fmt: skip
+    for weight in (start.clone(), start.float()):
+        states.append(rule.init_state(weight, is_wide=True))
+        weights.append(weight)
+    for _ in range(20):
+        grad = torch.randn(2, 8, 16)
+        for weight, state in zip(weights, states):
+            rule.update(weight, grad, state, torch.tensor(1e-3), torch.tensor(1e-4), hyper)
+    assert torch.equal(gpt.read_weight(weights[0], states[0]), weights[1])
+    shown = (weights[1].view(torch.int32) & -65536).view(torch.float32)
+    assert torch.equal(weights[0].float(), shown)
+    assert states[0]["momentum"].dtype == torch.float32
+
+
+def test_fp8_of_the_mlp():
+    """Forward in e4m3, a rounding of 2^-4 at most; backward as in bfloat16; the scale follows a step behind."""
+    torch.manual_seed(0)
+    cfg = gpt.make_config({**SMALL, "fp8_mlp": "on", "zero_init": "off"})
+    mlp, plain = gpt.MLP(cfg).bfloat16(), gpt.MLP(cfg).bfloat16()
+    plain.load_state_dict(mlp.state_dict())
+    mlp.use_fp8_forward = True
+    mlp.delayed.scale, mlp.delayed.largest = torch.tensor(1.0), torch.tensor(0.0)
+    x = [torch.randn(64, 96, dtype=torch.bfloat16).requires_grad_() for _ in range(1)]
+    rt = make_runtime()
+    outputs = []
+    for module in (mlp, plain):
+        module.train()
+        y = module(x[0])
+        outputs.append((y, *torch.autograd.grad(y.float().square().sum(), (x[0], module.up_down))))
+    largest = gpt.relu_squared(x[0] @ mlp.up_down[0]).max().item()
+    assert mlp.delayed.largest.item() == pytest.approx(largest, rel=0.15)  # of FP8 products
+    gpt.advance_scales(mlp, rt)
+    assert mlp.delayed.scale.item() == pytest.approx(1.8 / 448 * largest, rel=0.15)
+    assert mlp.delayed.largest.item() == 0
+    error = lambda ours, exact: ((ours - exact).float().norm() / exact.float().norm()).item()
+    assert 0 < error(outputs[0][0], outputs[1][0]) < 0.5  # a scale of 1 flushes what is small
+    better = mlp(x[0])
+    assert 0 < error(better, outputs[1][0]) < 0.06  # rounding to 3 bits of mantissa is 0.03 rms for each factor
+    for ours, exact in zip(outputs[0][1:], outputs[1][1:]):
+        assert error(ours, exact) < 0.5
+    assert torch.equal(mlp.eval()(x[0]), plain.eval()(x[0]))  # validation is in bfloat16
+
+
+ABSENT = {"dropped_mlp", "momentum_warmup"}  # those the recipe, or a run of 20 steps, does not have
+
+
+@pytest.mark.parametrize("mechanism", sorted(gpt.MECHANISMS))
+def test_without(mechanism, monkeypatch):
+    """Every mechanism can be taken from the newest recipe, and two steps of what is left are finite."""
+    torch.manual_seed(0)
+    stages = (
+        gpt.Stage(1, 256, 128, 128, None, 1.0, None, "1 0.5 0.25:0", "0.25"),
+        gpt.Stage(1, 384, 128, lr_factor=1.5),
+    )
+    small = dict(SMALL, tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128, num_iterations=20)
+    small |= dict(extension_steps=2, stages=stages, fp8_mlp="on", matrix_dtype="bfloat16")
+    small.pop("preset"), small.pop("device")
+    monkeypatch.setitem(gpt.PRESETS, "small", ("frontier", "", small))
+    options = dict(preset="small", device="cpu")
+    base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": mechanism})
+    before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
+    assert {name for name in after if after[name] != before[name]} - {"without"} or mechanism in ABSENT
+    trainer = gpt.Trainer(cfg, make_runtime(use_fp8_mlp=cfg.fp8_mlp == "on"))
+    batch, _ = make_tokens(0, length=128)
+    for step in (18, 19):  # Adam's is among them
+        assert trainer.train_step(iter([batch] * 9), trainer.schedule.at(step)).isfinite()
+    assert all(param.isfinite().all() for param in trainer.model.parameters())

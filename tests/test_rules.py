@@ -5,7 +5,7 @@ import torch
 from conftest import gpt, make_runtime, smoke_config
 from test_update_rules import RULES_AND_METHODS, SPHERES
 
-LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.01, adamw=0.002)
+LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.002)
 
 
 def test_the_table():
@@ -30,24 +30,24 @@ def test_options_that_do_nothing_or_cannot_be_are_refused(changes, complaint):
 def test_gates_and_gains_are_on_no_sphere():
     cfg = smoke_config(matrix_rule="normuonh", norm_gain="on")
     rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
-    matrices = {name for name in rules if name.endswith(("qkvo", "up_down"))}
+    matrices = {name for name in rules if name.endswith((".qk", ".vo", ".up_down"))}
     assert {name for name, rule in rules.items() if rule == "normuonh"} == matrices
     assert {rules[name] for name in set(rules) - matrices} == {"adamw"}
     assert sum(name.endswith("_gain") for name in rules) == 2 * (3 + 3)  # 3 attentions, 3 MLPs: each has both
 
 
-def make_block(cfg):
+def make_block(**gains):
     """A layer without attention, and a function that says what it makes of 16 tokens."""
+    cfg = smoke_config(num_layers=1, layers=(gpt.LayerSpec(attention="none"),), **gains)
     torch.manual_seed(0)
-    block, x = gpt.Block(cfg, gpt.LayerSpec(attention="none")), torch.randn(16, 64)
-    stage = gpt.StageInputs((64, 64), *torch.zeros(2, 16, 2, 1, 32))
-    step = gpt.StepInputs(stage, dict(x=torch.ones(16, 1), x0=torch.zeros(16, 1)))
+    block, x = gpt.Block(cfg, 0, gpt.list_coefficients(cfg)), torch.randn(16, 64)
+    step = gpt.StepInputs(None, dict(x=torch.ones(16, 1), x0=torch.zeros(16, 1)))
     return block, lambda: block(x, dict(x0=x), None, step) - x
 
 
 def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes():
     """The branch is quadratic in the first, whose gradient at 0 is exactly 0, and linear in the second."""
-    block, run = make_block(smoke_config(norm_gain="on", output_gain="on", num_layers=2))
+    block, run = make_block(norm_gain="on", output_gain="on")
     for sleeper, other in (("mlp_gain", "mlp.output_gain"), ("mlp.output_gain", "mlp_gain")):
         named = dict(block.named_parameters())
         named[sleeper].data.zero_()
@@ -59,7 +59,7 @@ def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes(
 @pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
 def test_gains_do_what_they_say(gain):
     """Norm gains of 2 are inputs of attention and MLP times 2; output gains of 2 what they add, times 2."""
-    block, run = make_block(smoke_config(output_gain="on", norm_gain="on", num_layers=1))
+    block, run = make_block(output_gain="on", norm_gain="on")
     block.mlp.output_gain.data.fill_(1.0)
     plain = run()
     (block.mlp_gain if gain == "norm_gain" else block.mlp.output_gain).data.fill_(2.0)
@@ -120,7 +120,8 @@ def test_the_muonh_preset():
     torch.manual_seed(0)
     block = gpt.GPT(gpt.make_config(small)).blocks[1]
     assert block.mlp.up_down.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.01)
-    assert block.attention.qkvo.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 4, rel=0.02)
+    for matrices in (block.attention.qk, block.attention.vo):
+        assert matrices.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.02)
     assert not block.mlp.output_gain.any() and (block.mlp_gain == 1).all()
 
 

@@ -16,7 +16,7 @@ def test_stage_of_every_step_is_the_records(schedule):
     for step in range(1670):
         assert schedule.at(step).stage_index == int(3 * step / 1671)
     assert schedule.at(1670).stage_index == 3  # final validation
-    assert schedule.at(1670).stage == schedule.cfg.stages[2]
+    assert schedule.at(1670).stage == schedule.cfg.full_stages[2]
 
 
 def test_the_last_validation_has_windows_of_its_own_or_those_of_the_last_stage(schedule):
