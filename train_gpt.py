@@ -404,6 +404,18 @@ FRONTIER_LAYERS = tuple(LayerSpec(
     mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
     for i in range(11))
 
+# The same in miniature: with record 32's structure, with the newest tables, with all of it
+LAPTOP_LAYERS = (
+    (LayerSpec("long", False, 0, key_offset=True), LayerSpec("long", True, 1, key_offset=True), LayerSpec(),
+     LayerSpec("none", skip_from=1), LayerSpec("long", True, 1, 0, key_offset=True)),
+    (LayerSpec(), LayerSpec("long", True, 0, key_offset=True), LayerSpec("short", True, 1),
+     LayerSpec("none", skip_from=1), LayerSpec("long", True, 2, attention_from=2, key_offset=True)),
+    (LayerSpec(paired=True, gates_at=0),
+     LayerSpec("long", True, 0, key_offset=True, xsa=True, gate=True, gates_at=0),
+     LayerSpec("short", True, 1, paired=True, gates_at=2), LayerSpec("none", skip_from=1, gates_at=2),
+     LayerSpec("long", True, 2, attention_from=2, key_offset=True, gate=True, dc=True, gates_at=2,
+               mudd_in="x_in,h2", mudd_out="x_in,h2,h3,ve0,h1")))
+
 # name: (parent, what it is, differences from the parent)
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
@@ -426,7 +438,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(423, 384, 128, 131_072, 896, 1.0, 16_384, "1 0.5 0.25:0", "0.25"),
             Stage(424, 896, 384, 262_144, None, 1.52, 32_768, "1 0.5:0", "0.25:0"),
             Stage(424, 1408, 640, lr_factor=1.73), Stage(15, 1664, 768, lr_factor=1.73)))),
-    "laptop": ("track_1", "the same recipe in miniature: byte tokens, two CPU cores, two minutes", dict(
+    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores, two minutes", dict(
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
@@ -435,11 +447,32 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
         grad_grid=2.0**-12, val_windows=(320, 128),
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
-    "smoke": ("laptop", "seconds on any machine: what the tests run", dict(
+    "laptop_constants": ("laptop_32", "and what the newest recipe changes by a line", dict(
+        layers=LAPTOP_LAYERS[0], smear="on", softcap=23.0, softcap_shift=5.0, x0_shortcut="after",
+        residual_init=1.1**0.5, zero_init="mlp")),
+    "laptop_optimizer": ("laptop_constants", "and its update rules", dict(
+        matrix_rule="normuon", matrix_lr=0.06, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.06 * 1.2,
+        orthogonalize="polar_express", decay="cautious", decay_schedule="lr", mlp_up_lr_mul=2.0,
+        mlp_down_lr_mul=4.0, qk_group_heads=1, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
+        value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99))),
+    "laptop": ("laptop_optimizer", "and its tables, head and value gates: all that pays in miniature", dict(
+        layers=LAPTOP_LAYERS[1], attention_gate_dim=0, bigram_rows=4096, tie_head="on", untie_frac=2 / 3,
+        embed_std=0.02, embed_lr=0.02, head_lr=0.02, value_embed_std=0.01, value_gate_dim=12,
+        num_iterations=400)),
+    "laptop_structure": ("laptop", "and the rest of its structure", dict(layers=LAPTOP_LAYERS[2])),
+    "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "quick": ("laptop", "a smaller model in twenty seconds, also on little text of your own", dict(
+    "smoke_frontier": ("laptop_structure", "the newest recipe with all its mechanisms, in seconds", dict(
+        num_heads=2, head_dim=32, model_dim=64, num_iterations=12, extension_steps=2, tokens_per_step=2048,
+        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
+        val_loss_every=6, dtype="float32", momentum_warmup_steps=4, momentum_cooldown_steps=4,
+        bigram_rows=512, cooldown_frac=0.6, final_lr_frac=0.15, state_dtype="float32",
+        **{f"{name}_every": 2 for name in GROUPS if name != "matrix"}, stages=(
+            Stage(1, 128, 64, 1024, None, 1.0, 256, "1 0.5 0.25:0"), Stage(1, 192, 64, None, None, 1.5),
+            Stage(1, 256, 128)))),
+    "quick": ("laptop_32", "a smaller model in twenty seconds, also on little text of your own", dict(
         num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15,
         layers=build_layers(4, 3, drop_attention=False),
         num_iterations=340, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,

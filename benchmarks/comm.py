@@ -111,20 +111,21 @@ def send_nothing(rt: gpt.Runtime):
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
     """Seconds of each training step on the slowest rank, the first left out, and what a step sends."""
     trainer = gpt.Trainer(cfg, rt)
-    _, rows = gpt.split_rows(cfg, rt.world_size, cfg.tokens_per_step)
-    rng = np.random.default_rng(rt.rank)
-    tokens = rng.integers(0, cfg.vocab_size - 1, rows * cfg.seq_len + 1)
-    tokens[:: cfg.max_doc_len] = cfg.vocab_size - 1
-    batch = gpt.make_batch(tokens[None], cfg.vocab_size - 1).to(rt.device)
-    batches, state, seconds = iter(lambda: batch, None), trainer.schedule.at(0), []
+    state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
+    stage, rng = state.stage, np.random.default_rng(rt.rank)
+    _, rows = gpt.split_rows(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+    tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
+    tokens[:, :: stage.max_doc_len] = bos
+    batch = gpt.make_batch(tokens, bos).to(rt.device)
+    batches, seconds = iter(lambda: batch, None), []
     for _ in range(num_steps + 1):
         dist.barrier()
-        before, start = trainer.optimizer.num_bytes, gpt.clock(rt.device)
+        start = gpt.clock(rt.device)
         trainer.train_step(batches, state)
         trainer.optimizer.finish()
         seconds.append(gpt.clock(rt.device) - start)
-    sent = dict(messages=2 * len(trainer.optimizer.updated), mb=(trainer.optimizer.num_bytes - before) / 1e6,
-                minimum_mb=trainer.optimizer.minimum_bytes / 1e6)
+    mb, minimum_mb = (count / 1e6 / (num_steps + 1) for count in trainer.optimizer.count_bytes())
+    sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)
     slowest = torch.tensor(seconds[1:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     del trainer
@@ -152,7 +153,7 @@ def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict
         seconds[variant] += times
     sent[None] |= dict(messages=0, mb=0.0)
     silent, rows = statistics.median(seconds[None]), []
-    flops = gpt.count_flops(cfg) * cfg.tokens_per_step
+    flops = gpt.count_flops(cfg) * cfg.full_stages[0].tokens_per_step
     for variant in variants:
         median = statistics.median(seconds[variant])
         rows.append(dict(bucket_mb=variant, **sent[variant], ms=1e3 * median,

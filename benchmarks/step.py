@@ -76,13 +76,14 @@ class Subject:
     def measure(self) -> dict:
         """The figures of all steps so far."""
         cfg, rt, median = self.cfg, self.rt, statistics.median(self.seconds)
-        flops = gpt.count_flops(cfg) * cfg.tokens_per_step
+        tokens = self.trainer.schedule.total_tokens() / cfg.num_iterations  # of a step, on average
+        flops = gpt.count_flops(cfg) * tokens
         stages = {
             f"windows {stage.window_long}/{stage.window_short}": 1e3 * statistics.median(self.seconds[a:b])
             for stage, a, b in self.trainer.schedule.spans()}
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return dict(ms_per_step=1e3 * median, quartiles_ms=[1e3 * low, 1e3 * high], ms_by_stage=stages,
-                    tokens_per_s=round(cfg.tokens_per_step / median),
+                    tokens_per_s=round(tokens / median),
                     mfu=flops / median / (rt.peak_flops * rt.world_size), matmul_tflops=rt.peak_flops / 1e12,
                     tflop_per_step=flops / 1e12, peak_memory_mib=gpt.read_peak_memory_mib(rt),
                     warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
@@ -170,7 +171,8 @@ def predict(subject: Subject, parts: dict[str, float], num_ranks: int, bus_gb_pe
     gpt.check_ranks_fit(subject.cfg, num_ranks)
     step = 1e3 * statistics.median(subject.seconds)
     optimizer = step * parts["optimizer"] / sum(parts.values())
-    num_bytes = sum(p.nbytes for p in subject.trainer.model.parameters())
+    num_bytes = sum(param.nbytes / bucket.group.every for bucket in subject.trainer.optimizer.updated
+                    for param in bucket.params.values())
     messages = 2 * num_bytes * (num_ranks - 1) / num_ranks / bus_gb_per_s / 1e6  # ms
     computing = (step - optimizer) / num_ranks
     fastest = computing + optimizer / num_ranks
@@ -220,7 +222,7 @@ def format_report(result: dict) -> str:
 def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None):
     """(config of a short run, runtime): real shards where they exist, else random ones."""
     cfg = gpt.make_config(gpt.parse_argv(argv)[0])
-    cfg = dataclasses.replace(cfg, num_iterations=num_steps,
+    cfg = dataclasses.replace(cfg, num_iterations=num_steps, extension_steps=0,
                               val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))

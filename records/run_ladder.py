@@ -1,7 +1,8 @@
-"""Run the laptop ladder: every rung over several seeds, with the script that its folder has frozen.
+"""Run a laptop ladder: every rung over several seeds, with the script that its folder has frozen.
 
     python records/run_ladder.py                 # what the committed ladder lacks; all of it takes two hours
     python records/run_ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
+    python records/run_ladder.py --ladder=records/laptop/2026-11-22_frontier
 
 Seed by seed over all rungs, so that a machine whose speed drifts is unfair to none. What a rung already has
 is not run again: after an interruption, which costs the run it meets, the same command goes on.
@@ -18,10 +19,20 @@ import results
 LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
 
-def plan_runs(ladder: list[str], seeds: int, end_seeds: int) -> list[tuple[str, str, int]]:
-    """(rung, preset, seed) of every run in order: the first and the last rung over more seeds."""
-    presets = {"target": "laptop_target", **{name[11:]: f"laptop_{name}" for name in ladder}}
-    ends = ladder[0][11:], ladder[-1][11:]
+def read_presets(ladder: Path) -> tuple[dict[str, str], set[str]]:
+    """(preset of each rung, in order; rungs over more seeds): of ladder.json, or of the script's LADDER, where
+    those are the first and the last."""
+    if (ladder / "ladder.json").exists():
+        rungs = json.loads((ladder / "ladder.json").read_text())
+        return ({name: rung["preset"] for name, rung in rungs.items()},
+                {name for name, rung in rungs.items() if rung.get("is_end")})
+    presets = {name[11:]: f"laptop_{name}" for name in results.load_script(ladder).LADDER}
+    return {"target": "laptop_target", **presets}, {next(iter(presets)), list(presets)[-1]}
+
+
+def plan_runs(presets: dict[str, str], ends: set[str], seeds: int, end_seeds: int
+              ) -> list[tuple[str, str, int]]:
+    """(rung, preset, seed) of every run in order: some rungs over more seeds."""
     return [(name, preset, seed) for seed in range(max(seeds, end_seeds))
             for name, preset in presets.items() if seed < (end_seeds if name in ends else seeds)]
 
@@ -64,9 +75,10 @@ def main() -> None:
     args = parser.parse_args()
     script = args.ladder / "train_gpt.py"
     frozen = results.load_script(args.ladder) if script.exists() else None
-    if not hasattr(frozen, "LADDER"):
+    if not (args.ladder / "ladder.json").exists() and not hasattr(frozen, "LADDER"):
         raise results.RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
-    runs = plan_runs(list(frozen.LADDER), args.seeds, args.end_seeds)
+    presets, ends = read_presets(args.ladder)
+    runs = plan_runs(presets, ends, args.seeds, args.end_seeds)
     names, only = {name for name, _, _ in runs}, {name for name in args.only.split(",") if name}
     for name in only - names:
         raise results.RecordError(f"--only={name} is not a rung: {frozen.suggest(name, names)} "

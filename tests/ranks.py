@@ -65,8 +65,8 @@ def use_multipliers(model: torch.nn.Module) -> None:
 
 
 def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
-    """Note in the last step what was sent, in which order, when backward reached the embedding, and how many buckets
-    of the first block, the last block and the head are still on their way back when the first block begins."""
+    """Note in the last step what was sent by the end of backward, in which order; and how many buckets of the first
+    block, the last block and the head are still on their way back when the first block begins."""
     optimizer, notes = trainer.optimizer, {}
     first, last, head = (
         {bucket for name, bucket in optimizer.bucket_of.items() if name.startswith(prefix)}
@@ -83,7 +83,9 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
             counts = [sum(bucket.gathering is not None for bucket in part) for part in parts]
             notes.setdefault("awaited", counts)  # of the first micro-batch
 
-    trainer.model.embed.register_post_accumulate_grad_hook(note_sent)
+    named = dict(trainer.model.named_parameters())
+    for name in trainer.model.early_parameters():  # whose gradients are final when backward ends
+        named[name].register_post_accumulate_grad_hook(note_sent)
     trainer.model.blocks[0].register_forward_pre_hook(note_awaited)
     return notes
 
@@ -111,9 +113,9 @@ def equality(out: str, cases: str) -> None:
         counts = torch.zeros(rt.world_size, 2, dtype=torch.float64)  # bytes counted here, and by the optimizer
         for step in range(steps):
             sent.clear()
-            before = trainer.optimizer.num_bytes
+            before, _ = trainer.optimizer.count_bytes()
             trainer.train_step(batches, trainer.schedule.at(step))
-            counts[rt.rank] += torch.tensor([sum(sent.values()), trainer.optimizer.num_bytes - before])
+            counts[rt.rank] += torch.tensor([sum(sent.values()), trainer.optimizer.count_bytes()[0] - before])
             if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
                 trainer.optimizer.check_ranks()
         batches.close()
@@ -123,7 +125,7 @@ def equality(out: str, cases: str) -> None:
             params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
             sent=(counts[:, 0] / steps).tolist(),
             reported=(counts[:, 1] / steps).tolist(),
-            minimum=trainer.optimizer.minimum_bytes,
+            minimum=trainer.optimizer.count_bytes()[1] / steps,
             buckets=[bucket.name for bucket in trainer.optimizer.updated],
             notes=notes,
         )
@@ -177,7 +179,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
             if mode == "differ":
                 loss = real(self, *args)
                 self.optimizer.finish()
-                self.model.scalars.data[0] += 1e-6
+                self.model.numbers["scalar"].data[0] += 1e-6
                 return loss
         return real(self, *args)
 

@@ -62,6 +62,10 @@ VARIANTS = {
     "no grid": ["--grad_grid=0"],
     "every": [f"--{group}_every=3" for group in gpt.GROUPS if group != "matrix"],  # saved at 9, 15: none may wait
     "tied": ["--tie_head=on"],
+    "untied before": ["--tie_head=on", "--untie_frac=0.5"],
+    "untied after": ["--tie_head=on", "--untie_frac=0.9", "--embed_every=2", "--head_every=2"],
+    "mantissas": ["--matrix_dtype=bfloat16", "--state_dtype=float32", "--matrix_rule=normuon"],
+    "fp8 mlp": ["--fp8_mlp=on", "--model_dim=128", "--head_dim=64"],  # scales follow a step behind
     "guard": ["--guard=on"],
 }
 
@@ -76,8 +80,10 @@ def test_a_resumed_run_is_the_run(shards, here, name):
         "step_000018.pt",
     ]
     end = tensors_of(saved[1])
-    rule = gpt.RULES[gpt.make_config(gpt.parse_argv([*TINY, *args])[0]).groups["matrix"].rule]
-    assert {f"blocks.1.attention.qkvo/{key}" for key in rule.init_state(torch.ones(4, 8, 8))} < set(end)
+    cfg = gpt.make_config(gpt.parse_argv([*TINY, *args])[0])
+    state = gpt.RULES[cfg.groups["matrix"].rule].init_state(torch.ones(2, 8, 8, dtype=getattr(torch, cfg.matrix_dtype)))
+    assert {f"blocks.1.attention.{part}/{key}" for part in ("qk", "vo") for key in state} < set(end)
+    assert ("mantissa" in state) == (name == "mantissas") and ("fp8/0" in end) == (name == "fp8 mlp")
     again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")
     assert again == points and len(points) == 4
     assert_same_bits(tensors_of("other/smoke_seed0/step_000018.pt"), end)
@@ -93,7 +99,7 @@ def test_what_a_checkpoint_holds(shards, here):
     facts, tensors = gpt.read_checkpoint(Path("checkpoints/smoke_seed0/step_000007.pt"))
     model = gpt.GPT(gpt.config_from_dict(facts["config"]))
     names = {name for name, _ in model.named_parameters()}
-    assert names < set(tensors) and "blocks.1.attention.qkvo/momentum" in tensors
+    assert names < set(tensors) and "blocks.1.attention.qk/momentum" in tensors
     assert all(tensors[name].shape == param.shape for name, param in model.named_parameters())
     assert {f"head.weight/{key}" for key in ("exp_avg", "exp_avg_sq")} < set(tensors)
     assert torch.equal(tensors["random/cpu"], random_state)
@@ -452,7 +458,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 3'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 4'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)

@@ -58,7 +58,7 @@ def test_headers_from_elsewhere_mean_gpt2(tmp_path):
 
 def all_rows(cfg):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    return data, [data.tokens_of(i) for i in range(data.num_rows)]
+    return data, [data.tokens_of(i) for i in range(len(data.rows))]
 
 
 def test_rows_follow_the_published_packing(shards):
@@ -78,7 +78,7 @@ def test_rows_follow_the_published_packing(shards):
                 expected.append(buffer)
                 buffer = []
     assert len({row.shard for row in data.rows}) == 2  # the run crosses a shard boundary
-    assert [row.tolist() for row in rows] == expected[: data.num_rows]
+    assert [row.tolist() for row in rows] == expected[: len(rows)]
     for row in rows:
         lengths = np.diff(np.flatnonzero(row == BOS))
         assert row[0] == BOS and lengths.max() <= cfg.max_doc_len
@@ -134,14 +134,17 @@ def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_t
         assert torch.cat(seen).tolist() == expected.tolist()
 
 
-def test_stages_change_rows_per_step_and_document_length(shards):
-    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=50), gpt.Stage(1, 64, 64))
+def test_stages_change_rows_per_step_and_lengths(shards):
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=512, max_doc_len=50, seq_len=256), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
     data, rows = all_rows(cfg)
     # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
     assert [data.first_row(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
-    assert data.num_rows == 34
-    assert [r.max_doc_len for r in data.rows] == [50] * 14 + [256] * 20
+    assert len(data.rows) == 34
+    assert [row.max_doc_len for row in data.rows] == [50] * 14 + [256] * 20
+    assert [len(row) for row in rows] == [257] * 14 + [513] * 20
+    batches = list(data.batches(cfg, make_runtime(), 6, 8))
+    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, of 512, twice
 
 
 def test_too_few_tokens_say_how_many_and_what_to_do(shards):
@@ -160,10 +163,10 @@ def test_files_may_be_read_again(shards, row_start, steps):
     changes = dict(num_iterations=steps, row_start=row_start)
     cfg = smoke_config(shards, epochs=2, **changes)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    first = next(i for i in range(1, data.num_rows) if data.rows[i] == data.rows[0])
+    first = next(i for i in range(1, len(data.rows)) if data.rows[i] == data.rows[0])
     tokens = sum(shard.ends(256 if row_start == "document" else 1 << 20)[-1] for shard in data.shards)
     assert 0.7 * tokens // 512 < first <= tokens // 512  # a row loses the rest of its last document, here a quarter
-    assert data.rows[first:] == data.rows[: data.num_rows - first]
+    assert data.rows[first:] == data.rows[: len(data.rows) - first]
     assert np.array_equal(data.tokens_of(first + 1), data.tokens_of(1))
     with pytest.raises(gpt.InputError, match="--epochs=2"):
         cfg = smoke_config(shards, **changes)
@@ -351,17 +354,25 @@ def test_hub_that_cannot_be_reached(tmp_path):
 
 
 def test_whole_shards_are_not_fetched_again(tmp_path):
+    """Nor is a vocabulary that is JSON."""
+    shards, vocabulary = tmp_path / "shards", tmp_path / "gpt2_vocab.json"
+    shards.mkdir()
+
+    def fetch():
+        return run_tool(
+            "cached_fineweb10B.py", "1", "--out", str(shards), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1"
+        )
+
     for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
-        write_raw(tmp_path / name, (20240520, 1, 3), [50256, 1, 2])
-    done = run_tool(
-        "cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
-    )
-    assert done.returncode == 0, done.stderr
-    with open(tmp_path / "fineweb_train_000001.bin", "ab") as file:
+        write_raw(shards / name, (20240520, 1, 3), [50256, 1, 2])
+    vocabulary.write_text("{}")
+    assert fetch().returncode == 0
+    vocabulary.write_text("{")
+    done = fetch()
+    assert done.returncode == 2 and "vocab.json cannot be downloaded" in done.stderr
+    with open(shards / "fineweb_train_000001.bin", "ab") as file:
         file.write(b"x")  # no longer as long as its header says
-    done = run_tool(
-        "cached_fineweb10B.py", "1", "--out", str(tmp_path), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9"
-    )
+    done = fetch()
     assert done.returncode == 2 and "fineweb_train_000001.bin" in done.stderr
     assert run_tool("cached_fineweb10B.py", "200", cwd=tmp_path).returncode == 2
 

@@ -7,7 +7,7 @@ import frontier_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import gpt, make_runtime
+from conftest import data_args, gpt, make_runtime, run_script, smoke_run
 
 SMALL = dict(
     preset="frontier",
@@ -341,3 +341,48 @@ def test_without(mechanism, monkeypatch):
     for step in (18, 19):  # Adam's is among them
         assert trainer.train_step(iter([batch] * 9), trainer.schedule.at(step)).isfinite()
     assert all(param.isfinite().all() for param in trainer.model.parameters())
+
+
+FRONTIER = ("--preset=smoke_frontier", "--micro_batch_tokens=512", "--check_ranks_every=1")
+
+
+@pytest.fixture(scope="module")
+def whole_run(shards, tmp_path_factory):
+    """The recipe with all mechanisms, without interruption."""
+    return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER)
+
+
+def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_run):
+    """Two ranks, a checkpoint while the head is tied, one after: each ends with the loss of one rank in one go."""
+    two = smoke_run(shards, tmp_path, *FRONTIER, "--checkpoint_every=2", nproc=2)
+    assert two["final_val_loss"] == whole_run["final_val_loss"]
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000010.pt", "step_000012.pt"]
+    last = gpt.make_config({"preset": "smoke_frontier"})
+    assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).last_tied_step == 7
+    for step in (6, 10):
+        stopped = tmp_path / str(step)
+        stopped.mkdir()
+        done = run_script([*FRONTIER, *data_args(shards), f"--checkpoint_every={step}"], stopped)
+        assert done.returncode == 0, done.stderr
+        (path,) = stopped.glob(f"checkpoints/*/step_{step:06d}.pt")
+        new = tmp_path / f"from_{step}"
+        new.mkdir()
+        resumed = smoke_run(shards, new, *FRONTIER, f"--resume={path}")
+        assert resumed["final_val_loss"] == whole_run["final_val_loss"]
+        assert resumed["resumed_at"] == [step]
+        sample = run_script([f"--sample={path}", "--prompt=abc", "--max_new_tokens=5"], tmp_path)
+        assert sample.returncode == 0 and sample.stdout.startswith("abc"), sample.stderr
+
+
+def test_telemetry_and_guard(shards, tmp_path):
+    """Both look on, measure every layer, and change nothing of the run."""
+    result = smoke_run(shards, tmp_path, *FRONTIER, "--telemetry_every=4", "--guard=on")
+    lines = [json.loads(line) for line in result["path"].with_suffix(".jsonl").read_text().splitlines()]
+    measured = [line for line in lines if line["event"] == "telemetry"]
+    assert [line["step"] for line in measured] == [4, 8, 12]
+    assert all(len(line["layers"]) == 5 and np.isfinite(line["loss"]) for line in measured)
+    assert {"matrix", "embed", "head", "value_embed", "scalar", "residual", "mix", "gate"} <= set(
+        measured[0]["groups"]
+    )
+    assert result["guard_actions"] == 0

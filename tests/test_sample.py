@@ -73,7 +73,7 @@ def test_greedy_text_is_what_the_model_finds_likeliest(prompt, checkpoint, capsy
     for end in range(len(prompt), len(text)):
         seen = [BOS, *text[max(0, end - 255) : end]]
         tokens = torch.tensor(seen + [0] * (-len(seen) % 64)).int()  # whole attention blocks
-        stage = gpt.make_stage_inputs(state, len(tokens), len(tokens), make_runtime())
+        stage = gpt.make_stage_inputs(state, len(tokens), len(tokens), make_runtime(), cfg)
         with torch.no_grad():
             logits = model.head.logits(model.encode(tokens, torch.zeros_like(tokens), stage))
         assert logits[len(seen) - 1, : cfg.vocab_size].argmax() == text[end]
