@@ -2,8 +2,9 @@
 """Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
 
 Result card
-    track_1  271 M parameters, 656.7 M tokens of FineWeb, to 3.28 validation loss on 8xH100: not yet run here
-    laptop   2.06 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
+    track_1  record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run here
+    frontier the newest recipe: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run here
+    laptop   3.22 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
     quick    0.85 M parameters, the same, twenty seconds; with --train_files also for little text of your own
 
 Launch
@@ -1346,14 +1347,14 @@ def relu_squared(x: Tensor) -> Tensor:
     return x * F.relu(x)
 
 
-def previous(x: Tensor, is_start: Tensor, at_start: Tensor | float = 0) -> Tensor:
-    """x (T, ...) of the token before; at_start where a packed sequence starts, is_start (T,)."""
-    return torch.where(is_start.view(-1, *[1] * (x.dim() - 1)), at_start, x.roll(1, 0))
+def previous(x: Tensor, is_start: Tensor) -> Tensor:
+    """x (T, ...) of the token before; zeros where a packed sequence starts, is_start (T,)."""
+    return x.roll(1, 0).masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def following(targets: Tensor, is_start: Tensor) -> Tensor:
     """targets (T,) of the token after; -1 where the packed sequence ends."""
-    return torch.where(is_start.roll(-1), -1, targets.roll(-1))
+    return targets.roll(-1).masked_fill(is_start.roll(-1), -1)
 
 
 def hash_pairs(tokens: Tensor, is_start: Tensor, num_rows: int) -> Tensor:
@@ -2471,7 +2472,7 @@ class StageInputs(typing.NamedTuple):
     sin: Tensor  # (T, 2, 1, 1, K)
     paired_cos: Tensor | None  # (T, 2, 1, 2, K) of even and odd heads
     paired_sin: Tensor | None
-    is_still: Tensor  # (K,) channels that do not turn
+    is_offset: Tensor  # (T, 1, K) channels that do not turn, but of the first token
     is_start: Tensor  # (T,) tokens with which packed sequences start
 
 
@@ -2616,7 +2617,7 @@ class Attention(nn.Module):
         qk = qk.unflatten(2, (-1, parities))  # (T, 2, H / parities, parities, K)
         q, k = apply_rotary(qk, cos, sin, self.rotary_pairs).flatten(2, 3).unbind(1)  # (T, H, K) each
         if self.spec.key_offset:  # source: the record of 2025-12-14
-            k = torch.where(stage.is_still, previous(k, stage.is_start, k), k)
+            k = torch.where(stage.is_offset, k.roll(1, 0), k)
         return q, k
 
     def mix_values(self, v: Tensor, x: Tensor, streams: dict[str, Tensor], mixed: Tensor | None,
@@ -3497,12 +3498,12 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
     if any(spec.paired for spec in cfg.layers):
         both = 2 * positions[:, None] + torch.arange(2, device=rt.device)  # (T, 2) of even and odd heads
         paired = make_rotary(state, both, pairs, dtype)
-    still = torch.tensor(state.frequencies == 0, device=rt.device)  # (K/2,)
-    is_still = still.repeat(2) if pairs == "halves" else still.repeat_interleave(2)
+    is_still = torch.tensor(state.frequencies == 0, device=rt.device)  # (K/2,)
+    is_still = is_still.repeat(2) if pairs == "halves" else is_still.repeat_interleave(2)  # (K,)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device)
     return StageInputs(
         windows if rt.use_flex else state.windows, *make_rotary(state, positions[:, None], pairs, dtype),
-        *paired, is_still, positions == 0)
+        *paired, is_still & (positions > 0)[:, None, None], positions == 0)
 
 
 # ==== RUN RECORD ===========================================================================================

@@ -3,7 +3,7 @@
 
     ./run.sh benchmarks/rules.py              # 40 minutes on two cores: tunes, then the best over seeds
     ./run.sh benchmarks/rules.py --depths     # 15 minutes: how the best rate moves from 4 to 12 layers
-    ./run.sh benchmarks/rules.py --laptop     # half an hour: every rule on preset laptop, no rate given
+    ./run.sh benchmarks/rules.py --laptop     # half an hour: every rule on preset laptop_32, no rate given
 
 Every rule gets the same steps, tokens and number of rates. The first two train the model of preset quick on
 the data of track laptop. Runs are kept in logs/rules and not run again. Prints tables for RESULTS.md and
@@ -135,12 +135,12 @@ def compare_depths(folder: Path) -> None:
 
 
 def compare_on_laptop(num_seeds: int, folder: Path) -> None:
-    """Every rule of the file on preset laptop, as --matrix_rule=RULE alone runs it."""
-    runs = [(f"laptop_{rule}", seed, ["--preset=laptop", f"--matrix_rule={rule}"])
+    """Every rule of the file on preset laptop_32, as --matrix_rule=RULE alone runs it."""
+    runs = [(f"laptop_{rule}", seed, ["--preset=laptop_32", f"--matrix_rule={rule}"])
             for seed in range(num_seeds) for rule in gpt.RULES]
     found = {name: statistics.mean(result["final_val_loss"] for result in made)
              for name, made in run(runs, folder).items()}
-    print("\n| rule | loss of preset laptop | of muon's |")
+    print("\n| rule | loss of preset laptop_32 | of muon's |")
     print("|---|---|---|")
     for rule in gpt.RULES:
         loss = found[f"laptop_{rule}"]
@@ -152,7 +152,7 @@ def main() -> None:
     parser = results.make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="runs of every rule at its best rate")
     parser.add_argument("--depths", action="store_true", help="compare depths instead")
-    parser.add_argument("--laptop", action="store_true", help="run preset laptop instead")
+    parser.add_argument("--laptop", action="store_true", help="run preset laptop_32 instead")
     args = parser.parse_args()
     folder = LOGS / hashlib.sha256((results.ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
     if args.depths:

@@ -1,13 +1,14 @@
 """What is a mechanism worth? A preset without it, over seeds, against the preset as it is.
 
     python records/ablate.py --preset=laptop --mechanisms=value_embeds,softcap --seeds=5
-    python records/ablate.py --preset=laptop                # all mechanisms (train_gpt.py --list_presets)
+    python records/ablate.py --preset=laptop                # all that it has (train_gpt.py --list_presets)
 
 Prints, for every mechanism, the change of the final validation loss when it is switched off, paired by seed,
 with its 95 % confidence interval: above zero, the mechanism helps. Runs are kept in logs/ablate and not run
 again.
 """
 
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -24,16 +25,32 @@ def read_losses(folder: Path) -> dict[int, float]:
     return {result["seed"]: result["final_val_loss"] for result in found}
 
 
+def list_mechanisms(preset: str) -> list[str]:
+    """The mechanisms of a preset: those without which it is another."""
+    try:
+        as_it_is, *others = (gpt.make_config(dict(preset=preset, without=name))
+                             for name in ("", *gpt.MECHANISMS))
+    except gpt.InputError as error:
+        raise results.RecordError(str(error)) from None
+    return [name for name, other in zip(gpt.MECHANISMS, others)
+            if dataclasses.replace(other, without="") != as_it_is]
+
+
+def judge(effect: results.Effect) -> str:
+    return "helps" if effect.low > 0 else "hurts" if effect.high < 0 else "no effect shown"
+
+
 def main() -> None:
     """Run what is missing, print the table."""
     parser = results.make_parser(__doc__)
     parser.add_argument("--preset", default="laptop")
-    parser.add_argument("--mechanisms", default=",".join(gpt.MECHANISMS), help="as a,b (default: all)")
+    parser.add_argument("--mechanisms", default="", help="as a,b (default: all of the preset)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--extra", default="", help="further options of train_gpt.py for all runs")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
     args = parser.parse_args()
-    source, names = (results.ROOT / "train_gpt.py").read_bytes(), args.mechanisms.split(",")
+    source = (results.ROOT / "train_gpt.py").read_bytes()
+    names = args.mechanisms.split(",") if args.mechanisms else list_mechanisms(args.preset)
     for name in set(names) - set(gpt.MECHANISMS):
         raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
                                   f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
@@ -46,11 +63,11 @@ def main() -> None:
     losses = {name: read_losses(folder) for name, folder in folders.items()}
     base = results.summarize(list(losses["nothing"].values()))
     print(f"{args.preset}: loss {base.mean:.4f} +- {base.sd:.4f} over {base.n} seeds\n")
-    print("| without | loss changes by | 95 % interval | n | p |\n|---|---|---|---|---|")
+    print("| without | loss changes by | 95 % interval | n | p | it |\n|---|---|---|---|---|---|")
     effects = {name: results.compare(losses[name], losses["nothing"]) for name in names}
     for name, effect in sorted(effects.items(), key=lambda item: -item[1].mean):
         print(f"| {name} | {effect.mean:+.4f} | {effect.low:+.4f} to {effect.high:+.4f} | {effect.n} "
-              f"| {effect.p:.2g} |")
+              f"| {effect.p:.2g} | {judge(effect)} |")
 
 
 if __name__ == "__main__":

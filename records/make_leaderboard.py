@@ -54,6 +54,23 @@ OTHERS_HEAD = """
 | folder | preset | n | loss | sd | p | s to target | training time |
 |---|---|---|---|---|---|---|---|
 """
+BLOCKS_HEAD = """### {title}
+
+The newest recipe in miniature, block by block: every rung is a preset of
+[its script](laptop/{folder}/train_gpt.py), and has all that the rungs before it have. {machine}; a run of
+`record_32` takes {first:.0f} s of training, one of `{last_name}` {last:.0f} s. Paired by seed, that ends
+{effect} lower, n = {n}, p {p}; standard deviation of its loss {sd:.3f}. It reaches the mean loss of
+`record_32` after {crossing:.0f} s (median). "Here" is judged against the rung before.
+
+```
+python records/run_ladder.py --ladder=records/laptop/{folder}
+```
+
+![the newest recipe, block by block](frontier.svg)
+
+| rung | preset | what it adds | n | loss | sd | training s | against the rung before | here |
+|---|---|---|---|---|---|---|---|---|
+"""
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
 
 
@@ -161,10 +178,51 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
             rungs, ladder_target, setting = found, target, own
             text += format_ladder(rungs, setting, target)
             lines = format_lines(rungs, setting, target, records)
-        others = [r for r in records if r not in [rung.record for rung in found]]
+        blocks = read_blocks(records)
+        if blocks:
+            text += format_blocks(*blocks)
+            plot.plot_times(blocks[1], records_dir / "frontier")
+        shown = [rung.record for rung in found] + list(blocks[1].values() if blocks else ())
+        others = [r for r in records if r not in shown]
         text += "### Other records\n" if found else ""
         text += OTHERS_HEAD + "".join(format_other(record, target) for record in others)
     return text, lines, rungs, setting, ladder_target
+
+
+def read_blocks(records: list[results.Record]) -> tuple[Path, dict[str, results.Record]] | None:
+    """The newest ladder with a ladder.toml: (its folder, records by rung in its order)."""
+    by_folder = {record.folder: record for record in records}
+    for folder in sorted({record.folder.parent for record in records}, reverse=True):
+        rungs = {name: by_folder[folder / name] for name in results.read_ladder(folder)
+                 if folder / name in by_folder}
+        if len(rungs) > 1:
+            return folder, rungs
+    return None
+
+
+def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
+    """The note and the table of a ladder with a ladder.toml."""
+    rungs, text, before = results.read_ladder(folder), "", None
+    first = next(iter(blocks.values()))
+    last_name, last = [(name, record) for name, record in blocks.items()
+                       if rungs[name].get("has_more_seeds")][-1]
+    for name, record in blocks.items():
+        summary = results.summarize(list(record.losses.values()))
+        effect = before and results.compare(record.losses, before.losses)
+        cells = (f"[{name}]({record.name})", f"`{rungs[name]['preset']}`", rungs[name]["change"], summary.n,
+                 f"{summary.mean:.3f}", f"{summary.sd:.3f}", f"{time_runs(record):.0f}",
+                 format_effect(effect) if effect else "", judge(effect))
+        text += f"| {' | '.join(map(str, cells))} |\n"
+        before = record
+    goal = statistics.mean(first.losses.values())
+    crossings = [results.find_crossing(result, goal) for result in last.results]
+    effect = results.compare(first.losses, last.losses)
+    return BLOCKS_HEAD.format(
+        title=folder.name, folder=folder.name, machine=format_machine(first.results[0]),
+        first=time_runs(first), last=time_runs(last), last_name=last_name, effect=format_effect(effect),
+        n=effect.n, p=format_p(effect.p), sd=results.summarize(list(last.losses.values())).sd,
+        crossing=statistics.median(crossing[1] if crossing else math.inf for crossing in crossings)
+    ) + text + "\n"
 
 
 def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> str:

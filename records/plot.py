@@ -59,6 +59,19 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
     save(figure, out)
 
 
+def plot_times(records: dict[str, results.Record], out: Path) -> None:
+    """Loss against training time, a line for every run, a colour for every record, by name."""
+    figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for index, (name, record) in enumerate(records.items()):
+        for result in record.results:
+            _, losses, milliseconds = zip(*result["val_points"])
+            panel.plot([ms / 1000 for ms in milliseconds[1:]], losses[1:], color=f"C{index}", linewidth=1,
+                       label=name if result is record.results[0] else None)
+    panel.set(xlabel="training time (s)", ylabel="validation loss")
+    panel.legend(frameon=False)
+    save(figure, out)
+
+
 def plot_ladder(rungs: list, target_run: results.Record, target: float, out: Path) -> None:
     """Three columns over the rungs: published minutes, loss after equal tokens, seconds to the target.
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,12 @@ def find_script(folder: Path) -> Path:
     """The script of a record folder; that of a rung stands once, in the folder of its ladder."""
     own = folder.resolve() / "train_gpt.py"
     return own if own.exists() else own.parents[1] / "train_gpt.py"
+
+
+def read_ladder(folder: Path) -> dict[str, dict]:
+    """The rungs that a folder's ladder.toml lists, {name: preset, change}; empty where it has none."""
+    path = folder / "ladder.toml"
+    return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 def load_script(folder: Path) -> ModuleType:

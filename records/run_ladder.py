@@ -20,12 +20,12 @@ LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
 
 def read_presets(ladder: Path) -> tuple[dict[str, str], set[str]]:
-    """(preset of each rung, in order; rungs over more seeds): of ladder.json, or of the script's LADDER, where
-    those are the first and the last."""
-    if (ladder / "ladder.json").exists():
-        rungs = json.loads((ladder / "ladder.json").read_text())
+    """(preset of each rung in order, rungs over more seeds): of ladder.toml; or of the script's LADDER, the
+    first and the last."""
+    rungs = results.read_ladder(ladder)
+    if rungs:
         return ({name: rung["preset"] for name, rung in rungs.items()},
-                {name for name, rung in rungs.items() if rung.get("is_end")})
+                {name for name, rung in rungs.items() if rung.get("has_more_seeds")})
     presets = {name[11:]: f"laptop_{name}" for name in results.load_script(ladder).LADDER}
     return {"target": "laptop_target", **presets}, {next(iter(presets)), list(presets)[-1]}
 
@@ -75,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     script = args.ladder / "train_gpt.py"
     frozen = results.load_script(args.ladder) if script.exists() else None
-    if not (args.ladder / "ladder.json").exists() and not hasattr(frozen, "LADDER"):
+    if not results.read_ladder(args.ladder) and not hasattr(frozen, "LADDER"):
         raise results.RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
     presets, ends = read_presets(args.ladder)
     runs = plan_runs(presets, ends, args.seeds, args.end_seeds)

@@ -309,8 +309,8 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -
         with ObservedMode(observer), torch.no_grad():
             batch = next(FakeBatches(micro_tokens, DEVICE))
             stage = trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
-            gpt.Telemetry(trainer, None).measure_layers(*trainer.model.look_up(batch.inputs), batch.doc_ids,
-                                                        stage)
+            gpt.Telemetry(trainer, None).measure_layers(
+                *trainer.model.look_up(batch.inputs, stage.is_start), batch.doc_ids, stage)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
     return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,

@@ -1,6 +1,6 @@
 """Plain float64 reading of the record of 2026-07-17: model, loss, optimizers, schedules.
 
-Written from the text alone, for tests. Loops and dense masks, no speed, no reduced precision.
+Written from a description of that record alone, for tests. Loops and dense masks, no speed, no reduced precision.
 V = vocab (padded), D = dim, H = heads, K = head_dim (H * K = D), F = hidden, G = gate_hidden.
 Matrices are outputs x inputs. Parameters, one flat dict of float64 leaf tensors:
   embed (V,D)  head (V,D)  ve.{0..4} (V,D)  bigram (bigram_rows,D)
@@ -126,7 +126,7 @@ def int32(value):
 
 
 def bigram_rows_of(tokens, starts, rows):
-    """C62: position 0 takes the row rows - 1, and position 1 sees rows - 1 in the place of token 0."""
+    """Rows of the bigram table: position 0 takes the row rows - 1, and position 1 sees rows - 1 in the place of token 0."""
     tokens, out = [int(t) for t in tokens], []
     for t, position in enumerate(positions_of(len(tokens), starts)):
         if position == 0:
@@ -138,14 +138,14 @@ def bigram_rows_of(tokens, starts, rows):
 
 
 def sign_rows_of(tokens, starts, n):
-    """C83: on the true tokens; position 0 takes row 0."""
+    """Rows of its signs, from the true tokens; position 0 takes row 0."""
     tokens = [int(t) for t in tokens]
     where = positions_of(len(tokens), starts)
     return [0 if where[t] == 0 else (tokens[t - 1] ^ tokens[t]) % n for t in range(len(tokens))]
 
 
 def prefix_table(vocab):
-    """C88: longest proper byte prefix that is a token, else -1. Special and padding tokens: b''."""
+    """Longest proper byte prefix that is a token, else -1. Special and padding tokens: b''."""
     number = {}
     for i, token in enumerate(vocab):
         if len(token) > 0:
@@ -166,7 +166,7 @@ def rms_norm(x, eps=EPS):
 
 
 def coefficients(params, shape, name, x, scale):
-    """C81: scale * (W2 gelu(W1 x) + b), cut into a dict (layer, coefficient) -> (T, size)."""
+    """scale * (W2 gelu(W1 x) + b), cut into a dict (layer, coefficient) -> (T, size)."""
     hidden = x @ params[name + ".w1"].T
     hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
     c = scale * (hidden @ params[name + ".w2"].T + params[name + ".bias"])
@@ -179,7 +179,7 @@ def coefficients(params, shape, name, x, scale):
 
 
 def rotate(x, positions, frequencies):
-    """x (T, K): the first K/2 dims rotate in adjacent pairs, one frequency a pair (C58)."""
+    """x (T, K): the first K/2 dims rotate in adjacent pairs, one frequency a pair."""
     y = [None] * x.shape[1]
     for j in range(x.shape[1] // 4):
         angle = positions * frequencies[j]
@@ -200,7 +200,7 @@ def probabilities(q, k, documents, distance, scale):
 
 
 def attention(params, shape, layer, u, table, extra, c, positions, documents, stage, dc_band):
-    """Attn(u) of C90.2. table: raw VE rows or None; extra: v' of layer 10; c: the coefficients."""
+    """Attention of u. table: raw VE rows or None; extra: v' of layer 10; c: the coefficients."""
     short, long_, frequencies, scale = stage
     T, H, K = u.shape[0], shape.heads, shape.head_dim
     half = H // 2
@@ -239,7 +239,7 @@ def attention(params, shape, layer, u, table, extra, c, positions, documents, st
         window = long_ if layer in LONG else short
         y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h]
                          for h in range(H)], dim=1)
-    if layer == 10:                                 # DC of C85
+    if layer == 10:                                 # heads composed anew over the nearest tokens
         w1, w2 = rms_norm(c[10, "dc_w1"], 1e-6), c[10, "dc_w2"]
         mixed = sum(w1[:, g:g + 1] * probabilities(q[:, g], k[:, g], documents, dc_band - 1, scale)
                     for g in range(H))
@@ -309,7 +309,7 @@ def forward(params, shape, tokens, starts, doc_ids, stage, dc_band=112):
 
 def loss(params, shape, tokens, targets, starts, doc_ids, stage, weights, prefix_weight, prefix_of,
          dc_band=112):
-    """Training loss of C90.3 summed over all tokens; prefix_of: list of V prefix tokens or -1."""
+    """Training loss summed over all tokens; prefix_of: list of V prefix tokens or -1."""
     logp = torch.log_softmax(forward(params, shape, tokens, starts, doc_ids, stage, dc_band), dim=-1)
     targets = [int(t) for t in targets]
     positions = positions_of(len(targets), starts)
@@ -330,7 +330,7 @@ def val_loss(params, shape, tokens, targets, starts, doc_ids, stage, dc_band=112
                 dc_band) / len(targets)
 
 
-# ---------------------------------------------------------------- schedules (C90.6)
+# ---------------------------------------------------------------- schedules
 
 STEPS, EXTENSION = 1270, 15
 BLOCKS = [(1, 3), (3, 7), (5, 11), (6, 13)]
@@ -405,7 +405,7 @@ def total_tokens(n=STEPS, extension=EXTENSION):
     return sum(TOKENS[stage_of(step, n)] for step in range(n + extension))
 
 
-# ---------------------------------------------------------------- optimizers (C90.4, C90.5)
+# ---------------------------------------------------------------- optimizers
 
 POLAR = [(8.156554524902461, -22.48329292557795, 15.878769915207462),
          (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -436,7 +436,7 @@ def polar_express(U):
 
 @torch.no_grad()
 def matrix_update(W, G, state, lr_factor, momentum, lr_mul, per_column=False):
-    """C90.4 in place for one matrix or QK group; per_column: True for QK groups, else one value a row."""
+    """NorMuon in place for one matrix or QK group; per_column: True for QK groups, else one value a row."""
     if state.momentum is None:
         state.momentum = torch.zeros_like(G)
         size = (1, G.shape[1]) if per_column else (G.shape[0], 1)
@@ -455,7 +455,7 @@ def matrix_update(W, G, state, lr_factor, momentum, lr_mul, per_column=False):
 
 @torch.no_grad()
 def adam_update(p, G, state, lr_mul, betas, wd_mul, lr_factor):
-    """C90.5 in place for one parameter."""
+    """Adam in place for one parameter."""
     if state.m is None:
         state.m, state.v = torch.zeros_like(G), torch.zeros_like(G)
     state.t += 1

@@ -1,5 +1,6 @@
 """The CUDA path without a GPU: what tests/cuda_compile.py compiles, and what must be true of it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import fake_cuda
 import pytest
-from conftest import ROOT
+from conftest import ROOT, gpt
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
@@ -58,6 +59,15 @@ def test_segments_of_several_ranks_compile():
 
 
 @pytest.mark.slow
+def test_segments_of_the_newest_recipe_compile():
+    """With all its mechanisms, in five layers: what one segment computes, the others read."""
+    layers = json.dumps(list(map(dataclasses.asdict, gpt.LAPTOP_LAYERS[2])))
+    figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
+                          "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096")
+    assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
+
+
+@pytest.mark.slow
 def test_a_gpu_without_bfloat16_trains_in_float32():
     """Inductor refuses bfloat16 below capability 8.0, in storage too."""
     compile_for("t4", *SMALL)
@@ -65,6 +75,7 @@ def test_a_gpu_without_bfloat16_trains_in_float32():
 
 # card, options, GB of live tensors at most: in training, in validation
 WHOLE = [("h200", ["--preset=track_1"], 25.2, 15.8),
+         ("h200", ["--preset=frontier"], 36.9, 22.9),
          ("h200", ["--preset=muonh"], 28.4, 12.6),
          ("h200", ["--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on"], 15.2, 16.3),
          ("h200", ["--kernels=off"], 33.9, 15.8),

@@ -46,14 +46,14 @@ def equality(shards, tmp_path_factory):
 
     24 rows a step, one at a time, so that every world size sums the same ones. Three layers leave 8 matrices of one shape and 4 of
     another, which 3 and 8 ranks do not divide; every second parameter has multipliers of its own, and so has the
-    first matrix of an MLP. The case "laptop" is that preset, whose messages are counted."""
+    first matrix of an MLP. The case "laptop" is preset laptop_32, whose messages are counted."""
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     rows = dict(seq_len=128, tokens_per_step=3072, micro_batch_tokens=128, **files)
     common = dict(
         preset="smoke", num_layers=3, model_dim=32, num_heads=2, head_dim=16, num_iterations=8,
         adam_eps=1.0, mlp_up_lr_mul=2.0, comm_bucket_mb=0.03, **rows,
     )  # fmt: skip
-    cases = {"laptop": dict(rows, preset="laptop", dtype="float32", micro_batch_tokens=3072, num_iterations=4)}
+    cases = {"laptop": dict(rows, preset="laptop_32", dtype="float32", micro_batch_tokens=3072, num_iterations=4)}
     for rule, case in RULES_AND_CASES:
         decay = 0.0 if gpt.RULES[rule].keeps_norm else 0.1
         cases[f"{rule} {case}"] = {**common, "matrix_rule": rule, "matrix_weight_decay": decay, **CASES[case]}

@@ -199,11 +199,11 @@ def test_a_rule_without_a_rate_takes_one_that_suits_it():
     def rate(preset, **options):
         return gpt.make_config({"preset": preset, **options}).groups["matrix"].lr
 
-    rates = {name: rate("laptop", matrix_rule=name) for name in gpt.RULES}
+    rates = {name: rate("laptop_32", matrix_rule=name) for name in gpt.RULES}
     assert rates == {name: rule.lr for name, rule in gpt.RULES.items()}
     assert rates["muon"] == rates["normuon"] == 0.05
-    assert rate("laptop", matrix_rule="muonh", num_layers=48) == rates["muonh"] / 4
-    assert rate("laptop", matrix_rule="muon", num_layers=48) == rates["muon"]
+    assert rate("laptop_32", matrix_rule="muonh", num_layers=48) == rates["muonh"] / 4
+    assert rate("laptop_32", matrix_rule="muon", num_layers=48) == rates["muon"]
     assert rate("smoke", matrix_rule="adamw", matrix_lr=0.3) == 0.3
     assert rate("muonh") == 0.02
     assert rate("track_2", matrix_rule="normuon") == rate("track_2") == 0.0125  # muon and normuon: same units
