@@ -75,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     script = args.ladder / "train_gpt.py"
     frozen = results.load_script(args.ladder) if script.exists() else None
-    if not results.read_ladder(args.ladder) and not hasattr(frozen, "LADDER"):
+    if frozen is None or not results.read_ladder(args.ladder) and not hasattr(frozen, "LADDER"):
         raise results.RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
     presets, ends = read_presets(args.ladder)
     runs = plan_runs(presets, ends, args.seeds, args.end_seeds)

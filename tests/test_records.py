@@ -313,13 +313,17 @@ def test_a_log_loses_the_script_it_begins_with():
         run_ladder.strip_log(f"exit()\n{rule}{{}}{rule}", result)
 
 
-def test_the_plan_of_the_ladder():
-    """Seed by seed over all rungs; the first and the last one more often."""
+def test_the_plan_of_the_ladder(tmp_path):
+    """Seed by seed over all rungs; the first and the last one more often, or those that a ladder.toml says."""
     ladder = list(results.load_script(run_ladder.LADDER).LADDER)
-    plan = run_ladder.plan_runs(ladder, 3, 8)
+    plan = run_ladder.plan_runs(*run_ladder.read_presets(run_ladder.LADDER), 3, 8)
     assert plan[:25] == [
         ("target", "laptop_target", 0),
         *((name.partition("_")[2], f"laptop_{name}", 0) for name in ladder),
     ]
     assert len(plan) == 3 * 25 + 5 * 2 and len(set(plan)) == len(plan)
     assert [(name, seed) for name, _, seed in plan[-2:]] == [("adamw_rotary", 7), ("sigmoid_skips", 7)]
+    rungs = '[low]\npreset = "laptop_32"\nchange = "a"\n[high]\npreset = "laptop"\nchange = "b"\nhas_more_seeds = true\n'
+    (tmp_path / "ladder.toml").write_text(rungs)
+    plan = run_ladder.plan_runs(*run_ladder.read_presets(tmp_path), 1, 2)
+    assert plan == [("low", "laptop_32", 0), ("high", "laptop", 0), ("high", "laptop", 1)]
