@@ -221,7 +221,7 @@ class ModelConfig:
     yarn_max_window: int = option(65_536, "YaRN follows the long window as far as this; 0: not at all", 0)
     attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", 0)
     num_value_embeds: int = option(3, "value-embedding tables; 0: none", 0)
-    value_gate_dim: int = option(0, "input channels of their per-head gate; 0: a learned number", 0)
+    value_gate_dim: int = option(0, "input channels of their per-head gate; 0: a learned number", 0, 24)
     x0_shortcut: str = choice("on", "mix the embedding into every layer's input, by learned numbers; "
                               "after: into the stream after attention", "off", "on", "after")
     residual_init: float = option(0.0, "learned factor of the stream in each sublayer, at first; 0: none", 0)
@@ -696,7 +696,7 @@ def check_value(name: str, field: dataclasses.Field, value) -> None:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
         raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
-    if isinstance(value, str) and name != "prompt" and (
+    if isinstance(value, str) and name not in ("prompt", "without", "only_with") and (
             len(value) > 4000 or max(len(os.fsencode(part)) for part in value.split("/")) > 255):
         raise InputError(f"--{name}={value[:50]}... is too long: no name may have more than 255 characters, "
                          "no path more than 4,000")
@@ -820,25 +820,23 @@ def nearest_multiples(value: int, unit: int) -> str:
 def check_config(cfg: Config) -> None:
     """Raise InputError for options that cannot work together, or that would do nothing."""
     matrix, width = cfg.groups["matrix"], cfg.num_heads * cfg.head_dim
-    keeps_norm = RULES[matrix.rule].keeps_norm
-    rule = f"--matrix_rule={matrix.rule} keeps norms"
+    keeps_norm, rule = RULES[matrix.rule].keeps_norm, f"--matrix_rule={matrix.rule} keeps norms"
+    lengths = [("seq_len", stage.seq_len) for stage in (cfg, *cfg.full_stages)]
     multiples = [("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs turn)"),
-                 ("seq_len", cfg.seq_len, BLOCK, "128 tokens (one attention block)"),
-                 ("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)"),
+                 ("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
+                  f"qk_group_heads={cfg.qk_group_heads}"),
+                 ("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)"),
+                 *((name, length, BLOCK, "128 tokens (one attention block)")
+                   for name, length in (*lengths, ("val_seq_len", cfg.val_seq_len))),
                  ("val_tokens", cfg.val_tokens, cfg.val_seq_len, f"val_seq_len={cfg.val_seq_len}"),
-                 *(("seq_len", stage.seq_len, BLOCK, "128 tokens (one attention block)")
-                   for stage in cfg.full_stages),
                  *(("tokens_per_step", stage.tokens_per_step, stage.seq_len, f"seq_len={stage.seq_len}")
                    for stage in cfg.full_stages)]
-    group, longest = cfg.qk_group_heads or cfg.num_heads, max(stage.seq_len for stage in cfg.full_stages)
+    longest = max((stage.seq_len for stage in cfg.full_stages), default=0)
     checks = [
-        (cfg.num_heads % group == 0, f"--qk_group_heads={group} does not divide "
-                                     f"--num_heads={cfg.num_heads}: give a divisor, or 0"),
         (cfg.extension_steps == 0 or cfg.extension_steps < cfg.num_iterations and len(cfg.stages) > 1,
          f"--extension_steps={cfg.extension_steps} are those of the last of several stages, and the last of "
          f"--num_iterations={cfg.num_iterations}: give fewer, and two stages or more"),
-        (cfg.value_gate_dim <= 2 * cfg.model_dim and cfg.value_gate_dim % 2 == 0,
-         f"--value_gate_dim={cfg.value_gate_dim} is not an even number up to twice the width: give one"),
+        (cfg.bigram_rows not in (1, 2), f"--bigram_rows={cfg.bigram_rows} is no table: give 0, or many"),
         (cfg.model_dim == width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
                                  f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
         (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
@@ -886,7 +884,7 @@ def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
         yield 1 <= stage.window_short <= stage.window_long < 2**31, (
             f"--stages has windows short {stage.window_short}, long {stage.window_long}: "
             "give 1 <= short <= long")
-        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK)):
+        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK)):
             value = getattr(stage, name)
             yield value is None or least <= value < 2**31, (
                 f"--stages has {name}={value}: give {least} or more")
@@ -910,6 +908,9 @@ def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
             f"--layers: layer {i} has attention_from={spec.attention_from}: name an earlier layer")
         yield spec.gates_at is None or 0 <= spec.gates_at <= i, (
             f"--layers: layer {i} has gates_at={spec.gates_at}: name it or an earlier layer")
+        yield not spec.mudd_in or spec.attention != "none", (
+            f"--layers: layer {i} has mudd_in={spec.mudd_in} and no attention, whose values it enters: give "
+            "one of them")
         used = {f"ve{other.value_embed}" for other in cfg.layers}
         known = {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
         yield known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")), (
@@ -2863,11 +2864,11 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.use_flex, self.dtype = cfg, use_flex, dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
-        embed = draw(Tensor.normal_, torch.empty(table)) * cfg.embed_std
-        self.embed = declare(embed.to(storage), "embed")  # (V, D)
+        self.embed = declare(  # (V, D)
+            draw(Tensor.normal_, torch.empty(table), 0.0, cfg.embed_std).to(storage), "embed")
         used = {spec.value_embed for spec in cfg.layers} - {None}
         self.value_embeds = nn.ParameterDict({
-            str(i): declare((draw(Tensor.normal_, torch.empty(table)) * cfg.value_embed_std).to(storage),
+            str(i): declare(draw(Tensor.normal_, torch.empty(table), 0.0, cfg.value_embed_std).to(storage),
                             "value_embed") for i in sorted(used)})
         self.coefficients = list_coefficients(cfg)
         self.blocks = nn.ModuleList(Block(cfg, i, self.coefficients) for i in range(cfg.num_layers))
@@ -2881,7 +2882,8 @@ class GPT(nn.Module):
             self.head.weight.data.copy_(self.embed.data)
         bigram = torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage)
         self.bigram = declare(bigram, "value_embed") if cfg.bigram_rows else None
-        self.make_tables()
+        if not self.embed.is_meta:
+            self.make_tables()
         self.cut(1)
         self.set_fp8(use_fp8_linear, use_fp8_mlp)
 
@@ -2891,7 +2893,7 @@ class GPT(nn.Module):
         for _ in range(2):  # mixed until they look random
             bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
         signs = ((bits >> 15 & 1) * 2 - 1).view(-1, cfg.model_dim).to(self.embed.dtype)  # (8192, D)
-        first = F.one_hot(torch.tensor(0), cfg.num_targets).float()  # weights (n,) of the next token alone
+        first = torch.tensor([1.0] + [0.0] * (cfg.num_targets - 1))  # weights (n,) of the next token alone
         for name, table in (("signs", signs), ("first_target", first),
                             ("prefixes", torch.full((cfg.padded_vocab_size,), -1))):  # (V,), -1 for none
             self.register_buffer(name, table, persistent=False)
@@ -3464,7 +3466,7 @@ class Schedule:
     def loss_weights(self, step: int, index: int) -> tuple[float, ...]:
         """Weights of cfg.num_targets targets at a step of a stage; ramps do not reach their end value."""
         first = self.ends[index - 1] if index else 0
-        part = (step - first) / (min(self.ends[index], self.num_iterations) - first)
+        part = (step - first) / max(1, min(self.ends[index], self.num_iterations) - first)
         weights, (prefix_weight,) = (
             [start + (end - start) * part for start, end in parse_ramps(text)]
             for text in (self.stages[index].loss_weights, self.stages[index].prefix_weight))

@@ -386,3 +386,34 @@ def test_telemetry_and_guard(shards, tmp_path):
         measured[0]["groups"]
     )
     assert result["guard_actions"] == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(bigram_rows=1), "--bigram_rows=1 "),
+        (dict(qk_group_heads=4), "--num_heads=6 is not a multiple of qk_group_heads=4"),
+        (dict(value_gate_dim=5), "--value_gate_dim=5 is not a multiple of 2"),
+        (dict(extension_steps=1285), "--extension_steps=1285 "),
+        (dict(stages=()), "--stages is empty"),
+        (dict(stages=(gpt.Stage(1, 384, 128, seq_len=0),)), "seq_len=0"),
+        (dict(stages=(gpt.Stage(1, 384, 128, loss_weights="1 x"),)), "loss_weights='1 x'"),
+        (dict(stages=(gpt.Stage(1, 384, 128, prefix_weight="1 1"),)), "prefix_weight='1 1'"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in="x_in"),)), "mudd_in=x_in and no attention"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec(mudd_out="h3"),)), "mudd_out=h3: choose among x_in"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec(attention_from=1),)), "attention_from=1"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec(gates_at=2),)), "gates_at=2"),
+        (dict(num_heads=3, head_dim=32, num_layers=1, layers=(gpt.LayerSpec(paired=True),)), "paired heads"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(gpt.InputError, match=message.replace("(", r"\(")):
+        gpt.make_config({**SMALL, "qk_group_heads": 1, "extension_steps": 0, **options})
+
+
+def test_a_last_stage_without_steps(shards):
+    """Fewer steps than stages: the final validation still has its inputs."""
+    for num_iterations in (1, 2, 3):
+        cfg = gpt.make_config({"preset": "smoke_frontier", "num_iterations": num_iterations, "extension_steps": 0})
+        assert gpt.Schedule(cfg).at(num_iterations).loss_weights == (1.0, 0.0, 0.0)

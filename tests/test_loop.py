@@ -199,7 +199,7 @@ def test_a_copy_in_an_empty_folder_runs(tmp_path):
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 0, done.stderr
     final = float(VAL_LINE.findall(done.stdout)[-1][2])
-    assert final == pytest.approx(2.987, abs=0.03)  # golden: PyTorch 2.13's source, seed 0, float32
+    assert final == pytest.approx(2.990, abs=0.03)  # golden: PyTorch 2.13's source, seed 0, float32
     info = json.loads((tmp_path / "data" / "torch_source" / "corpus.json").read_text())
     (result,) = (tmp_path / "logs").glob("*.json")
     assert json.loads(result.read_text())["corpus_fingerprint"] == info["fingerprint"]
