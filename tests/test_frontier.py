@@ -7,7 +7,7 @@ import frontier_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, run_script, smoke_run
+from conftest import data_args, gpt, make_runtime, run_script, slow_but, smoke_run
 
 SMALL = dict(
     preset="frontier",
@@ -126,7 +126,7 @@ def make_tokens(seed, buffers=2, length=256):
     return batch, [length * i for i in range(buffers)]
 
 
-@pytest.mark.parametrize("step", [0, 422, 423, 846, 847, 1269, 1270, 1284, 1285], ids=str)
+@pytest.mark.parametrize("step", slow_but([0, 422, 423, 846, 847, 1269, 1270, 1284, 1285], 423, 1285), ids=str)
 def test_forward_and_losses(step):
     """Every stage, every change of YaRN, the final validation: logits, training and validation loss."""
     cfg, (shape, p) = gpt.make_config(SMALL), make_reference()
@@ -169,13 +169,15 @@ def test_schedule():
     assert schedule.at(1285).windows == (2560, 768)
 
 
-def test_forty_steps(monkeypatch):
-    """Every parameter after 40 steps, tied for the first 20: gradients, both rules, their masks.
+@pytest.mark.parametrize("steps", slow_but([6, 40], 6))
+def test_steps(steps, monkeypatch):
+    """Every parameter after some steps, tied for the first half: gradients, both rules, their masks.
 
     At a hundredth of the rates: at the recipe's own, rounding errors grow tenfold each step.
     """
     monkeypatch.setattr(gpt, "GRAD_TOKENS", 128)
-    changes = dict(untie_frac=19 / 1270, tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128)
+    last_tied = {6: 3, 40: 19}[steps]
+    changes = dict(untie_frac=last_tied / 1270, tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128)
     stages = (
         gpt.Stage(1, 384, 128, loss_weights="1 0.5 0.25:0", prefix_weight="0.25"),
         gpt.Stage(1, 384, 128),
@@ -187,8 +189,8 @@ def test_forty_steps(monkeypatch):
     prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
     model.prefixes.copy_(prefixes)
     optimizer = gpt.Optimizer(model, cfg, make_runtime(dtype=torch.float64))
-    assert optimizer.last_tied_step == 19
-    schedule, batches = gpt.Schedule(gpt.make_config(SMALL)), [make_tokens(i, length=128) for i in range(40)]
+    assert optimizer.last_tied_step == last_tied
+    schedule, batches = gpt.Schedule(gpt.make_config(SMALL)), [make_tokens(i, length=128) for i in range(steps)]
     inputs = gpt.make_stage_inputs(schedule.at(0), 256, 128, optimizer.rt, cfg)
     for step, (batch, _) in enumerate(batches):
         state = schedule.at(step * 30)
@@ -199,7 +201,7 @@ def test_forty_steps(monkeypatch):
         p,
         shape,
         [(batch.inputs, batch.targets, starts, batch.doc_ids) for batch, starts in batches],
-        untie_step=19,
+        untie_step=last_tied,
         prefix_of=prefixes,
         stage_for=lambda step: reference.stage_at(0, 16),
         lr_for=lambda step: 0.01 * reference.lr_factor(step * 30),
