@@ -50,7 +50,7 @@ def test_symmetric_product(dtype, bound, is_compiled):
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("grad_dtype, scale, bound", [
     (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, gpt.FP8_GRAD_SCALE, 2**-3)])
-@pytest.mark.parametrize("cap, target_weights", zip(CAPS, [(1.0,), (1.0, 0.5, 0.25, 0.25)]))
+@pytest.mark.parametrize("cap, target_weights", list(zip(CAPS, [(1.0,), (1.0, 0.5, 0.25, 0.25)])))
 def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compiled):
     """The record's vocabulary, logits beyond the cap; e5m2 has two bits of mantissa. One target, and four, of which
     the last is often missing."""

@@ -378,7 +378,7 @@ def changed_by(mechanism):
     return {name for name in before if before[name] != after[name]} - {"without"}
 
 
-@pytest.mark.parametrize("mechanism", filter(changed_by, gpt.MECHANISMS))  # test_frontier.py has the others
+@pytest.mark.parametrize("mechanism", list(filter(changed_by, gpt.MECHANISMS)))  # test_frontier.py has the others
 def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
     """Four steps: the loss falls below that of a uniform guess, ln 257."""
     assert changed_by(mechanism) <= {"layers", *gpt.MECHANISMS[mechanism]}
