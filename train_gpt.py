@@ -2506,7 +2506,7 @@ def list_coefficients(cfg: Config) -> list[Coefficient]:
         inject = "scalar" if not is_after else own[0] if spec.mudd_in else gates
         near = [*split_names(spec.mudd_in), "x"] if spec.mudd_in else []
         enters = attends or not is_after
-        rows = [
+        rows = [  # whether it is there, and its fields
             (cfg.x0_shortcut == "on", "x", 1, 1.0, "scalar"),
             (cfg.x0_shortcut != "off" and enters, "x_in" if near and is_after else "x0", 1, 0.0, inject),
             (cfg.bigram_rows > 0 and enters, "first_bigram" if is_after and not layer else "bigram", 1, 0.05,
@@ -2819,8 +2819,7 @@ class Segment(nn.Module):
         streams it adds."""
         masks, band, added = *self.build_masks(doc_ids, stage.windows), {}
         if self.is_first:
-            x = self.embed(x.to(dtype), numbers[0], stage.is_start)
-            added["x0"] = x
+            x = added["x0"] = self.embed(x.to(dtype), numbers[0], stage.is_start)
         for layer, block in zip(self.layers, self.blocks):
             added.update(block.compute_coefficients(x, gate_scale))
             seen = {**streams, **added}
@@ -2828,7 +2827,7 @@ class Segment(nn.Module):
                                                  if key in seen}}
             coefficients = {name: value.to(dtype) for name, value in coefficients.items()}
             x = add_weighted(x, streams, coefficients, "first_")
-            if layer == 0:
+            if "x_in" in self.saved and "x_in" not in seen:
                 seen["x_in"] = added["x_in"] = x
             mask = masks.get((block.spec.attention, block.spec.paired))
             x = block(x, seen, mask, StepInputs(stage, coefficients, band))
@@ -3911,7 +3910,7 @@ class Trainer:
         """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
         tokens_per_step, seq_len = state.stage.tokens_per_step, state.stage.seq_len
         accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step, seq_len)
-        weights = torch.tensor(state.loss_weights, device=self.rt.device)
+        weights = torch.tensor(state.loss_weights).to(self.rt.device, non_blocking=True)  # nobody waits
         total, progress = torch.zeros((), device=self.rt.device), self.progress
         for micro in range(accum):
             self.optimizer.probe.mark("data wait")
