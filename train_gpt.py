@@ -204,8 +204,7 @@ class ModelConfig:
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
     tie_head: str = choice("off", "head and token embedding are kept equal")
     embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
-    matrix_dtype: str = choice("float32", "matrix storage; bfloat16 keeps the other 16 bits apart",
-                               "float32", "bfloat16")
+    matrix_dtype: str = choice("float32", "matrix storage", "float32", "bfloat16")
     init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", 0.0)
     embed_std: float = option(1.0, "standard deviation of the embedding at first", 0.0)
     value_embed_std: float = option(1.0, "the same of the value embeddings", 0.0)
@@ -255,8 +254,8 @@ class OptimConfig:
     momentum_warmup_steps: int = option(300, "steps over which momentum rises", 0)
     momentum_cooldown_steps: int = option(0, "last steps, over which it falls to momentum_start", 0)
     adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", 1e-30)
-    state_dtype: str = choice("storage", "of moments: that of the parameter, or float32", "storage",
-                              "float32")
+    state_dtype: str = choice("storage", "of moments: the parameter's; or float32, and the other 16 bits of "
+                              "bfloat16 matrices are kept", "storage", "float32")
     untie_frac: float = option(1.0, "fraction of the run after which a tied head is a copy", 0.0, 1.0)
     grad_grid: float = option(0.0, "round gradients to multiples of this: the same bits on any ranks", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", 0.0, 1.0)
@@ -2029,11 +2028,12 @@ class Rule:
         return self.apply is hyperball_step
 
     def init_state(self, param: Tensor, is_wide: bool = False) -> dict[str, Tensor]:
-        """The state for parameters (M, ...): moments like the parameter, or wide; all else in float32."""
+        """The state for parameters (M, ...): moments like the parameter, or wide, and then a bfloat16 matrix
+        has its other 16 bits, too; all else in float32."""
         names = ("momentum",) if self.direction is nesterov_orthogonalize else ("exp_avg", "exp_avg_sq")
         dtype = wide_dtype(param) if is_wide else param.dtype
         state = {name: torch.zeros_like(param, dtype=dtype) for name in names}
-        if self.per_matrix and param.dtype == torch.bfloat16:
+        if is_wide and self.per_matrix and param.dtype == torch.bfloat16:
             state["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
         if self.is_normalized:
             rows, columns = param.shape[-2:]

@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_run(shards, here, name):
     ]
     end = tensors_of(saved[1])
     cfg = gpt.make_config(gpt.parse_argv([*TINY, *args])[0])
-    state = gpt.RULES[cfg.groups["matrix"].rule].init_state(torch.ones(2, 8, 8, dtype=getattr(torch, cfg.matrix_dtype)))
+    state = gpt.RULES[cfg.groups["matrix"].rule].init_state(torch.ones(2, 8, 8, dtype=getattr(torch, cfg.matrix_dtype)), cfg.state_dtype == "float32")
     assert {f"blocks.1.attention.{part}/{key}" for part in ("qk", "vo") for key in state} < set(end)
     assert ("mantissa" in state) == (name == "mantissas") and ("fp8/0" in end) == (name == "fp8 mlp")
     again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")

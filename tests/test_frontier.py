@@ -288,6 +288,7 @@ def test_mantissas():
     shown = (weights[1].view(torch.int32) & -65536).view(torch.float32)
     assert torch.equal(weights[0].float(), shown)
     assert states[0]["momentum"].dtype == torch.float32
+    assert set(rule.init_state(start)) == {"momentum", "second_momentum"}  # record 32's bfloat16 gates have none
 
 
 def test_fp8_of_the_mlp():
