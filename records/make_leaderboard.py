@@ -58,9 +58,9 @@ BLOCKS_HEAD = """### {title}
 
 The newest recipe in miniature, block by block: every rung is a preset of
 [its script](laptop/{folder}/train_gpt.py), and has all that the rungs before it have. {machine}; a run of
-`record_32` takes {first:.0f} s of training, one of `{last_name}` {last:.0f} s. Paired by seed, that ends
+`{first_name}` takes {first:.0f} s of training, one of `{last_name}` {last:.0f} s. Paired by seed, that ends
 {effect} lower, n = {n}, p {p}; standard deviation of its loss {sd:.3f}. It reaches the mean loss of
-`record_32` after {crossing:.0f} s (median). "Here" is judged against the rung before.
+`{first_name}` after {crossing:.0f} s (median). "Here" is judged against the rung before.
 
 ```
 python records/run_ladder.py --ladder=records/laptop/{folder}
@@ -203,7 +203,7 @@ def read_blocks(records: list[results.Record]) -> tuple[Path, dict[str, results.
 def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
     """The note and the table of a ladder with a ladder.toml."""
     rungs, text, before = results.read_ladder(folder), "", None
-    first = next(iter(blocks.values()))
+    first_name, first = next(iter(blocks.items()))
     last_name, last = [(name, record) for name, record in blocks.items()
                        if rungs[name].get("has_more_seeds")][-1]
     for name, record in blocks.items():
@@ -219,7 +219,8 @@ def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
     effect = results.compare(first.losses, last.losses)
     return BLOCKS_HEAD.format(
         title=folder.name, folder=folder.name, machine=format_machine(first.results[0]),
-        first=time_runs(first), last=time_runs(last), last_name=last_name, effect=format_effect(effect),
+        first_name=first_name, first=time_runs(first), last=time_runs(last),
+        last_name=last_name, effect=format_effect(effect),
         n=effect.n, p=format_p(effect.p), sd=results.summarize(list(last.losses.values())).sd,
         crossing=statistics.median(crossing[1] if crossing else math.inf for crossing in crossings)
     ) + text + "\n"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -327,3 +328,27 @@ def test_the_plan_of_the_ladder(tmp_path):
     (tmp_path / "ladder.toml").write_text(rungs)
     plan = run_ladder.plan_runs(*run_ladder.read_presets(tmp_path), 1, 2)
     assert plan == [("low", "laptop_32", 0), ("high", "laptop", 0), ("high", "laptop", 1)]
+
+
+def test_a_ladder_that_lists_its_rungs(tmp_path):
+    """Two rungs of the old ladder as blocks: their difference as scipy has it, and who reaches whose loss when."""
+    folder = tmp_path / "laptop" / "2026-01-01_blocks"
+    folder.mkdir(parents=True)
+    shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
+    toml = ""
+    for name in ("adamw_rotary", "sigmoid_skips"):
+        shutil.copytree(run_ladder.LADDER / name, folder / name)
+        toml += f'[{name}]\npreset = "a"\nchange = "of {name}"\nhas_more_seeds = true\n'
+    (folder / "ladder.toml").write_text(toml)
+    records = results.read_track("laptop", tmp_path)
+    found, blocks = make_leaderboard.read_blocks(records)
+    assert found == folder and list(blocks) == ["adamw_rotary", "sigmoid_skips"]
+    text = make_leaderboard.format_blocks(found, blocks)
+    first, last = (list(record.losses.values()) for record in blocks.values())
+    mean = statistics.mean(a - b for a, b in zip(first, last))
+    assert f"{mean:+.3f} [" in text and "n = 8, p < 0.0001" in text
+    times = [results.find_crossing(result, statistics.mean(first))[1] for result in blocks["sigmoid_skips"].results]
+    assert f"`adamw_rotary` after {statistics.median(times):.0f} s" in text
+    assert f"| of sigmoid_skips | 8 | {statistics.mean(last):.3f} |" in text and text.count("| helps |") == 1
+    plot.plot_times(blocks, tmp_path / "picture")
+    assert (tmp_path / "picture.svg").stat().st_size > 1000
