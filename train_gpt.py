@@ -29,7 +29,6 @@ Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded
 """
 import argparse
 import codecs
-import copy
 import ctypes
 import dataclasses
 import datetime
@@ -175,7 +174,6 @@ class Group:
     every: int = option(1, "steps from one update to the next; gradients are summed", 1)
 
 
-# The options of a group are --matrix_lr, --embed_betas and so on
 GROUPS = {
     "matrix": Group("muon", 0.05, (0.9, 0.95)),  # of the blocks; muon: lr in spectral norm
     "embed": Group(lr=0.6),
@@ -187,6 +185,12 @@ GROUPS = {
     "gate": Group(lr=0.008, betas=(0.9, 0.99)),  # matrices from which weights are computed for every token
     "gain": Group(lr=0.1),  # of norms and outputs
 }
+# A field of each group: matrix_lr, embed_betas and so on
+GroupConfig = dataclasses.make_dataclass("GroupConfig", [
+    (f"{name}_{field.name}", field.type,
+     dataclasses.field(default=getattr(group, field.name), metadata=field.metadata))
+    for name, group in GROUPS.items() for field in dataclasses.fields(Group)
+    if field.name != "rule" or name == "matrix"], frozen=True, namespace={"__doc__": Group.__doc__})
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,6 @@ class ModelConfig:
 class OptimConfig:
     """Update rules and schedules."""
 
-    groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(GROUPS))
     orthogonalize: str = choice("newton_schulz", "how muon rules make singular values equal",
                                 "newton_schulz", "polar_express", "precise")
     mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", 0.0)
@@ -326,8 +329,14 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
-class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
+class Config(TrainConfig, OptimConfig, ModelConfig, GroupConfig, SampleConfig):
     """All options of a run."""
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups by name."""
+        return {name: Group(**{field.name: getattr(self, f"{name}_{field.name}", field.default)
+                               for field in dataclasses.fields(Group)}) for name in GROUPS}
 
     @property
     def has_output_gain(self) -> bool:
@@ -367,7 +376,8 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
         return any(stage.prefix_weight != "0" for stage in self.stages)
 
 
-CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, SampleConfig)  # in the order of --help
+CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, GroupConfig, SampleConfig)  # in the order of --help
+OPTIONS = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
 GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
@@ -404,17 +414,16 @@ FRONTIER_LAYERS = tuple(LayerSpec(
     mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
     for i in range(11))
 
-# The same in miniature: with record 32's structure, with the newest tables, with all of it
+# In miniature: what of it pays there, and all of it
 LAPTOP_LAYERS = (
-    (LayerSpec("long", False, 0, key_offset=True), LayerSpec("long", True, 1, key_offset=True), LayerSpec(),
-     LayerSpec("none", skip_from=1), LayerSpec("long", True, 1, 0, key_offset=True)),
-    (LayerSpec(), LayerSpec("long", True, 0, key_offset=True), LayerSpec("short", True, 1),
-     LayerSpec("none", skip_from=1), LayerSpec("long", True, 2, attention_from=2, key_offset=True)),
-    (LayerSpec(paired=True, gates_at=0),
-     LayerSpec("long", True, 0, key_offset=True, xsa=True, gate=True, gates_at=0),
-     LayerSpec("short", True, 1, paired=True, gates_at=2), LayerSpec("none", skip_from=1, gates_at=2),
-     LayerSpec("long", True, 2, attention_from=2, key_offset=True, gate=True, dc=True, gates_at=2,
-               mudd_in="x_in,h2", mudd_out="x_in,h2,h3,ve0,h1")))
+    LayerSpec(), LayerSpec("long", True, 0, key_offset=True), LayerSpec("short", True, 1),
+    LayerSpec("none", skip_from=1), LayerSpec("long", True, 2, attention_from=2, key_offset=True))
+SMALL_LAYERS = (
+    LayerSpec(paired=True, gates_at=0),
+    LayerSpec("long", True, 0, key_offset=True, xsa=True, gate=True, gates_at=0),
+    LayerSpec("short", True, 1, paired=True, gates_at=2), LayerSpec("none", skip_from=1, gates_at=2),
+    LayerSpec("long", True, 2, attention_from=2, key_offset=True, gate=True, dc=True, gates_at=2,
+              mudd_in="x_in,h2", mudd_out="x_in,h2,h3,ve0,h1"))
 
 # name: (parent, what it is, differences from the parent)
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
@@ -447,25 +456,22 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
         grad_grid=2.0**-12, val_windows=(320, 128),
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
-    "laptop_constants": ("laptop_32", "and what the newest recipe changes by a line", dict(
-        layers=LAPTOP_LAYERS[0], smear="on", softcap=23.0, softcap_shift=5.0, x0_shortcut="after",
-        residual_init=1.1**0.5, zero_init="mlp")),
-    "laptop_optimizer": ("laptop_constants", "and its update rules", dict(
+    "laptop": ("laptop_32", "the newest recipe in miniature: what of it pays at this size", dict(
+        layers=LAPTOP_LAYERS, num_iterations=400, smear="on", softcap=23.0, softcap_shift=5.0,
+        x0_shortcut="after", residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0,
+        bigram_rows=4096, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
+        value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0,
         matrix_rule="normuon", matrix_lr=0.06, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.06 * 1.2,
-        orthogonalize="polar_express", decay="cautious", decay_schedule="lr", mlp_up_lr_mul=2.0,
-        mlp_down_lr_mul=4.0, qk_group_heads=1, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
+        embed_lr=0.02, embed_betas=(0.5, 0.95), head_lr=0.02, head_betas=(0.5, 0.95),
         value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99))),
-    "laptop": ("laptop_optimizer", "and its tables, head and value gates: all that pays in miniature", dict(
-        layers=LAPTOP_LAYERS[1], attention_gate_dim=0, bigram_rows=4096, tie_head="on", untie_frac=2 / 3,
-        embed_std=0.02, embed_lr=0.02, head_lr=0.02, value_embed_std=0.01, value_gate_dim=12,
-        num_iterations=400)),
-    "laptop_structure": ("laptop", "and the rest of its structure", dict(layers=LAPTOP_LAYERS[2])),
     "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "smoke_frontier": ("laptop_structure", "the newest recipe with all its mechanisms, in seconds", dict(
-        num_heads=2, head_dim=32, model_dim=64, num_iterations=12, extension_steps=2, tokens_per_step=2048,
+    "smoke_frontier": ("laptop", "the newest recipe with all its mechanisms, in seconds", dict(
+        layers=SMALL_LAYERS, num_heads=2, head_dim=32, model_dim=64,
+        num_iterations=12, extension_steps=2, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=4, momentum_cooldown_steps=4,
         bigram_rows=512, cooldown_frac=0.6, final_lr_frac=0.15, state_dtype="float32",
@@ -534,7 +540,7 @@ MECHANISMS: dict[str, dict] = {
     "adam_odd_steps": {f"{name}_every": 1 for name in GROUPS},
     "mantissas": dict(matrix_dtype="float32"),
     "qk_groups": dict(qk_group_heads=0),
-    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, embed_lr=0.0036, head_lr=0.0036),
+    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
     "tied_head": dict(tie_head="off"),
     "zero_init": dict(zero_init="off"),
     "qk_norm": dict(qk_norm="off"),
@@ -618,34 +624,6 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
         adam_eps=1e-10 * GRAD_TOKENS)}
 
 
-def list_options() -> dict[str, dataclasses.Field]:
-    """All options by name, in the order of --help; those of groups as <group>_<field>."""
-    options = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
-    del options["groups"]
-    for name, group in GROUPS.items():
-        for field in map(copy.copy, dataclasses.fields(Group)):
-            if field.name != "rule" or name == "matrix":
-                field.default = getattr(group, field.name)
-                options[f"{name}_{field.name}"] = field
-    return options
-
-
-def flatten_config(cfg: Config) -> dict:
-    """The value of every option by name."""
-    groups = {f"{name}_{key}": value for name, group in cfg.groups.items()
-              for key, value in vars(group).items()}
-    return {name: {**vars(cfg), **groups}[name] for name in list_options()}
-
-
-def build_config(values: dict) -> Config:
-    """The inverse of flatten_config(); what is missing has its default, unknown names are left out."""
-    groups = {name: dataclasses.replace(group, **{key: values[f"{name}_{key}"] for key in vars(group)
-                                                  if f"{name}_{key}" in values})
-              for name, group in GROUPS.items()}
-    known = {field.name for field in dataclasses.fields(Config)} & set(values)
-    return Config(**{**{name: values[name] for name in known}, "groups": groups})
-
-
 def build_items(kind: type, items: list[dict]) -> tuple:
     """LayerSpecs or Stages from plain JSON; ValueError names what does not fit."""
     if not isinstance(items, list):
@@ -662,7 +640,7 @@ def build_items(kind: type, items: list[dict]) -> tuple:
     return tuple(kind(**item) for item in items)
 
 
-def parse_value(name: str, field: dataclasses.Field, text: str):
+def parse_value(field: dataclasses.Field, text: str):
     """Turn the text of --name=text into the field's type; InputError says what was expected."""
     try:
         if field.type in (int, float):
@@ -678,8 +656,8 @@ def parse_value(name: str, field: dataclasses.Field, text: str):
         kind = {int: "whole number", float: "number"}.get(field.type, "list")
         text = text if len(text) < 100 else f"{text[:100]}..."
         example = show_value(field.default or (LayerSpec(),))
-        raise InputError(f"--{name}={text} is not a {kind}: give one like {example} ({str(error)[:200]})"
-                         ) from None
+        raise InputError(f"--{field.name}={text} is not a {kind}: give one like {example} "
+                         f"({str(error)[:200]})") from None
 
 
 def show_value(value) -> str:
@@ -688,9 +666,9 @@ def show_value(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def check_value(name: str, field: dataclasses.Field, value) -> None:
-    """Raise InputError where a value leaves the field's range or choices."""
-    low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
+def check_value(name: str, value) -> None:
+    """Raise InputError where a value leaves its option's range or choices."""
+    low, high, choices = (OPTIONS[name].metadata[key] for key in ("low", "high", "choices"))
     if choices and value not in choices:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
@@ -724,16 +702,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--list_presets", action="store_true", help="the presets and what they are")
         self.add_argument("--print_config", action="store_true", help="the resolved config as JSON; touches "
                           "no data")
-        parts = {name: part for part in CONFIG_PARTS for name in part.__annotations__}
-        sections = {part: self.add_argument_group(part.__doc__.strip().rstrip("."))
-                    for part in (*CONFIG_PARTS, Group)}
-        for name, field in list_options().items():
-            sections[parts.get(name, Group)].add_argument(
-                f"--{name}", type=functools.partial(parse_value, name, field), **self.describe(name, field))
+        for part in CONFIG_PARTS:
+            section = self.add_argument_group(part.__doc__.strip().rstrip("."))
+            for field in dataclasses.fields(part):
+                section.add_argument(f"--{field.name}", type=functools.partial(parse_value, field),
+                                     **self.describe(field))
 
     @staticmethod
-    def describe(name: str, field: dataclasses.Field) -> dict:
-        meta, is_json = field.metadata, name in ("layers", "stages")
+    def describe(field: dataclasses.Field) -> dict:
+        meta, is_json = field.metadata, field.name in ("layers", "stages")
         kind = "|".join(meta["choices"] or ()) or getattr(field.type, "__name__", "str").upper()
         shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
         shown += [f"{word} {bound}" for word, bound in (("at least", meta["low"]), ("at most", meta["high"]))
@@ -753,7 +730,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
     values, unknown = Parser().parse_known_args(words)
     for word in unknown:
         name = word.partition("=")[0]
-        raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), list_options(), '--')}")
+        raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}")
     flags = {flag for flag in ("list_presets", "print_config") if flag in values}
     return {name: value for name, value in vars(values).items() if name not in flags}, flags
 
@@ -775,13 +752,13 @@ def format_presets() -> str:
 
 def make_config(overrides: dict) -> Config:
     """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
-    options, name = list_options(), overrides.get("preset", "auto")
+    name = overrides.get("preset", "auto")
     for key, value in overrides.items():
-        check_value(key, options[key], value)
+        check_value(key, value)
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    preset = {**flatten_config(Config()), **preset_overrides(name)}
+    preset = {**vars(Config()), **preset_overrides(name)}
     values = {**preset, **overrides, "preset": name}
     if values["depth"]:
         preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
@@ -794,9 +771,9 @@ def make_config(overrides: dict) -> Config:
         for key, change in MECHANISMS[mechanism].items():
             if key not in overrides or callable(change):
                 values[key] = change(values[key]) if callable(change) else change
-    for key, field in options.items():
-        check_value(key, field, values[key])
-    cfg = build_config(values)
+    for key, value in values.items():
+        check_value(key, value)
+    cfg = Config(**values)
     check_config(cfg)
     return cfg
 
@@ -893,28 +870,24 @@ def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
     """(condition, message) of every layer."""
     yield len(cfg.layers) == cfg.num_layers, (f"--layers has {len(cfg.layers)} layers, num_layers is "
                                               f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}")
+    used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
     for i, spec in enumerate(cfg.layers):
+        has = f"--layers: layer {i} has"
         yield spec.attention in ("long", "short", "none"), (
-            f"--layers: layer {i} has attention={spec.attention}: choose long, short or none")
-        yield spec.skip_from is None or 0 <= spec.skip_from < i, (
-            f"--layers: layer {i} has skip_from={spec.skip_from}: name an earlier layer")
+            f"{has} attention={spec.attention}: choose long, short or none")
+        for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_at", i)):
+            value = getattr(spec, name)
+            yield value is None or 0 <= value <= last, f"{has} {name}={value}: name an earlier layer"
         yield spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds, (
-            f"--layers: layer {i} has value_embed={spec.value_embed}: num_value_embeds is "
-            f"{cfg.num_value_embeds}")
+            f"{has} value_embed={spec.value_embed}: num_value_embeds is {cfg.num_value_embeds}")
         yield not spec.paired or cfg.num_heads % 2 == 0, (
-            f"--layers: layer {i} has paired heads: num_heads is {cfg.num_heads}, give an even number")
-        yield spec.attention_from is None or 0 <= spec.attention_from < i, (
-            f"--layers: layer {i} has attention_from={spec.attention_from}: name an earlier layer")
-        yield spec.gates_at is None or 0 <= spec.gates_at <= i, (
-            f"--layers: layer {i} has gates_at={spec.gates_at}: name it or an earlier layer")
+            f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number")
         yield not spec.mudd_in or spec.attention != "none", (
-            f"--layers: layer {i} has mudd_in={spec.mudd_in} and no attention, whose values it enters: give "
-            "one of them")
-        used = {f"ve{other.value_embed}" for other in cfg.layers}
+            f"{has} mudd_in={spec.mudd_in} and no attention, whose values it enters: give one of them")
         known = {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
         yield known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")), (
-            f"--layers: layer {i} has mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
-            f"{', '.join(sorted(known - {'veNone'}))}")
+            f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+            f"{', '.join(sorted(known))}")
 
 
 def split_rows(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int | None = None
@@ -978,16 +951,14 @@ def count_flops(cfg: Config) -> int:
 
 def plain_dict(cfg: Config) -> dict:
     """Every option as plain JSON types."""
-    return json.loads(json.dumps(flatten_config(cfg), default=vars))
+    return json.loads(json.dumps({name: getattr(cfg, name) for name in OPTIONS}, default=vars))
 
 
 def config_from_dict(values: dict) -> Config:
     """The inverse of plain_dict(), for what a checkpoint says; unknown names are left out."""
-    options = list_options()
-    return build_config({name: parse_value(name, options[name], json.dumps(value))
-                         if name in ("layers", "stages") else
-                         tuple(value) if isinstance(value, list) else value
-                         for name, value in values.items() if name in options})
+    return Config(**{name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
+                     tuple(value) if isinstance(value, list) else value
+                     for name, value in values.items() if name in OPTIONS})
 
 
 # ==== RUNTIME ==============================================================================================
@@ -998,22 +969,20 @@ def config_from_dict(values: dict) -> Config:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how this process computes."""
+    """Where and how a process computes; by default alone, on a CPU, in float32."""
 
-    device: torch.device
-    rank: int
-    local_rank: int
-    world_size: int
-    dtype: torch.dtype  # of activations and of the orthogonalisation
-    use_compile: bool
-    use_flex: bool  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
-    use_fp8: bool  # FP8 matmuls in the head while training
-    use_fp8_linear: bool  # the same in attention and MLP
-    use_kernels: bool  # our Triton kernels, else their plain forms
-    peak_flops: float  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
-    notes: tuple[str, ...]  # choices made here, printed once
+    device: torch.device = torch.device("cpu")
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    dtype: torch.dtype = torch.float32  # of activations and of the orthogonalisation
+    use_compile: bool = False
+    use_flex: bool = False  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
+    use_kernels: bool = False  # our Triton kernels, else their plain forms
+    fp8: frozenset[str] = frozenset()  # options fp8_...: what multiplies in FP8 while training
+    peak_flops: float = 0.0  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
+    notes: tuple[str, ...] = ()  # choices made here, printed once
     control: "dist.ProcessGroup | None" = None  # on CPUs, patient: for what is not part of a step
-    use_fp8_mlp: bool = False  # in the MLP's forward
 
     @property
     def is_main(self) -> bool:
@@ -1057,25 +1026,21 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                                 timeout=PATIENCE)
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return Runtime(device, rank, local_rank, world_size, torch.float32, use_compile=False, use_flex=False,
-                   use_fp8=False, use_fp8_linear=False, use_kernels=False, peak_flops=0.0, notes=(),
-                   control=control)
+    return Runtime(device, rank, local_rank, world_size, control=control)
 
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all."""
     dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
     use_compile, note = choose_compile(cfg, rt.device)
-    use_fp8, fp8_note = choose_fp8(cfg, rt.device, "fp8_head", use_compile)
-    use_fp8_linear, linear_note = choose_fp8(cfg, rt.device, "fp8_linear", use_compile)
-    use_fp8_mlp, mlp_note = choose_fp8(cfg, rt.device, "fp8_mlp", use_compile)
     use_kernels, kernels_note = choose_kernels(cfg, rt.device, dtype, use_compile)
+    fp8 = {field: choose_fp8(cfg, rt.device, field, use_compile) for field in FP8_OPTIONS}
     if use_compile:  # segments share one piece of code, which has a graph for each
         torch._dynamo.config.recompile_limit = 64
     return dataclasses.replace(rt, **broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, use_flex=use_compile and rt.device.type == "cuda",
-        use_fp8=use_fp8, use_fp8_linear=use_fp8_linear, use_fp8_mlp=use_fp8_mlp, use_kernels=use_kernels,
-        peak_flops=peak_flops, notes=(*notes, note, fp8_note, linear_note, mlp_note, kernels_note)), rt))
+        use_kernels=use_kernels, fp8=frozenset(field for field, (works, _) in fp8.items() if works),
+        peak_flops=peak_flops, notes=(*notes, note, *(note for _, note in fp8.values()), kernels_note)), rt))
 
 
 def try_launch(field: str, wish: str, reason: str, launch: Callable[[], None], device: torch.device
@@ -1276,8 +1241,8 @@ class Stop:
         old = {name: signal.signal(getattr(signal, name), handle) for name in names}
         try:
             yield
-        finally:
-            for name, handler in old.items():
+        finally:  # of several ranks they stay: the launcher's SIGTERM would cut off last words
+            for name, handler in old.items() if self.rt.world_size == 1 else ():
                 signal.signal(getattr(signal, name), handler)
 
     def agree(self) -> int:
@@ -1671,6 +1636,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, c
 # and its loss have static scales (record 32), the linears of the blocks scales measured from each tensor
 # (nanochat). Training only; validation always multiplies in the activation dtype, with the same weights.
 
+FP8_OPTIONS = ("fp8_head", "fp8_linear", "fp8_mlp")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_LEAST = 128  # rows and columns of a weight for which casting pays
 FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
@@ -1683,15 +1649,17 @@ def fp8_x_scale(dim: int) -> float:
 
 def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
     """Fractions of the values that to_fp8() would saturate, and flush to zero."""
-    is_zero = to_fp8(x.float(), scale, dtype).float() == 0
+    is_zero = to_fp8(x, dtype, scale)[0].float() == 0
     return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
                 flushed=((x != 0) & is_zero).float().mean().item())
 
 
-def to_fp8(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide by a scale and cast, saturating at the largest finite value."""
+def to_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
+           ) -> tuple[Tensor, Tensor | float]:
+    """x over a scale, saturating; and the scale: by default () that makes its largest entry the dtype's."""
     limit = torch.finfo(dtype).max
-    return (x / scale).clamp_(-limit, limit).to(dtype)
+    scale = x.abs().max().float().clamp(min=1e-12) / limit if scale is None else scale
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
 
 
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor,
@@ -1702,20 +1670,13 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def measure_and_cast(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x over a scale, by default one that makes its largest entry that of an FP8 dtype; and the scale ()."""
-    limit = torch.finfo(dtype).max
-    scale = x.abs().max().float().clamp(min=1e-12) / limit if scale is None else scale
-    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
-
-
 class LinearFP8(torch.autograd.Function):
     """x W^T in FP8, and so are the two matmuls of backward, or they are in x's dtype."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, x_scale: Tensor | None, is_whole: bool) -> Tensor:
-        x8, x_scale = measure_and_cast(x.flatten(0, -2), torch.float8_e4m3fn, x_scale)
-        w8, w_scale = measure_and_cast(weight, torch.float8_e4m3fn)
+        x8, x_scale = to_fp8(x.flatten(0, -2), E4M3, x_scale)
+        w8, w_scale = to_fp8(weight, E4M3)
         ctx.save_for_backward(*((x8, x_scale, w8, w_scale) if is_whole else (x, weight)))
         ctx.weight_dtype = weight.dtype
         y = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
@@ -1728,7 +1689,7 @@ class LinearFP8(torch.autograd.Function):
             x, weight = ctx.saved_tensors
             return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2), None, None
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        grad8, scale = measure_and_cast(grad.flatten(0, -2), torch.float8_e5m2)
+        grad8, scale = to_fp8(grad.flatten(0, -2), E5M2)
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
         grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), scale, x_scale, grad.dtype, False)
         return grad_x.unflatten(0, grad.shape[:-1]), grad_w.to(ctx.weight_dtype), None, None
@@ -1793,7 +1754,7 @@ class HeadLoss(torch.autograd.Function):
         """
         w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
         if fp8_max:  # cast once for all chunks
-            w = to_fp8(w, fp8_max / 448, E4M3)  # (V, D)
+            w, _ = to_fp8(w, E4M3, fp8_max / 448)  # (V, D)
             w_turned = w.T.contiguous()  # (D, V)
         for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
             aim = target, target_weights, cap
@@ -1825,7 +1786,7 @@ def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, w_scale: float, t
                      weights: Tensor, cap: Softcap, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The same in FP8, from a weight cast as it is (V, D) and transposed (D, V)."""
     x_scale = fp8_x_scale(x.size(1))
-    x8 = to_fp8(x, x_scale, E4M3)
+    x8, _ = to_fp8(x, E4M3, x_scale)
     logits = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, V)
     losses, grad8 = softcapped_cross_entropy(logits, targets, weights, cap, E5M2, FP8_GRAD_SCALE,
                                              use_kernels)
@@ -2574,7 +2535,6 @@ class Attention(nn.Module):
                                  cfg.output_std("attention") * dim**-0.5).to(storage)
         self.qk = declare(matrices[:2].reshape(-1, rows, dim), "matrix")  # (2H / group, group * K, D)
         self.vo = declare(matrices[2:].clone(), "matrix")  # (2, D, D)
-        self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         self.gate = self.value_gate = None
         if self.gate_dim:  # it begins at zero, which a rule that keeps norms would never leave
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
@@ -2605,8 +2565,7 @@ class Attention(nn.Module):
             y = subtract_own_value(y, v, c["xsa"])
         for gate in (self.open_gate(x, factor), c.get("gate")):
             y = y if gate is None else y * gate[..., None]
-        y = multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
-        return y if self.output_gain is None else y * self.output_gain.type_as(y)
+        return multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
 
     def turn(self, qk: Tensor, stage: StageInputs) -> tuple[Tensor, Tensor]:
         """Norm, rotary and key offset: qk (T, 2, H, K) -> q, scaled, and k (T, H, K)."""
@@ -2660,7 +2619,6 @@ class MLP(nn.Module):
         down_inputs = dim if cfg.has_output_gain else hidden
         matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5,
                                  cfg.output_std("mlp") * down_inputs**-0.5)
-        self.output_gain = declare(torch.zeros(dim), "gain") if cfg.has_output_gain else None  # (D,)
         self.up_down = declare(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, 4D)
                                lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
         self.delayed = DelayedScale() if cfg.fp8_mlp != "off" else None
@@ -2670,11 +2628,9 @@ class MLP(nn.Module):
         (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
         if self.use_fp8_forward and self.training:
             y = relu_squared(LinearFP8.apply(x, up.T, None, False))  # (T, 4D)
-            y = LinearFP8.apply(y, down, self.delayed(y), False)  # (T, D)
-        else:
-            y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
-            y = multiply_linear(y, down, use_fp8)  # (T, D)
-        return y if self.output_gain is None else y * self.output_gain.type_as(y)
+            return LinearFP8.apply(y, down, self.delayed(y), False)  # (T, D)
+        y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+        return multiply_linear(y, down, use_fp8)  # (T, D)
 
 
 class Generator(nn.Module):
@@ -2711,11 +2667,11 @@ class Block(nn.Module):
         self.spec, self.is_after = cfg.layers[layer], cfg.x0_shortcut == "after"
         self.attention = None if self.spec.attention == "none" else Attention(cfg, self.spec)
         self.mlp = MLP(cfg) if self.spec.mlp else None
-        self.attention_gain = self.mlp_gain = None  # (D,) of the norms
-        if cfg.norm_gain == "on":
-            self.attention_gain, self.mlp_gain = (
-                declare(torch.ones(cfg.model_dim), "gain") if part else None
-                for part in (self.attention, self.mlp))
+        self.gains = nn.ParameterDict({  # (D,) of what a part reads, and of what it writes
+            f"{part}_{side}": declare(torch.full((cfg.model_dim,), init), "gain")
+            for part in ("attention", "mlp") if getattr(self, part) is not None
+            for side, has_gain, init in (("in", cfg.norm_gain == "on", 1.0),
+                                         ("out", cfg.has_output_gain, 0.0)) if has_gain})
         self.computed = {c.name: f"{c.name}@{layer}" for c in coefficients
                          if c.layer == layer and c.source not in GROUPS}
         self.generators = nn.ModuleDict()
@@ -2755,32 +2711,32 @@ class Block(nn.Module):
             x = add_weighted(x, near, c, "in_")
         if self.attention is not None:
             source = x if spec.attention_from is None else streams[f"h{spec.attention_from}"]
-            y = self.attention(self.normalize(source, self.attention_gain), streams, mixed, mask, step)
+            y = self.attention(self.scale(rms_norm(source), "attention_in"), streams, mixed, mask, step)
             x = self.add_output(x, y, "attention", c)
             x = add_weighted(x, streams, c) if self.is_after else x
         if self.mlp is not None:
-            x = self.add_output(x, self.mlp(self.normalize(x, self.mlp_gain)), "mlp", c)
+            x = self.add_output(x, self.mlp(self.scale(rms_norm(x), "mlp_in")), "mlp", c)
         if "out" in self.generators:
             weights = self.generators["out"](x, Generator.SCALE)
             x = add_weighted(x, streams, {name.partition("@")[0]: w for name, w in weights.items()}, "out_")
         return x
 
-    @staticmethod
-    def add_output(x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
+    def add_output(self, x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
+        y = self.scale(y, f"{part}_out")
         return torch.addcmul(x * c[f"{part}_residual"], y, c[part]) if part in c else x + y
 
-    @staticmethod
-    def normalize(x: Tensor, gain: Tensor | None) -> Tensor:
-        x = rms_norm(x)
-        return x if gain is None else x * gain.type_as(x)
+    def scale(self, x: Tensor, name: str) -> Tensor:
+        return x * self.gains[name].type_as(x) if name in self.gains else x
 
 
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg: Config, use_fp8: bool, use_kernels: bool):
+    use_fp8 = False
+
+    def __init__(self, cfg: Config, use_kernels: bool):
         super().__init__()
-        self.use_fp8, self.fp8_max, self.use_kernels = use_fp8, cfg.fp8_head_max, use_kernels
+        self.fp8_max, self.use_kernels = cfg.fp8_head_max, use_kernels
         self.cap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
         self.weight = declare(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
@@ -2857,11 +2813,9 @@ class Segment(nn.Module):
 class GPT(nn.Module):
     """The language model, initialised on the CPU from its generator: the same weights on every device."""
 
-    def __init__(self, cfg: Config, use_flex: bool = False, use_fp8: bool = False,
-                 dtype: torch.dtype = torch.float32, use_kernels: bool = False,
-                 use_fp8_linear: bool = False, use_fp8_mlp: bool = False):
+    def __init__(self, cfg: Config, rt: Runtime = Runtime()):
         super().__init__()
-        self.cfg, self.use_flex, self.dtype = cfg, use_flex, dtype
+        self.cfg, self.use_flex, self.dtype = cfg, rt.use_flex, rt.dtype
         table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
         self.embed = declare(  # (V, D)
             draw(Tensor.normal_, torch.empty(table), 0.0, cfg.embed_std).to(storage), "embed")
@@ -2876,7 +2830,7 @@ class GPT(nn.Module):
             for group in GROUPS if any(c.source == group for c in self.coefficients)})  # layer by layer
         has_gates = any("gates" in block.generators for block in self.blocks)
         self.gate_scale = declare(torch.tensor([Generator.SCALE]), "gate", 0.1, 0.0) if has_gates else None
-        self.head = Head(cfg, use_fp8, use_kernels)
+        self.head = Head(cfg, rt.use_kernels)
         if cfg.tie_head == "on":
             self.head.weight.data.copy_(self.embed.data)
         bigram = torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage)
@@ -2884,7 +2838,7 @@ class GPT(nn.Module):
         if not self.embed.is_meta:
             self.make_tables()
         self.cut(1)
-        self.set_fp8(use_fp8_linear, use_fp8_mlp)
+        self.set_fp8(rt.fp8)
 
     def make_tables(self) -> None:
         """What is not trained, and the same in every run: signs of the bigram table, token prefixes."""
@@ -2897,13 +2851,11 @@ class GPT(nn.Module):
                             ("prefixes", torch.full((cfg.padded_vocab_size,), -1))):  # (V,), -1 for none
             self.register_buffer(name, table, persistent=False)
 
-    def set_fp8(self, use_fp8_linear: bool, use_fp8_mlp: bool) -> None:
-        self.use_fp8_linear, self.use_fp8_mlp = use_fp8_linear, use_fp8_mlp
+    def set_fp8(self, fp8: frozenset[str]) -> None:
+        self.fp8, self.head.use_fp8 = fp8, "fp8_head" in fp8
         for module in self.modules():
             if isinstance(module, (Attention, MLP)):
-                module.use_fp8 = use_fp8_linear
-            if isinstance(module, MLP):
-                module.use_fp8_forward = use_fp8_mlp
+                module.use_fp8, module.use_fp8_forward = "fp8_linear" in fp8, "fp8_mlp" in fp8
 
     def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, stage: StageInputs,
                 loss_weights: Tensor | None = None) -> Tensor:
@@ -3264,96 +3216,23 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
-    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
-    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
-    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
-    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
-
-
-def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
-                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
-                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
-    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
-
-    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
-    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
-    same bytes.
-    """
-    check_writable(out, "choose another folder, or mend its permissions")
-    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
-    for name, text in texts:
-        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
-        for number, piece in enumerate(split_text(text, doc_bytes)):
-            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
-    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
-        entries = splits["train"] + splits["val"]
-        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
-                      val=[entry for entry in entries if entry[0][0] < 16])
-    streams, start = {}, np.array([bos], dtype=np.uint16)
-    for split, entries in splits.items():
-        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
-        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
-        if len(streams[split]) <= BLOCK:
-            raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
-                             f"{BLOCK + 1} of one attention block: give more text")
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
-                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
-        stale.unlink()
-    written = []
-    for split, stream in streams.items():
-        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
-            path = out / f"{split}_{number:06d}.bin"
-            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
-            written.append(open_shard(str(path), vocab_size))
-    info["fingerprint"] = fingerprint(written)
-    write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
-    return info
-
-
-def torch_source_name() -> str:
-    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
-    return f"torch {torch.__version__.partition('+')[0]}"
-
-
-def read_torch_source() -> Iterator[tuple[str, bytes]]:
-    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
-    root = Path(torch.__file__).parent
-    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(),
-                     leave=False):
-        if name not in left_out:
-            yield name, (root / name).read_bytes()
-
-
-def split_text(text: bytes, limit: int) -> Iterator[bytes]:
-    """Cut a text at line ends into pieces of at most `limit` bytes."""
-    while text:
-        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
-        end = end or limit  # one line longer than the limit
-        yield text[:end]
-        text = text[end:]
-
-
-def encode_bytes(text: bytes) -> np.ndarray:
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
-
-def ensure_embedded_corpus(cfg: Config, rt: Runtime) -> None:
-    """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
-    out = Path(EMBEDDED_CORPUS)
+def ensure_corpus(cfg: Config, rt: Runtime) -> None:
+    """Have data/text.py build the embedded corpus where a run asks for it and it is missing or of another
+    PyTorch."""
+    tools = (Path("data/text.py"), Path(__file__).with_name("data") / "text.py")
+    tool = next(filter(Path.exists, tools), None)
     for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it built
-        if is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS):
+        if is_turn and tool and cfg.train_files.startswith(EMBEDDED_CORPUS):
             try:
-                source = json.loads((out / "corpus.json").read_text())["source"]
+                source = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())["source"]
             except (OSError, ValueError, KeyError):  # never built, or broken off
                 source = None
-            if source != torch_source_name():
-                write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
-                             BYTE_BOS)
+            if source != f"torch {torch.__version__.partition('+')[0]}":
+                done = subprocess.run([sys.executable, tool], stdout=subprocess.DEVNULL, text=True,
+                                      stderr=None if show_bar() else subprocess.PIPE)
+                if done.returncode:
+                    raise InputError(f"{tool} ended with status {done.returncode}: "
+                                     f"{(done.stderr or 'see above').splitlines()[-1]}", of_one_rank=True)
         barrier(rt)
 
 
@@ -3715,7 +3594,7 @@ class RunLog:
                            f"{self.cfg.logs_dir}", of_one_rank=True) from error
 
 
-CHECKPOINT_FORMAT = "train_gpt 4"
+CHECKPOINT_FORMAT = "train_gpt 5"
 
 
 def name_checkpoints(cfg: Config) -> Path:
@@ -3877,8 +3756,7 @@ class Trainer:
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
         torch.manual_seed(cfg.seed)
         storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
-        model = GPT(dataclasses.replace(cfg, **storage), rt.use_flex, rt.use_fp8, rt.dtype, rt.use_kernels,
-                    rt.use_fp8_linear, rt.use_fp8_mlp).to(rt.device)
+        model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
         self.optimizer = Optimizer(model, cfg, rt)
         self.model, self.progress = model, Progress()
         self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
@@ -3927,7 +3805,7 @@ class Trainer:
         lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
         self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step,
                             state.matrix_lr_factor * lr_scale, state.decay_factor)
-        if self.model.use_fp8_mlp:
+        if "fp8_mlp" in self.model.fp8:
             advance_scales(self.model, self.rt)
         self.optimizer.probe.mark("")
         return total / (tokens_per_step // self.rt.world_size)
@@ -3947,10 +3825,11 @@ class Trainer:
 
     def lower_precision(self) -> str:
         """Give up the next low precision; says which, or nothing where none is left."""
-        if self.model.head.use_fp8:
-            self.model.head.use_fp8, lowered = False, "the head leaves FP8"
-        elif self.model.use_fp8_linear or self.model.use_fp8_mlp:
-            self.model.set_fp8(False, False)
+        if "fp8_head" in self.model.fp8:
+            self.model.set_fp8(self.model.fp8 - {"fp8_head"})
+            lowered = "the head leaves FP8"
+        elif self.model.fp8:
+            self.model.set_fp8(frozenset())
             lowered = "the linears leave FP8"
         elif self.rt.dtype == torch.bfloat16:
             self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
@@ -4232,9 +4111,9 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     ours, theirs = plain_dict(trainer.cfg), facts["config"]
     decisive = {"dtype", "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens",
                 "stages", "max_doc_len", "row_start", "document_mask", "train_files",
-                *OptimConfig.__annotations__}
-    others = [f"{name} was {theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)
-              and (name in decisive or name not in Config.__dataclass_fields__)]  # or of a group
+                *OptimConfig.__annotations__, *GroupConfig.__annotations__}
+    others = [f"{name} was {theirs.get(name)}" for name in ours
+              if name in decisive and ours[name] != theirs.get(name)]
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
@@ -4250,7 +4129,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
                "starts anew)", rt)
         return
-    ensure_embedded_corpus(cfg, rt)
+    ensure_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     prefixes = read_prefixes(cfg) if cfg.has_prefixes else None
     rt = choose_precision(cfg, rt)
@@ -4482,7 +4361,7 @@ def write_sample(values: dict) -> None:
         raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
-        check_value(name, list_options()[name], value)
+        check_value(name, value)
     facts, tensors = read_checkpoint(Path(values["sample"]))
     plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
@@ -4498,7 +4377,7 @@ def write_sample(values: dict) -> None:
     dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
     rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
     with torch.device("meta"):
-        model = GPT(cfg, dtype=rt.dtype)
+        model = GPT(cfg, rt)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
                           assign=True)
     model.make_tables()

@@ -85,7 +85,7 @@ def main() -> None:
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(shlex.split(args.options))[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.ensure_embedded_corpus(cfg, rt)
+    gpt.ensure_corpus(cfg, rt)
     train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).tokens
     val = gpt.ValData(cfg).tokens.astype(np.int64)
     torch.manual_seed(cfg.seed)

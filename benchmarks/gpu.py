@@ -39,7 +39,7 @@ class Day:
         self.args, self.options, self.scratch, self.start = args, options, scratch, time.monotonic()
         self.env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
         device = torch.device("cpu" if args.rehearse else "cuda")
-        rt = gpt.Runtime(device, 0, 0, 1, torch.float32, False, False, False, False, False, 1.0, ())
+        rt = gpt.Runtime(device, peak_flops=1.0)
         self.result: dict = dict(date=time.strftime("%Y-%m-%d"), parts={}, **gpt.describe_machine(rt),
                                  command=["benchmarks/gpu.py", *sys.argv[1:]])
 

@@ -41,7 +41,7 @@ def measure(variant: str, num_steps: int) -> dict:
         gpt.sdpa_kernel = lambda backends: contextlib.nullcontext()
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.ensure_embedded_corpus(cfg, rt)
+    gpt.ensure_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
     batches = gpt.Prefetcher(data.batches(cfg, rt, 0, num_steps + 3), rt.device)

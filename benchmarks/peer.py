@@ -25,7 +25,9 @@ import numpy as np
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import text as text_tool  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
@@ -48,11 +50,11 @@ def write_text(text: str, folder: Path) -> list[str]:
     text = text.encode()[:MOST_BYTES]
     cut = len(text) * 9 // 10
     for name, part in (("train_0", text[:cut]), ("val_0", text[cut:])):
-        pieces = list(gpt.split_text(part, 2047))
+        pieces = list(text_tool.split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
         stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
-        gpt.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+        text_tool.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--val_tokens=40960"]
 
 

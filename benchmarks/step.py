@@ -25,7 +25,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import text  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 PROFILED_STEPS = 3
@@ -104,7 +107,7 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
         tokens = rng.integers(0, bos, size, dtype=np.uint16)
         tokens[:: cfg.max_doc_len] = bos
         path = Path(folder, f"{name}_{rt.rank}.bin")
-        gpt.write_shard(path, tokens, cfg.vocab_size, bos)
+        text.write_shard(path, tokens, cfg.vocab_size, bos)
         files[f"{name}_files"] = str(path)
     return dataclasses.replace(cfg, **files)
 
@@ -227,7 +230,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
     if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
-        gpt.ensure_embedded_corpus(cfg, rt)
+        gpt.ensure_corpus(cfg, rt)
     try:
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")

@@ -5,7 +5,8 @@ GPT-2's vocabulary (hub model openai-community/gpt2), which preset frontier read
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-What is whole stays; a broken download is resumed. 200 MB a shard, into data/fineweb10B; 1 MB into data.
+What is whole stays; a broken download is resumed. 200 MB a shard, into data/fineweb10B; 1 MB into data. The
+last line it prints is a command that trains on it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT.parent))
 import train_gpt as gpt  # noqa: E402
 
 REPOSITORY, NUM_SHARDS = dict(repo_id="kjj0/fineweb10B-gpt2", repo_type="dataset"), 103
+DEFAULT = ROOT / "fineweb10B"
 VOCABULARY = dict(repo_id="openai-community/gpt2")
 
 
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("num_shards", nargs="?", type=int, default=NUM_SHARDS,
                         help="training shards (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "fineweb10B", help="folder (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=DEFAULT, help="folder (default %(default)s)")
     args = parser.parse_args(argv)
     names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
     try:
@@ -77,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file"):
             fetch(name, args.out)
         fetch_vocabulary(args.out.parent)
+        print(f"train on it: ./run.sh --train_files='{args.out}/fineweb_train_*.bin' "
+              f"--val_files='{args.out}/fineweb_val_*.bin' --vocab_file={args.out.parent}/gpt2_vocab.json"
+              if args.out != DEFAULT else "train on it: ./run.sh, or ./run.sh --preset=frontier")
     except gpt.InputError as error:
         print(f"cached_fineweb10B.py: error: {error}", file=sys.stderr)
         return 2

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--preset", default="laptop")
     parser.add_argument("--mechanisms", default="", help="as a,b (default: all of the preset)")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the processors")
     parser.add_argument("--extra", default="", help="further options of train_gpt.py for all runs")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
     args = parser.parse_args()
@@ -59,7 +60,8 @@ def main() -> None:
     options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *shlex.split(args.extra),
                       *([f"--without={name}"] if name in names else [])] for name, folder in folders.items()}
     results.run_missing([(name, seed, options[name]) for seed in range(args.seeds) for name in folders],
-                        lambda name: set(read_losses(folders[name])), source, "ablate.py")
+                        lambda name: set(read_losses(folders[name])), source, "ablate.py",
+                        jobs=args.jobs)
     losses = {name: read_losses(folder) for name, folder in folders.items()}
     base = results.summarize(list(losses["nothing"].values()))
     print(f"{args.preset}: loss {base.mean:.4f} +- {base.sd:.4f} over {base.n} seeds\n")

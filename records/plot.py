@@ -1,11 +1,15 @@
-"""Draw record folders: validation loss against training time and against tokens, as PNG and SVG.
+"""Draw record folders, or what runs with --telemetry_every have measured, as PNG and SVG.
 
     python records/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
+    python records/plot.py logs/*.jsonl --out=runs
 
-A line for every run, a colour for every folder, the target dashed. The picture of the ladder is drawn by
+Of folders: validation loss against training time and against tokens, a line for every run, a colour for
+every folder, the target dashed. Of runs: a row for each, with losses, gradient norms and update ratios by
+group of parameters, and where the time of a step goes. The picture of the ladder is drawn by
 make_leaderboard.py with plot_ladder() of this file.
 """
 
+import json
 import math
 import statistics
 from pathlib import Path
@@ -56,6 +60,43 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
             panel.axhline(target, color=GREY, linestyle="--", linewidth=1)
     panels[0].set_ylabel("validation loss")
     panels[0].legend(frameon=False)
+    save(figure, out)
+
+
+def read_events(path: Path, kind: str) -> list[dict]:
+    """The events of a kind in the jsonl of a run; RecordError if there is none."""
+    try:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise results.RecordError(f"{path} cannot be read as the jsonl of a run ({error})") from None
+    found = [event for event in events if event.get("event") == kind]
+    if not found:
+        raise results.RecordError(f"{path} has no {kind}: give the jsonl of a run with --telemetry_every")
+    return found
+
+
+def plot_runs(paths: list[Path], out: Path) -> None:
+    """What telemetry has measured: a row for every run, columns with the same scale."""
+    figure, rows = plt.subplots(len(paths), 4, figsize=(12, 2.4 * len(paths) + 0.4), sharex=True,
+                                sharey="col", squeeze=False, layout="constrained")
+    for path, row in zip(paths, rows):
+        measured, validations = (read_events(path, kind) for kind in ("telemetry", "validation"))
+        steps = [event["step"] for event in measured]
+        row[0].plot(steps, [event["loss_ema"] for event in measured], color=BLUE, label="training")
+        row[0].plot(*zip(*((event["step"], event["val_loss"]) for event in validations)), ".-", color=RED,
+                    label="validation")
+        for panel, key in ((row[1], "grad_norm"), (row[2], "update_ratio")):
+            for group in measured[0]["groups"]:
+                panel.plot(steps, [event["groups"][group][key] for event in measured], label=group)
+            panel.set_yscale("log")
+        for part in measured[0]["seconds"]:
+            row[3].plot(steps, [1000 * event["seconds"][part] for event in measured], label=part)
+        row[0].set_ylabel(path.stem)
+    for panel, title in zip(rows[0], ("loss", "gradient norm", "update / weight", "milliseconds of a step")):
+        panel.set_title(title, loc="left", fontsize=8)
+        panel.legend(frameon=False, fontsize=6)
+    for panel in rows[-1]:
+        panel.set_xlabel("step")
     save(figure, out)
 
 
@@ -110,13 +151,16 @@ def plot_ladder(rungs: list, target_run: results.Record, target: float, out: Pat
 
 
 def main() -> None:
-    """Draw the folders' curves."""
+    """Draw the curves of folders or of runs."""
     parser = results.make_parser(__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="record folders of one track")
+    parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
     args = parser.parse_args()
-    records = [results.read_record(folder) for folder in args.folders]
-    plot_curves(records, results.find_own_target(records[0]), args.out)
+    if all(path.suffix == ".jsonl" for path in args.paths):
+        plot_runs(args.paths, args.out)
+    else:
+        records = [results.read_record(folder) for folder in args.paths]
+        plot_curves(records, results.find_own_target(records[0]), args.out)
     print(f"{args.out.with_suffix('.png')} and {args.out.with_suffix('.svg')}")
 
 

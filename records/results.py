@@ -5,14 +5,15 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -184,31 +185,39 @@ def describe_machine(result: dict) -> dict:
 
 
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
-                source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None
-                ) -> None:
-    """Run a script for every (name, seed, options) whose seed is not done yet, with time left on a bar.
+                source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None,
+                jobs: int = 1) -> None:
+    """Run a script for every (name, seed, options) whose seed is not done yet, with a bar.
 
     The script is run from a copy: an edit meanwhile must not change the later runs. After each run its name
-    goes to keep.
+    goes to keep. So many jobs at a time share the processors: for losses, not for times.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
-    seconds: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, tqdm(missing, unit="run", dynamic_ncols=True) as bar:
+    environment = dict(os.environ)
+    if jobs > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+
+    def run(name: str, seed: int, options: list[str]) -> None:
+        command = [sys.executable, str(script), *options, f"--seed={seed}"]
+        bar.set_description(f"{name}, seed {seed}")
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same command "
+                              f"of {program} goes on from here. It said:\n{done.stderr.strip()}")
+        if keep:
+            keep(name)
+        bar.update()
+
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(missing), unit="run") as bar:
         script = Path(folder, "train_gpt.py")
         script.write_bytes(source)
-        for index, (name, seed, options) in enumerate(bar):
-            bar.set_description(f"{name}, seed {seed}")
-            command, start = [sys.executable, str(script), *options, f"--seed={seed}"], time.monotonic()
-            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-            if done.returncode:
-                raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same "
-                                  f"command of {program} goes on from here. It said:\n{done.stderr.strip()}")
-            if keep:
-                keep(name)
-            seconds.setdefault(name, []).append(time.monotonic() - start)
-            usual = statistics.mean(map(statistics.mean, seconds.values()))
-            left = sum(statistics.mean(seconds.get(later[0], [usual])) for later in missing[index + 1 :])
-            bar.set_postfix_str(f"about {left / 60:.0f} min left")
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(run, *one) for one in missing]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:

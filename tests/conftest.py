@@ -20,7 +20,9 @@ if not torch.cuda.is_available():  # before train_gpt imports Triton: its kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+import text as text_tool  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
@@ -100,7 +102,7 @@ def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
-        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
+        text_tool.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
     return folder
 
 
@@ -117,17 +119,7 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     """A float32 CPU runtime without probing; several ranks only where no collective is called."""
-    facts = dict(
-        dtype=torch.float32,
-        use_compile=False,
-        use_flex=False,
-        use_fp8=False,
-        use_fp8_linear=False,
-        use_kernels=False,
-        peak_flops=1e9,
-        notes=(),
-    )
-    return gpt.Runtime(torch.device("cpu"), rank, rank, world_size, **{**facts, **changes})
+    return gpt.Runtime(rank=rank, local_rank=rank, world_size=world_size, **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):

@@ -249,9 +249,11 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
     use_compile, _ = gpt.choose_compile(cfg, DEVICE)
     use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
     assert use_kernels == (cfg.kernels != "off" and observer.card.capability >= (8, 0)), note
-    rt = gpt.Runtime(DEVICE, 0, 0, 1, dtype, use_compile, use_compile, has_fp8 and cfg.fp8_head != "off",
-                     has_fp8 and wants_linear, use_kernels, peak_flops=1e15, notes=(),
-                     use_fp8_mlp=has_fp8 and cfg.fp8_mlp != "off")
+    fp8 = [cfg.fp8_head != "off" and "fp8_head", wants_linear and "fp8_linear",
+           cfg.fp8_mlp != "off" and "fp8_mlp"]
+    rt = gpt.Runtime(DEVICE, dtype=dtype, use_compile=use_compile, use_flex=use_compile,
+                     use_kernels=use_kernels, fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(),
+                     peak_flops=1e15)
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:

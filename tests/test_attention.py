@@ -96,7 +96,7 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
         num_layers=6, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
     )
     torch.manual_seed(0)
-    flex, dense = gpt.GPT(cfg, use_flex=True).eval(), gpt.GPT(cfg).eval()
+    flex, dense = gpt.GPT(cfg, make_runtime(use_flex=True)).eval(), gpt.GPT(cfg).eval()
     for a, b in zip(flex.parameters(), dense.parameters()):
         a.data.add_(torch.randn_like(a) * 0.1)
         b.data.copy_(a)

@@ -458,7 +458,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 4'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 5'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)

@@ -49,7 +49,7 @@ def test_layers_of_the_record():
 @pytest.mark.parametrize("name", gpt.PRESETS)
 def test_every_preset_resolves_and_survives_the_command_line(name):
     cfg = gpt.make_config({"preset": name})
-    argv = [f"--{option}={gpt.show_value(value)}" for option, value in gpt.flatten_config(cfg).items()]
+    argv = [f"--{option}={gpt.show_value(value)}" for option, value in vars(cfg).items()]
     assert gpt.make_config(gpt.parse_argv(argv)[0]) == cfg
     assert gpt.config_from_dict(gpt.plain_dict(cfg)) == cfg
     assert gpt.derive(cfg, 1)["num_params"] > 0
@@ -222,7 +222,7 @@ def test_help_names_every_field(capsys):
     with pytest.raises(SystemExit, match="^0$"):
         gpt.main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"--{name} " in text for name in gpt.list_options())
+    assert all(f"--{name} " in text for name in gpt.OPTIONS)
     assert all(f"--{name}_lr FLOAT" in text for name in gpt.GROUPS)
     assert gpt.main(["--list_presets"]) == 0
     presets, mechanisms = capsys.readouterr().out.split("\n\n")

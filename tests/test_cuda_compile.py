@@ -61,7 +61,7 @@ def test_segments_of_several_ranks_compile():
 @pytest.mark.slow
 def test_segments_of_the_newest_recipe_compile():
     """With all its mechanisms, in five layers: what one segment computes, the others read."""
-    layers = json.dumps(list(map(dataclasses.asdict, gpt.LAPTOP_LAYERS[2])))
+    layers = json.dumps(list(map(dataclasses.asdict, gpt.SMALL_LAYERS)))
     figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096")
     assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4

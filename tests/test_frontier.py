@@ -339,7 +339,7 @@ def test_without(mechanism, monkeypatch):
     base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": mechanism})
     before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
     assert {name for name in after if after[name] != before[name]} - {"without"} or mechanism in ABSENT
-    trainer = gpt.Trainer(cfg, make_runtime(use_fp8_mlp=cfg.fp8_mlp == "on"))
+    trainer = gpt.Trainer(cfg, make_runtime(fp8={"fp8_mlp"} if cfg.fp8_mlp == "on" else set()))
     batch, _ = make_tokens(0, length=128)
     for step in (18, 19):  # Adam's is among them
         assert trainer.train_step(iter([batch] * 9), trainer.schedule.at(step)).isfinite()

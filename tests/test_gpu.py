@@ -177,12 +177,12 @@ def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
-    model = gpt.GPT(cfg, use_flex=True, dtype=dtype)
+    model = gpt.GPT(cfg, gpt.Runtime(CUDA, dtype=dtype, use_flex=True))
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     model.to(CUDA).eval()
     model.compute_loss = compiled(model.compute_loss)
-    rt = gpt.Runtime(CUDA, 0, 0, 1, dtype, True, True, False, False, False, 1e15, ())
+    rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, use_flex=True, peak_flops=1e15)
     state = gpt.Schedule(cfg).at(0)
     tokens = torch.randint(257, (262_145,), device=CUDA)
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_documents, make_runtime, smoke_config
+from conftest import BOS, ROOT, VOCAB, gpt, make_documents, make_runtime, smoke_config, text_tool
 
 sys.path.insert(0, str(ROOT / "records"))
 import results  # noqa: E402
@@ -374,7 +374,7 @@ def test_the_medium_track():
 
 def changed_by(mechanism):
     """Options of a model of six layers that are others without a mechanism."""
-    before, after = (gpt.flatten_config(smoke_config(num_layers=6, without=name)) for name in ("", mechanism))
+    before, after = (vars(smoke_config(num_layers=6, without=name)) for name in ("", mechanism))
     return {name for name in before if before[name] != after[name]} - {"without"}
 
 
@@ -435,7 +435,7 @@ def test_mechanisms_reach_layers_that_a_preset_spells_out():
 
 
 def test_only_with_leaves_the_named_ones():
-    cfg = gpt.flatten_config(gpt.make_config({"preset": "track_1", "only_with": "muon,qk_norm"}))
+    cfg = vars(gpt.make_config({"preset": "track_1", "only_with": "muon,qk_norm"}))
     assert (cfg["matrix_rule"], cfg["qk_norm"]) == ("muon", "on")
     off = {
         field: value
@@ -458,7 +458,7 @@ def test_rows_that_start_anywhere_are_the_stream(tmp_path):
     rng = np.random.default_rng(1)
     tokens = [make_documents(rng, size) for size in (5_000, 30_000)]
     for i, part in enumerate(tokens):
-        gpt.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
+        text_tool.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
     cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", row_start="anywhere")
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     expected = [part[i : i + 513] for part in tokens for i in range(0, len(part) - 512, 512)]

@@ -49,7 +49,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
         x = shortcut[0] * x + shortcut[1] * x0
         if spec.attention != "none":
             own = f"blocks.{i}.attention"
-            u = norm(x) * p.get(f"{own}_gain", one)
+            u = norm(x) * p.get(f"blocks.{i}.gains.attention_in", one)
             (wq, wk), (wv, wo) = p[f"{own}.qk"].view(2, heads * width, -1), p[f"{own}.vo"]
             q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
             v = next(scalars) * v
@@ -61,12 +61,12 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             if cfg.attention_gate_dim:
                 gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.gate"].T)
                 y = y * gate[..., None]
-            x = x + y.flatten(1) @ wo.T * p.get(f"{own}.output_gain", one)
+            x = x + y.flatten(1) @ wo.T * p.get(f"blocks.{i}.gains.attention_out", one)
         if spec.mlp:
             own = f"blocks.{i}.mlp"
             up, down = p[f"{own}.up_down"]
-            h = (norm(x) * p.get(f"{own}_gain", one)) @ up
-            x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"{own}.output_gain", one)
+            h = (norm(x) * p.get(f"blocks.{i}.gains.mlp_in", one)) @ up
+            x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"blocks.{i}.gains.mlp_out", one)
         outputs.append(x)
     logits = norm(x) @ p["head.weight"].T
     return 15 * torch.tanh(logits / 15) + 15 if cfg.softcap else logits

@@ -9,7 +9,7 @@ LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adam
 
 
 def test_the_table():
-    assert list(gpt.RULES) == list(LRS) == list(gpt.list_options()["matrix_rule"].metadata["choices"])
+    assert list(gpt.RULES) == list(LRS) == list(gpt.OPTIONS["matrix_rule"].metadata["choices"])
     assert SPHERES == ["muonh", "normuonh", "adamh"]
     assert [name for name, rule in gpt.RULES.items() if not rule.per_matrix] == ["adamw"]
 
@@ -33,7 +33,7 @@ def test_gates_and_gains_are_on_no_sphere():
     matrices = {name for name in rules if name.endswith((".qk", ".vo", ".up_down"))}
     assert {name for name, rule in rules.items() if rule == "normuonh"} == matrices
     assert {rules[name] for name in set(rules) - matrices} == {"adamw"}
-    assert sum(name.endswith("_gain") for name in rules) == 2 * (3 + 3)  # 3 attentions, 3 MLPs: each has both
+    assert sum(".gains." in name for name in rules) == 2 * (3 + 3)  # 3 attentions, 3 MLPs: each has both
 
 
 def make_block(**gains):
@@ -48,21 +48,21 @@ def make_block(**gains):
 def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes():
     """The branch is quadratic in the first, whose gradient at 0 is exactly 0, and linear in the second."""
     block, run = make_block(norm_gain="on", output_gain="on")
-    for sleeper, other in (("mlp_gain", "mlp.output_gain"), ("mlp.output_gain", "mlp_gain")):
+    for sleeper, other in (("gains.mlp_in", "gains.mlp_out"), ("gains.mlp_out", "gains.mlp_in")):
         named = dict(block.named_parameters())
         named[sleeper].data.zero_()
         named[other].data.fill_(1.0)
         grad, _ = torch.autograd.grad(run().sum(), (named[sleeper], named[other]))
-        assert (grad == 0).all() == (sleeper == "mlp_gain")
+        assert (grad == 0).all() == (sleeper == "gains.mlp_in")
 
 
 @pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
 def test_gains_do_what_they_say(gain):
     """Norm gains of 2 are inputs of attention and MLP times 2; output gains of 2 what they add, times 2."""
     block, run = make_block(output_gain="on", norm_gain="on")
-    block.mlp.output_gain.data.fill_(1.0)
+    block.gains["mlp_out"].data.fill_(1.0)
     plain = run()
-    (block.mlp_gain if gain == "norm_gain" else block.mlp.output_gain).data.fill_(2.0)
+    block.gains["mlp_in" if gain == "norm_gain" else "mlp_out"].data.fill_(2.0)
     factor = 4 if gain == "norm_gain" else 2  # ReLU^2 squares it
     assert plain.abs().max() > 0.1 and torch.allclose(run(), factor * plain, atol=1e-4)
 
@@ -112,7 +112,7 @@ def frozen_losses(shards):
 
 def test_the_muonh_preset():
     """The submission of 2026-02: gains 1 in, 0 out, non-zero projections of standard deviation 1/sqrt(D)."""
-    values = gpt.flatten_config(gpt.make_config({"preset": "muonh"}))
+    values = vars(gpt.make_config({"preset": "muonh"}))
     expected = dict(matrix_rule="normuonh", orthogonalize="polar_express", matrix_lr=0.02, gain_lr=0.1,
                     matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)
     assert {name: values[name] for name in expected} == expected
@@ -122,7 +122,7 @@ def test_the_muonh_preset():
     assert block.mlp.up_down.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.01)
     for matrices in (block.attention.qk, block.attention.vo):
         assert matrices.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.02)
-    assert not block.mlp.output_gain.any() and (block.mlp_gain == 1).all()
+    assert not block.gains["mlp_out"].any() and (block.gains["mlp_in"] == 1).all()
 
 
 WORKED = {  # depth: width, parameters in millions, tokens a step, decay, steps at 12 and at 8 tokens per parameter
@@ -173,7 +173,7 @@ def test_depth_with_the_muonh_recipe():
     recipe = gpt.PRESETS["muonh"][2]
     for overrides in ({"preset": "muonh", "depth": 24}, {"preset": "d24", "matrix_rule": "normuonh"}):
         cfg = gpt.make_config(overrides)
-        values, scaled = gpt.flatten_config(cfg), ("matrix_lr", "embed_lr", "value_embed_lr", "head_lr")
+        values, scaled = vars(cfg), ("matrix_lr", "embed_lr", "value_embed_lr", "head_lr")
         assert all(values[name] == value for name, value in recipe.items() if name not in scaled)
         assert (cfg.momentum_end, cfg.momentum_warmup_steps, cfg.lr_warmup_frac) == (0.95, 300, 0)
         assert values["matrix_lr"] == pytest.approx(0.02 * 2**0.5 / 2)
