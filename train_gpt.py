@@ -1266,8 +1266,8 @@ class Stop:
 # forms follow the same mask function, and a test proves that they agree.
 
 BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
-DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the plain form: smaller ones mask fewer products in
-                                         # vain, larger ones copy fewer keys
+DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the dense form: smaller ones mask fewer products in
+                                         # vain, larger ones make larger ones of them
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -1391,33 +1391,81 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), make_mask_mod(doc_ids, window))
 
 
-def build_dense_mask(doc_ids: Tensor, window: int, size: int | None = None) -> Tensor:
-    """Mask for attend_dense (T/C, 1, C, M * C): a query block, and its own and M - 1 earlier key blocks."""
+def build_dense_mask(doc_ids: Tensor, window: int, row_len: int | None = None, size: int | None = None,
+                     dtype: torch.dtype = torch.float32) -> Tensor:
+    """Mask (T/C, C, M * C) to add to scores, 0 or -inf: of a query block, for the M key blocks that end with
+    its own; where those would be all of a packed sequence, it is one block."""
     num_tokens = doc_ids.size(0)
-    size = math.gcd(num_tokens, size or DENSE_BLOCKS[doc_ids.device.type])  # C
-    num_blocks = num_tokens // size
-    spans = min(num_blocks, 1 + -(-window // size))  # M: key blocks a query block can reach
-    q_idx = torch.arange(num_tokens, device=doc_ids.device).view(num_blocks, 1, size, 1)
-    start = (torch.arange(num_blocks, device=doc_ids.device) - (spans - 1)) * size
-    kv_idx = start.view(-1, 1, 1, 1) + torch.arange(spans * size, device=doc_ids.device)  # (T/C, 1, 1, M*C)
-    mask_mod = make_mask_mod(doc_ids, window)
-    return (kv_idx >= 0) & mask_mod(None, None, q_idx, kv_idx.clamp(min=0))
+    row_len = row_len or num_tokens
+    size = math.gcd(row_len, size or DENSE_BLOCKS[doc_ids.device.type])  # C
+    spans = 1 + -(-window // size)  # M: key blocks a query block can reach
+    if spans * size >= row_len:
+        size, spans = row_len, 1
+    starts = torch.arange(0, num_tokens, size, device=doc_ids.device).view(-1, 1, 1)
+    q_idx = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
+    kv_idx = starts + torch.arange((1 - spans) * size, size, device=doc_ids.device)  # (T/C, 1, M * C)
+    visible = (kv_idx >= 0) & make_mask_mod(doc_ids, window)(None, None, q_idx, kv_idx.clamp(min=0))
+    return torch.zeros(visible.shape, dtype=dtype, device=doc_ids.device).masked_fill(~visible, -math.inf)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention over the keys that a mask of build_dense_mask() names, read where they lie: on a CPU
+    scaled_dot_product_attention, which needs copies of them, takes half as long again."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q, k, v (T, H, K) -> (T, H, K)."""
+        num_blocks, size, num_keys = mask.shape
+        q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
+        k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, R + T, K)
+        scores, y = q.new_empty(q.size(0), *mask.shape), torch.empty_like(q)  # (H, T/C, C, M * C)
+        for head, keys in enumerate(k):
+            torch.baddbmm(mask, q[head], view_blocks(keys, mask).mT, out=scores[head])
+        probs = scores.softmax(-1)
+        for head, values in enumerate(v):
+            torch.bmm(probs[head], view_blocks(values, mask), out=y[head])
+        ctx.save_for_backward(q, k, v, probs, mask)
+        return y.flatten(1, 2).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, probs, mask = ctx.saved_tensors
+        grad = grad.transpose(0, 1).contiguous().view_as(q)  # (H, T/C, C, K)
+        grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+        for head, values in enumerate(v):
+            torch.bmm(grad[head], view_blocks(values, mask).mT, out=grad_scores[head])
+        grad_scores = torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)
+        num_blocks, size, num_keys = mask.shape
+        for head, keys in enumerate(k):
+            torch.bmm(grad_scores[head], view_blocks(keys, mask), out=grad_q[head])
+            for total, weights, x in ((grad_k, grad_scores, q), (grad_v, probs, grad)):
+                parts = (weights[head].mT @ x[head]).unflatten(1, (-1, size))  # (T/C, M, C, K)
+                blocks = total[head].unflatten(0, (-1, size))  # (T/C + M - 1, C, K)
+                for i in range(num_keys // size):
+                    blocks[i : i + num_blocks] += parts[:, i]
+        grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
+        return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
+
+
+def view_blocks(x: Tensor, mask: Tensor) -> Tensor:
+    """Padded x (R + T, K) of a head as the overlapping keys (T/C, M * C, K) of a mask."""
+    num_blocks, size, num_keys = mask.shape
+    return x.as_strided((num_blocks, num_keys, x.size(1)), (size * x.stride(0), *x.stride()))
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention in blocks of C queries over M * C keys with a dense mask. q, k, v (T, H, K) -> (T, H, K)."""
-    blocks = split_blocks(q, k, v, mask)
-    # on the CPU the plain products of the MATH form beat the fused kernel at this block size
-    backends = ([SDPBackend.MATH] if q.device.type == "cpu"
-                else [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    with sdpa_kernel(backends):
-        y = F.scaled_dot_product_attention(*blocks, attn_mask=mask, scale=1.0)  # (T/C, H, C, K)
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return BlockAttention.apply(q, k, v, mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        y = F.scaled_dot_product_attention(*split_blocks(q, k, v, mask), attn_mask=mask[:, None], scale=1.0)
     return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 
 def split_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (T, H, K) -> blocks of queries (T/C, H, C, K), and of keys and values (T/C, H, M * C, K)."""
-    num_blocks, _, size, num_keys = mask.shape
+    num_blocks, size, num_keys = mask.shape
     spans = num_keys // size
 
     def reach_back(x: Tensor) -> Tensor:
@@ -1438,11 +1486,10 @@ def compose_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, gather: Tensor,
     q, k, v (T, H, K), mask of build_dense_mask(), gather and give (T, H) -> (T, H, K). Source: dynamically
     composable heads, the record of 2026-05-27.
     """
-    size = mask.size(2)
     q, k, v = split_blocks(q, k, v, mask)
-    probs = (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1)  # (T/C, H, C, M * C)
+    probs = (q @ k.mT + mask[:, None]).softmax(-1)  # (T/C, H, C, M * C)
     gather = gather * (gather.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    gather, give = (x.unflatten(0, (-1, size)).mT[..., None] for x in (gather, give))  # (T/C, H, C, 1)
+    gather, give = (x.unflatten(0, mask.shape[:2]).mT[..., None] for x in (gather, give))  # (T/C, H, C, 1)
     mixed = (probs * gather).sum(1, keepdim=True)  # (T/C, 1, C, M * C)
     return ((mixed @ v) * give).transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
@@ -2436,6 +2483,7 @@ class StageInputs(typing.NamedTuple):
     paired_sin: Tensor | None
     is_offset: Tensor  # (T, 1, K) channels that do not turn, but of the first token
     is_start: Tensor  # (T,) tokens with which packed sequences start
+    row_len: int | None = None  # tokens of one; only where attention is dense
 
 
 class StepInputs(typing.NamedTuple):
@@ -2773,7 +2821,7 @@ class Segment(nn.Module):
                 save_all: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """x and streams (T, D), learned numbers (T, size) of each layer, doc_ids (T,) -> x (T, D), and the
         streams it adds."""
-        masks, band, added = *self.build_masks(doc_ids, stage.windows), {}
+        masks, band, added = *self.build_masks(doc_ids, stage, dtype), {}
         if self.is_first:
             x = added["x0"] = self.embed(x.to(dtype), numbers[0], stage.is_start)
         for layer, block in zip(self.layers, self.blocks):
@@ -2797,17 +2845,20 @@ class Segment(nn.Module):
             x = self.blocks[0].smear(x, numbers["smear"].type_as(x), is_start)
         return rms_norm(x)
 
-    def build_masks(self, doc_ids: Tensor, windows: Tensor | tuple[int, int]
+    def build_masks(self, doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype
                     ) -> tuple[dict[tuple[str, bool], BlockMask | Tensor], Tensor | None]:
         """Masks by (window, whether heads are paired); and that of the nearest tokens."""
-        build = build_block_mask if self.use_flex else build_dense_mask
         specs, masks = [block.spec for block in self.blocks], {}
-        for kind, window in zip(("long", "short"), windows):
+        for kind, window in zip(("long", "short"), stage.windows):
             for is_paired in {spec.paired for spec in specs if spec.attention == kind}:
                 ids = doc_ids.repeat_interleave(2) if is_paired else doc_ids
-                masks[kind, is_paired] = build(ids, window)
+                if self.use_flex:
+                    masks[kind, is_paired] = build_block_mask(ids, window)
+                else:
+                    row_len = stage.row_len * (1 + is_paired)
+                    masks[kind, is_paired] = build_dense_mask(ids, window, row_len, dtype=dtype)
         has_band = any(spec.dc for spec in specs)
-        return masks, build_dense_mask(doc_ids, DC_BAND - 1, BLOCK) if has_band else None
+        return masks, build_dense_mask(doc_ids, DC_BAND - 1, None, BLOCK, dtype) if has_band else None
 
 
 class GPT(nn.Module):
@@ -3383,7 +3434,8 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
     windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device)
     return StageInputs(
         windows if rt.use_flex else state.windows, *make_rotary(state, positions[:, None], pairs, dtype),
-        *paired, is_still & (positions > 0)[:, None, None], positions == 0)
+        *paired, is_still & (positions > 0)[:, None, None], positions == 0,
+        None if rt.use_flex else period)
 
 
 # ==== RUN RECORD ===========================================================================================

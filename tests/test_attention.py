@@ -34,13 +34,22 @@ def attend_naive(q, k, v, mask):
     return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
-def test_dense_attention_equals_the_definition_forward_and_backward(num_tokens, window, mean_length):
-    doc_ids = make_doc_ids(num_tokens, mean_length)
+def test_dense_attention_equals_the_definition_forward_and_backward(
+    num_tokens, window, mean_length, is_compiled, num_rows, monkeypatch
+):
+    """In both of its forms; packed sequences that are shorter than the window are one block."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
+    row_len = num_tokens // num_rows
+    doc_ids = make_doc_ids(num_tokens, mean_length) + torch.arange(num_tokens).int() // row_len
     mask = brute_force_mask(doc_ids, window)
     ours = [torch.randn(num_tokens, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     naive = [x.detach().clone().requires_grad_() for x in ours]
-    y = gpt.attend(*ours, gpt.build_dense_mask(doc_ids, window))
+    made = gpt.build_dense_mask(doc_ids, window, row_len, dtype=torch.float64)
+    assert made.size(2) <= row_len and (made.size(0) == num_rows) == (-(-window // 64) * 64 + 64 >= row_len)
+    y = gpt.attend(*ours, made)
     expected = attend_naive(*naive, mask)
     weight = torch.randn_like(y)
     (y * weight).sum().backward()

@@ -228,5 +228,5 @@ def test_dense_attention_runs_where_triton_is_missing(monkeypatch):
     q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
     torch.cuda.reset_peak_memory_stats()
-    gpt.attend(q, k, v, gpt.build_dense_mask(doc_ids, 1408)).sum().backward()
+    gpt.attend(q, k, v, gpt.build_dense_mask(doc_ids, 1408, dtype=dtype)).sum().backward()
     assert v.grad.isfinite().all() and torch.cuda.max_memory_allocated() < 30e9
