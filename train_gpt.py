@@ -36,6 +36,7 @@ import difflib
 import functools
 import glob
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -59,6 +60,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:  # before PyTorch loads OpenMP
+    # threads that wait yield their core soon: without it a busy process beside this one costs twice as much
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -306,6 +311,8 @@ class TrainConfig:
     resume: str = option("", "checkpoint to continue from; auto: the newest of this run, if there is one")
     time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", 0.0)
     telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", 0)
+    tracker: str = choice("off", "send losses, and what is measured, to this tool, too; needs its package",
+                          "off", "tensorboard", "trackio", "wandb")
     guard: str = choice("off", "roll back and continue more carefully when training goes wrong")
     print_every: int = option(0, "steps between training lines on the console; 0: only in the log", 0)
     records_dir: str = option("records", "where record runs go")
@@ -3550,11 +3557,41 @@ def print0(text: str, rt: Runtime) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
+def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """(function that takes numbers by name and their step, function that ends it) of an experiment tracker;
+    InputError where its package does not start."""
+    try:
+        if cfg.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", run_id)))
+            return lambda numbers, step: [writer.add_scalar(name, number, step)
+                                          for name, number in numbers.items()], writer.close
+        module = importlib.import_module(cfg.tracker)
+        module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
+        return lambda numbers, step: module.log(numbers, step=step), module.finish
+    except Exception as error:  # whatever a package raises that is not there, or not logged in
+        raise InputError(f"--tracker={cfg.tracker} does not start ({str(error).splitlines()[0][:100]}): pip "
+                         f"install {cfg.tracker}, or leave it out", of_one_rank=True) from None
+
+
+def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
+    """Numbers in nested dicts as {prefix/key/...: number}; lists of layers by their position."""
+    flat = {}
+    for key, value in facts.items():
+        value = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(value, dict):
+            flat |= flatten_numbers(value, f"{prefix}/{key}")
+        elif not isinstance(value, str):
+            flat[f"{prefix}/{key}"] = value
+    return flat
+
+
 class RunLog:
     """Log lines and events of a run, appended while it runs; on ranks other than 0 nothing is written."""
 
     def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
         self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
+        self.track = self.end_tracking = None
         self.val_points = resumed["val_points"] if resumed else []
         self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
@@ -3564,6 +3601,8 @@ class RunLog:
                 self.run_id = resumed["run_id"]  # the same run: its log continues
 
     def __enter__(self) -> "RunLog":
+        if self.rt.is_main and self.cfg.tracker != "off":
+            self.track, self.end_tracking = start_tracker(self.cfg, self.run_id)
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
             Path(self.cfg.logs_dir).mkdir(parents=True, exist_ok=True)
@@ -3576,6 +3615,8 @@ class RunLog:
         """Take the bar off the screen; bad input leaves nothing."""
         if self.bar is not None:
             self.bar.close()
+        if self.end_tracking:
+            self.end_tracking()
         for file in self.files.values():
             file.close()
             if kind is not None and issubclass(kind, InputError):
@@ -3602,6 +3643,8 @@ class RunLog:
 
     def write_event(self, event: str, step: int, **facts) -> None:
         self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
+        if self.track:
+            self.track(flatten_numbers(facts, event), step)
 
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
         """The line of a validation; the clock stands at train_time seconds."""
@@ -4226,6 +4269,7 @@ class Run:
     """The timed loop, from where trainer.progress stands; the clock stands while validating."""
 
     TIME_LIMIT_STATUS = 124
+    ANNOUNCE_AFTER = 5.0  # seconds of training
     CAUSES = {128 + signal.SIGINT: "by SIGINT", 128 + signal.SIGTERM: "by SIGTERM",
               TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
 
@@ -4237,7 +4281,8 @@ class Run:
         batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
         self.batches = Prefetcher(batches, self.rt.device)
         self.guard, self.telemetry = Guard(trainer, log, stop), telemetry or Telemetry(trainer, log)
-        self.is_checkpoint_due = False
+        self.is_checkpoint_due = self.is_end_announced = False
+        self.val_seconds = 0.0  # of the last validation
 
     def run(self) -> None:
         """All steps; RunStopped where a signal, the time limit or the guard ends them early."""
@@ -4267,10 +4312,23 @@ class Run:
 
     def validate(self) -> float:
         self.stop_clock()
+        start = time.perf_counter()
         val_loss = self.trainer.validate(self.val_data, self.trainer.schedule.at(self.progress.step))
+        self.val_seconds = time.perf_counter() - start
         self.log.log_validation(self.progress.step, val_loss, self.progress.train_time)
         self.start_clock()
         return val_loss
+
+    def announce_end(self, elapsed: float) -> None:
+        """Say once, after the first seconds of training, how long the rest will take."""
+        if self.is_end_announced or time.perf_counter() - self.started < self.ANNOUNCE_AFTER:
+            return
+        cfg, progress, self.is_end_announced = self.cfg, self.progress, True
+        num_validations = 1 + (cfg.num_iterations - progress.step) // (cfg.val_loss_every or sys.maxsize)
+        tokens_left = self.trainer.schedule.total_tokens() - progress.tokens
+        left = tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds
+        hint = ", --preset=quick a fifth of that" if cfg.preset == "laptop" and left > 120 else ""
+        self.log.print(f"step {progress.step}: about {left // 60:.0f} min {left % 60:.0f} s to go{hint}")
 
     def train_step(self) -> None:
         """One step, and all that looks at it."""
@@ -4287,6 +4345,7 @@ class Run:
             optimizer.check_ranks()
         elapsed = progress.train_time + time.perf_counter() - self.started
         self.log.log_step(progress.step, loss.item, progress.tokens, elapsed)
+        self.announce_end(elapsed)
         self.guard.end_step(loss, probe)
         self.telemetry.end_step(loss, probe, elapsed)
         if cfg.time_limit and time.monotonic() - self.stop.started > cfg.time_limit:

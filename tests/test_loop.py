@@ -282,3 +282,23 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     assert not torch.equal(validation.cos[:512], validation.cos[512:])
     assert trainer.inputs_at(state, 1024, 512) is training  # made once
     assert trainer.inputs_at(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
+
+
+def test_the_expected_end_is_said_once(shards, tmp_path, monkeypatch, capsys):
+    """From the tokens that are left and those of a second so far, and from the last validation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpt.Run, "ANNOUNCE_AFTER", 0.0)
+    validate = gpt.Run.validate
+
+    def validate_slowly(run):
+        val_loss = validate(run)
+        run.val_seconds = 100.0
+        return val_loss
+
+    monkeypatch.setattr(gpt.Run, "validate", validate_slowly)
+    monkeypatch.setattr(gpt.Run, "start_clock", lambda run: setattr(run, "started", gpt.clock(run.rt.device) - 60))
+    assert gpt.main(["--preset=smoke", "--device=cpu", "--val_loss_every=4", *data_args(shards)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
+    # 60 s on the clock before the first of twelve steps, 60 s for it, and validations after 4, 8 and 12
+    minutes, seconds = map(int, re.fullmatch(r"step 1: about (\d+) min (\d+) s to go", line).groups())
+    assert 11 * 120 + 300 <= 60 * minutes + seconds <= 1.2 * (11 * 120 + 300)

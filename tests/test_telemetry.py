@@ -1,12 +1,18 @@
 """Telemetry: every number against the same number computed another way, and a run that does not notice it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, smoke_config
+from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(ROOT / "records"))
+import plot  # noqa: E402
+import results  # noqa: E402
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=3", "--num_iterations=9", "--val_loss_every=4"]
 ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum the same rows
@@ -198,3 +204,49 @@ def test_telemetry_costs_no_time_when_off(shards):
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
     )
     assert before == after == 0 and gpt.Probe().sums is None
+
+
+def test_a_tracker_gets_what_the_jsonl_has(shards, tmp_path, monkeypatch):
+    """TensorBoard itself, read back: every number of every line, at its step."""
+    monkeypatch.chdir(tmp_path)
+    assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", "--tracker=tensorboard"]) == 0
+    (folder,) = (tmp_path / "logs" / "tensorboard").iterdir()
+    reader = EventAccumulator(str(folder), {"scalars": 0}).Reload()
+    for event in ("validation", "telemetry"):
+        for line in (line for line in read_lines(tmp_path) if line["event"] == event):
+            facts = {key: value for key, value in line.items() if key not in ("event", "step")}
+            for name, number in gpt.flatten_numbers(facts, event).items():
+                found = {point.step: point.value for point in reader.Scalars(name)}
+                assert found[line["step"]] == pytest.approx(number, rel=1e-6), name
+    assert {"validation/val_loss", "telemetry/groups/matrix/update_ratio", "telemetry/layers/2/std"} <= set(
+        reader.Tags()["scalars"]
+    )
+
+
+def test_a_tracker_whose_package_is_not_there(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    assert gpt.main([*ARGS, *data_args(shards), "--tracker=trackio"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install trackio" in error
+    assert not list(tmp_path.rglob("*.txt"))
+
+
+def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
+    """Every measured step is a point of every curve, every run a row."""
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 1):
+        assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", f"--seed={seed}"]) == 0
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    paths = sorted((tmp_path / "logs").glob("*.jsonl"))
+    plot.plot_runs(paths, tmp_path / "runs")
+    rows = [figures[0].axes[:4], figures[0].axes[4:]]
+    for path, (losses, norms, _, seconds) in zip(paths, rows):
+        measured = plot.read_events(path, "telemetry")
+        assert losses.get_lines()[0].get_ydata().tolist() == [line["loss_ema"] for line in measured]
+        assert norms.get_lines()[0].get_xdata().tolist() == [3, 6, 9]
+        assert len(norms.get_lines()) == len(measured[0]["groups"]) and len(seconds.get_lines()) == 5
+    paths[0].write_text('{"event": "validation", "step": 0}\n')
+    with pytest.raises(results.RecordError, match="give the jsonl of a run with --telemetry_every"):
+        plot.read_events(paths[0], "telemetry")
