@@ -421,10 +421,13 @@ FRONTIER_LAYERS = tuple(LayerSpec(
     mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
     for i in range(11))
 
-# In miniature: what of it pays there, and all of it
+# In miniature: what of it pays there, in less of it, and all of it
 LAPTOP_LAYERS = (
     LayerSpec(), LayerSpec("long", True, 0, key_offset=True), LayerSpec("short", True, 1),
     LayerSpec("none", skip_from=1), LayerSpec("long", True, 2, attention_from=2, key_offset=True))
+QUICK_LAYERS = (
+    LayerSpec("long", False, 0, key_offset=True), LayerSpec("short", True, 1, key_offset=True),
+    LayerSpec("short", True, 0, 1, key_offset=True), LayerSpec("long", True, 1, 0, key_offset=True))
 SMALL_LAYERS = (
     LayerSpec(paired=True, gates_at=0),
     LayerSpec("long", True, 0, key_offset=True, xsa=True, gate=True, gates_at=0),
@@ -486,9 +489,12 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(1, 128, 64, 1024, None, 1.0, 256, "1 0.5 0.25:0"), Stage(1, 192, 64, None, None, 1.5),
             Stage(1, 256, 128)))),
     "quick": ("laptop_32", "a smaller model in twenty seconds, also on little text of your own", dict(
-        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15,
-        layers=build_layers(4, 3, drop_attention=False),
-        num_iterations=340, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15, vocab_multiple=16,
+        layers=QUICK_LAYERS, attention_gate_dim=0, bigram_rows=4096, zero_init="mlp",
+        softcap=23.0, softcap_shift=5.0, matrix_rule="normuon", orthogonalize="polar_express",
+        matrix_betas=(0.9, 0.9), embed_lr=0.3, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
+        value_embed_lr=0.3, value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99),
+        num_iterations=260, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,
         row_start="anywhere", val_tokens=40_960, val_loss_every=0, warmup_iterations=0,
         momentum_start=0.8, momentum_end=0.8, final_lr_frac=0.0)),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(

@@ -1,19 +1,23 @@
 #!/usr/bin/env python3
-"""Preset quick against the customary small GPT-2, by whole-process time, on little text of two kinds.
+"""Preset quick against the customary small GPT-2, by whole-process time, on little text of five kinds.
 
-    python benchmarks/peer.py            # about twelve minutes on two cores; prints a table for RESULTS.md
+    python benchmarks/peer.py            # half an hour on two cores; prints a table for RESULTS.md
 
 The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
-0.9, 0.99), float32: gpt2_baseline.py at that size. The texts: Python's reference documentation as every
-CPython brings it (pydoc_data), on which quick was chosen, and the docstrings of NumPy, on which nothing was.
-The last tenth of each is for validation. Both are timed from the start of the process to its end.
+0.9, 0.99), float32: gpt2_baseline.py at that size. quick runs in float32, and in bfloat16 where it is fast.
+The texts: Python's reference documentation as every CPython brings it, on which quick was chosen; and those
+on which nothing was: the docstrings of NumPy, the source of Python's library, prose (Debian's package
+jargon-text) and verse (its package fortunes), fetched by apt-get. The last tenth of each is for validation.
+Both are timed from the start of the process to its end.
 """
 
 import argparse
 import ast
+import gzip
 import hashlib
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +26,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +50,33 @@ def read_docstrings() -> str:
     return "\n\n".join(filter(None, found))
 
 
+def read_library() -> str:
+    """The modules of Python's library, without packages."""
+    return "\n\n".join(path.read_text() for path in sorted(Path(ast.__file__).parent.glob("*.py")))
+
+
+def read_package(name: str, *files: str) -> str:
+    """Text files of a Debian package, fetched and unpacked, not installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["apt-get", "-qq", "download", name], cwd=folder, check=True, capture_output=True)
+        (package,) = Path(folder).glob("*.deb")
+        subprocess.run(["dpkg", "-x", package, folder], check=True)
+        content = [Path(folder, file).read_bytes() for file in files]
+    content = [gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data for data in content]
+    return "\n\n".join(data.decode("utf-8", "replace") for data in content)
+
+
+def read_texts() -> dict[str, str]:
+    """The texts by name; without Debian's tools those that Python has."""
+    texts = {"documentation: pydoc_data": "\n\n".join(topics[name] for name in sorted(topics)),
+             f"docstrings: NumPy {np.__version__}": read_docstrings(),
+             f"code: library of Python {sys.version_info.major}.{sys.version_info.minor}": read_library()}
+    if shutil.which("apt-get"):
+        texts["prose: jargon-text"] = read_package("jargon-text", "usr/share/doc/jargon-text/jargon.txt.gz")
+        texts["verse: fortunes"] = read_package("fortunes", "usr/share/games/fortunes/songs-poems")
+    return texts
+
+
 def write_text(text: str, folder: Path) -> list[str]:
     """Write a text as two shards, the training one in documents in random order; the options naming them."""
     text = text.encode()[:MOST_BYTES]
@@ -55,7 +87,9 @@ def write_text(text: str, folder: Path) -> list[str]:
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
         stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
         text_tool.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
-    return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--val_tokens=40960"]
+    val_tokens = min(40_960, (len(stream) - 1) // 8192 * 8192)
+    return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin",
+            f"--val_tokens={val_tokens}"]
 
 
 def time_process(command: list[str]) -> tuple[float, str]:
@@ -75,11 +109,11 @@ def run_peer(data: list[str], seed: int) -> tuple[float, float]:
     return seconds, float(text.split("val_loss ")[1].split(",")[0])
 
 
-def run_quick(data: list[str], seed: int) -> tuple[float, float]:
+def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
     """The same of preset quick."""
     with tempfile.TemporaryDirectory() as logs:
         seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--logs_dir={logs}",
-                                   *data])
+                                   f"--dtype={dtype}", *data])
         (path,) = Path(logs).glob("*.json")
         return seconds, json.loads(path.read_text())["final_val_loss"]
 
@@ -89,21 +123,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
+    parser.add_argument("--only", default="", help="texts whose names contain this")
     args = parser.parse_args()
-    texts = {"pydoc_data": "\n\n".join(topics[name] for name in sorted(topics)),
-             f"NumPy {np.__version__}": read_docstrings()}
+    texts = {name: text for name, text in read_texts().items() if args.only in name}
+    best = gpt.choose_dtype(gpt.make_config({"device": "cpu"}), torch.device("cpu"))[0]
+    dtypes = ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
     rows = []
     for seed in tqdm(range(args.seeds), unit="seed"):
         for name, text in texts.items():
             with tempfile.TemporaryDirectory() as folder:
                 data = write_text(text, Path(folder))
-                peer, ours = run_peer(data, seed), run_quick(data, seed)
-            rows.append((name, seed, *peer, *ours, ours[0] / peer[0]))
-    print("| text | seed | peer: seconds, loss | | quick: seconds, loss | | of the peer's time |")
-    print("|---|---|---|---|---|---|---|")
-    for name, seed, peer_seconds, peer_loss, seconds, loss, ratio in sorted(rows):
-        print(f"| {name} | {seed} | {peer_seconds:.1f} | {peer_loss:.4f} | {seconds:.1f} | {loss:.4f} "
-              f"| {ratio:.2f} |")
+                peer = run_peer(data, seed)
+                rows.append((name, seed, *peer, [run_quick(data, seed, dtype) for dtype in dtypes]))
+    heads = "".join(f" quick in {dtype}: s, loss | | ratio |" for dtype in dtypes)
+    print(f"| text | seed | peer: s, loss | |{heads}")
+    print(f"|---|---|---|---|{'---|---|---|' * len(dtypes)}")
+    for name, seed, peer_seconds, peer_loss, ours in sorted(rows):
+        cells = "".join(f" {seconds:.1f} | {loss:.4f} | {seconds / peer_seconds:.2f} |"
+                        for seconds, loss in ours)
+        print(f"| {name} | {seed} | {peer_seconds:.1f} | {peer_loss:.4f} |{cells}")
 
 
 if __name__ == "__main__":
