@@ -5,7 +5,7 @@ Result card
     track_1  record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run here
     frontier the newest recipe: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run here
     laptop   3.22 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
-    quick    0.85 M parameters, the same, twenty seconds; with --train_files also for little text of your own
+    quick    1.32 M parameters, the same, twenty seconds; with --train_files also for little text of your own
 
 Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes

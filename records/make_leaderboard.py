@@ -204,8 +204,8 @@ def read_blocks(records: list[results.Record]) -> tuple[Path, dict[str, results.
 
 
 def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
-    """The note and the table of a ladder with a ladder.toml."""
-    rungs, text, before = results.read_ladder(folder), "", None
+    """The note and the table of a ladder with a ladder.toml, and what ablate.py has left there."""
+    rungs, text, before, ablation = results.read_ladder(folder), "", None, folder / "ablation.md"
     first_name, first = next(iter(blocks.items()))
     last_name, last = [(name, record) for name, record in blocks.items()
                        if rungs[name].get("has_more_seeds")][-1]
@@ -228,7 +228,7 @@ def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
         n=effect.n, p=format_p(effect.p), num_lower=sum(gain > 0 for gain in gains),
         signed_rank=stats.wilcoxon(gains).pvalue, sd=results.summarize(list(last.losses.values())).sd,
         crossing=statistics.median(crossing[1] if crossing else math.inf for crossing in crossings)
-    ) + text + "\n"
+    ) + text + (f"\n{ablation.read_text()}" if ablation.exists() else "") + "\n"
 
 
 def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> str:
