@@ -29,7 +29,7 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python; makes
 }
 
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
-  choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton
+  choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton tensorboard
   if [[ $1 != test ]]; then exec "$python" "$@"; fi
   exec "$python" -m pytest "${@:2}"
 fi

@@ -3280,23 +3280,96 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
+    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
+    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
+                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+
+    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
+    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
+    same bytes.
+    """
+    check_writable(out, "choose another folder, or mend its permissions")
+    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
+    for name, text in texts:
+        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
+    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
+        entries = splits["train"] + splits["val"]
+        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
+                      val=[entry for entry in entries if entry[0][0] < 16])
+    streams, start = {}, np.array([bos], dtype=np.uint16)
+    for split, entries in splits.items():
+        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
+        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
+        if len(streams[split]) <= BLOCK:
+            raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
+                             f"{BLOCK + 1} of one attention block: give more text")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
+                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
+        stale.unlink()
+    written = []
+    for split, stream in streams.items():
+        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
+            path = out / f"{split}_{number:06d}.bin"
+            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
+            written.append(open_shard(str(path), vocab_size))
+    info["fingerprint"] = fingerprint(written)
+    write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    return info
+
+
+def torch_source_name() -> str:
+    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
+    root = Path(torch.__file__).parent
+    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(),
+                     leave=False):
+        if name not in left_out:
+            yield name, (root / name).read_bytes()
+
+
+def split_text(text: bytes, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes."""
+    while text:
+        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
+        end = end or limit  # one line longer than the limit
+        yield text[:end]
+        text = text[end:]
+
+
+def encode_bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
 def ensure_corpus(cfg: Config, rt: Runtime) -> None:
-    """Have data/text.py build the embedded corpus where a run asks for it and it is missing or of another
-    PyTorch."""
-    tools = (Path("data/text.py"), Path(__file__).with_name("data") / "text.py")
-    tool = next(filter(Path.exists, tools), None)
+    """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
+    out = Path(EMBEDDED_CORPUS)
     for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it built
-        if is_turn and tool and cfg.train_files.startswith(EMBEDDED_CORPUS):
+        if is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS):
             try:
-                source = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())["source"]
+                source = json.loads((out / "corpus.json").read_text())["source"]
             except (OSError, ValueError, KeyError):  # never built, or broken off
                 source = None
-            if source != f"torch {torch.__version__.partition('+')[0]}":
-                done = subprocess.run([sys.executable, tool], stdout=subprocess.DEVNULL, text=True,
-                                      stderr=None if show_bar() else subprocess.PIPE)
-                if done.returncode:
-                    raise InputError(f"{tool} ended with status {done.returncode}: "
-                                     f"{(done.stderr or 'see above').splitlines()[-1]}", of_one_rank=True)
+            if source != torch_source_name():
+                write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                             BYTE_BOS)
         barrier(rt)
 
 

@@ -30,9 +30,7 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-import text as text_tool  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
@@ -82,11 +80,11 @@ def write_text(text: str, folder: Path) -> list[str]:
     text = text.encode()[:MOST_BYTES]
     cut = len(text) * 9 // 10
     for name, part in (("train_0", text[:cut]), ("val_0", text[cut:])):
-        pieces = list(text_tool.split_text(part, 2047))
+        pieces = list(gpt.split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
         stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
-        text_tool.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+        gpt.write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
     val_tokens = min(40_960, (len(stream) - 1) // 8192 * 8192)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin",
             f"--val_tokens={val_tokens}"]

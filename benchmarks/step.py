@@ -26,9 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-import text  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
 
 PROFILED_STEPS = 3
@@ -107,7 +105,7 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
         tokens = rng.integers(0, bos, size, dtype=np.uint16)
         tokens[:: cfg.max_doc_len] = bos
         path = Path(folder, f"{name}_{rt.rank}.bin")
-        text.write_shard(path, tokens, cfg.vocab_size, bos)
+        gpt.write_shard(path, tokens, cfg.vocab_size, bos)
         files[f"{name}_files"] = str(path)
     return dataclasses.replace(cfg, **files)
 

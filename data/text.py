@@ -10,15 +10,11 @@ becomes validation; of few files, one document in sixteen. DIR/corpus.json tells
 """
 
 import argparse
-import hashlib
-import itertools
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,84 +39,10 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
             yield name, text
 
 
-def read_torch_source() -> Iterator[tuple[str, bytes]]:
-    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
-    root = Path(torch.__file__).parent
-    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not sys.stderr.isatty(),
-                     leave=False):
-        if name not in left_out:
-            yield name, (root / name).read_bytes()
-
-
-def split_text(text: bytes, limit: int) -> Iterator[bytes]:
-    """Cut a text at line ends into pieces of at most `limit` bytes."""
-    while text:
-        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
-        end = end or limit  # one line longer than the limit
-        yield text[:end]
-        text = text[end:]
-
-
-def encode_bytes(text: bytes) -> np.ndarray:
-    """One token per byte."""
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
-
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
-    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
-    header = np.zeros(gpt.SHARD_HEADER_BYTES // 4, dtype="<i4")
-    header[:5] = gpt.SHARD_MAGIC, gpt.SHARD_VERSION, len(tokens), vocab_size, bos
-    gpt.write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
-
-
-def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
-                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
-                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
-    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
-
-    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
-    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
-    same bytes.
-    """
-    gpt.check_writable(out, "choose another folder, or mend its permissions")
-    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
-    for name, text in texts:
-        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
-        for number, piece in enumerate(split_text(text, doc_bytes)):
-            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
-    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
-        entries = splits["train"] + splits["val"]
-        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
-                      val=[entry for entry in entries if entry[0][0] < 16])
-    streams, start = {}, np.array([bos], dtype=np.uint16)
-    for split, entries in splits.items():
-        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
-        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
-        if len(streams[split]) <= gpt.BLOCK:
-            raise gpt.InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than "
-                                 f"the {gpt.BLOCK + 1} of one attention block: give more text")
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
-                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
-        stale.unlink()
-    written = []
-    for split, stream in streams.items():
-        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
-            path = out / f"{split}_{number:06d}.bin"
-            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
-            written.append(gpt.open_shard(str(path), vocab_size))
-    info["fingerprint"] = gpt.fingerprint(written)
-    gpt.write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
-    return info
-
-
 def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
     """(encode, vocabulary size, BOS)."""
     if name == "bytes":
-        return encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+        return gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
     try:
         import tiktoken
     except ImportError:
@@ -157,11 +79,11 @@ def main(argv: list[str] | None = None) -> int:
             raise gpt.InputError(f"--shard_tokens={args.shard_tokens} or --doc_bytes={args.doc_bytes} is "
                                  "too small: give at least 20000 tokens, and more than 0 bytes")
         encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
-        texts = read_texts(args.paths) if args.paths else read_torch_source()
-        source = " ".join(map(str, args.paths)) or f"torch {torch.__version__.partition('+')[0]}"
+        texts = read_texts(args.paths) if args.paths else gpt.read_torch_source()
+        source = " ".join(map(str, args.paths)) or gpt.torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
-        info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
-                            args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
+        info = gpt.write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
+                                args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
     except gpt.InputError as error:
         print(f"text.py: error: {error}", file=sys.stderr)
         return 2

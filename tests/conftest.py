@@ -20,9 +20,7 @@ if not torch.cuda.is_available():  # before train_gpt imports Triton: its kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
-import text as text_tool  # noqa: E402
-
+sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
 
 VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
@@ -102,7 +100,7 @@ def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
-        text_tool.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
+        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
     return folder
 
 

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, run_script, smoke_config, text_tool
+from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, run_script, smoke_config
 
 
 def write_raw(path, header, tokens):
@@ -266,7 +266,7 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
         assert max(map(len, pieces)) <= 2047
         for file in (texts / "sub").iterdir():
             is_validation = hashlib.sha256(f"sub/{file.name}".encode()).digest()[0] < 16
-            is_here = {piece in pieces for piece in text_tool.split_text(file.read_bytes(), 2047)}
+            is_here = {piece in pieces for piece in gpt.split_text(file.read_bytes(), 2047)}
             assert is_here == {is_validation == (split == "val")}
 
 
@@ -301,7 +301,7 @@ def test_the_same_texts_give_the_same_bytes(tmp_path):
 
 def test_splitting_keeps_every_byte_and_prefers_line_ends():
     text = b"aa\n" * 10 + b"x" * 25 + b"\nlast"
-    pieces = list(text_tool.split_text(text, 10))
+    pieces = list(gpt.split_text(text, 10))
     assert b"".join(pieces) == text and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
 
 
@@ -379,5 +379,6 @@ def test_whole_shards_are_not_fetched_again(tmp_path):
 
 
 def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
-    names = dict(text_tool.read_torch_source())
+    names = dict(gpt.read_torch_source())
     assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
+    assert "+" not in gpt.torch_source_name()

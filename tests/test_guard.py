@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, slow_but, smoke_config, text_tool
+from conftest import data_args, gpt, make_runtime, slow_but, smoke_config
 from ranks import run_ranks
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
@@ -20,8 +20,8 @@ FAULT = 102  # the step, counted from 1, in which something breaks
 def text(tmp_path_factory) -> Path:
     """Real text: on the progressions of the other tests the loss comes so near 0 that its noise is a multiple of it."""
     folder = tmp_path_factory.mktemp("text")
-    files = itertools.islice(text_tool.read_torch_source(), 0, None, 8)
-    text_tool.write_corpus(files, folder, "every eighth file", text_tool.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+    files = itertools.islice(gpt.read_torch_source(), 0, None, 8)
+    gpt.write_corpus(files, folder, "every eighth file", gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
     return folder
 
 

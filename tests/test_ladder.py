@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_documents, make_runtime, smoke_config, text_tool
+from conftest import BOS, ROOT, VOCAB, gpt, make_documents, make_runtime, smoke_config
 
 sys.path.insert(0, str(ROOT / "records"))
 import results  # noqa: E402
@@ -458,7 +458,7 @@ def test_rows_that_start_anywhere_are_the_stream(tmp_path):
     rng = np.random.default_rng(1)
     tokens = [make_documents(rng, size) for size in (5_000, 30_000)]
     for i, part in enumerate(tokens):
-        text_tool.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
+        gpt.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
     cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", row_start="anywhere")
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     expected = [part[i : i + 513] for part in tokens for i in range(0, len(part) - 512, 512)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, at_most, data_args, gpt, make_runtime, smoke_config, text_tool
+from conftest import BOS, at_most, data_args, gpt, make_runtime, smoke_config
 
 TRAIN = [
     "--preset=smoke",
@@ -144,7 +144,7 @@ def gpt2_checkpoint(tmp_path_factory):
     for name, size in (("train_0", 30_000), ("val_0", 5_000)):
         tokens = np.random.default_rng(0).integers(0, 50256, size).astype(np.uint16)
         tokens[::200] = 50256
-        text_tool.write_shard(folder / f"{name}.bin", tokens, 50257, 50256)
+        gpt.write_shard(folder / f"{name}.bin", tokens, 50257, 50256)
     args = ["--vocab_size=50257", "--num_layers=2", "--model_dim=16", "--num_heads=1", "--head_dim=16"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
