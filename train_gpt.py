@@ -1442,6 +1442,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """grad (T, H, K) -> gradients of q, k, v (T, H, K)."""
         q, k, v, probs, mask = ctx.saved_tensors
         grad = grad.transpose(0, 1).contiguous().view_as(q)  # (H, T/C, C, K)
         grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
