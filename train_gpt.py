@@ -62,7 +62,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:  # before PyTorch loads OpenMP
-    # threads that wait yield their core soon: without it a busy process beside this one costs twice as much
+    # threads that wait yield their core soon: beside a busy process that saves a third of the time and more
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
@@ -990,7 +990,7 @@ class Runtime:
     world_size: int = 1
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalisation
     use_compile: bool = False
-    use_flex: bool = False  # FlexAttention (compiled CUDA) or block-wise scaled_dot_product_attention
+    use_flex: bool = False  # FlexAttention (compiled CUDA) or dense attention in blocks
     use_kernels: bool = False  # our Triton kernels, else their plain forms
     fp8: frozenset[str] = frozenset()  # options fp8_...: what multiplies in FP8 while training
     peak_flops: float = 0.0  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
@@ -1135,7 +1135,7 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
     if cfg.compile == "on" and reason:
         raise InputError(f"--compile=on but it cannot be ({reason}): use --compile=auto or off")
     use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
-    attention = "FlexAttention" if use_compile and is_cuda else "block-wise scaled_dot_product_attention"
+    attention = "FlexAttention" if use_compile and is_cuda else "dense, in blocks"
     return use_compile, (f"attention: {attention}; torch.compile {'on' if use_compile else 'off'}"
                          f"{reason and f' ({reason})'}")
 
@@ -1280,7 +1280,7 @@ class Stop:
 
 BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
 DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the dense form: smaller ones mask fewer products in
-                                         # vain, larger ones make larger ones of them
+                                         # vain, larger ones make larger matmuls
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -3650,8 +3650,9 @@ def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None]
         module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
         return lambda numbers, step: module.log(numbers, step=step), module.finish
     except Exception as error:  # whatever a package raises that is not there, or not logged in
-        raise InputError(f"--tracker={cfg.tracker} does not start ({str(error).splitlines()[0][:100]}): pip "
-                         f"install {cfg.tracker}, or leave it out", of_one_rank=True) from None
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, or "
+                         "leave it out", of_one_rank=True) from None
 
 
 def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
@@ -3723,8 +3724,12 @@ class RunLog:
 
     def write_event(self, event: str, step: int, **facts) -> None:
         self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
-        if self.track:
-            self.track(flatten_numbers(facts, event), step)
+        try:
+            if self.track:
+                self.track(flatten_numbers(facts, event), step)
+        except Exception as error:  # whatever a package raises: training must not depend on it
+            self.track = None
+            self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training goes on without it")
 
     def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
         """The line of a validation; the clock stands at train_time seconds."""
@@ -4406,9 +4411,9 @@ class Run:
         cfg, progress, self.is_end_announced = self.cfg, self.progress, True
         num_validations = 1 + (cfg.num_iterations - progress.step) // (cfg.val_loss_every or sys.maxsize)
         tokens_left = self.trainer.schedule.total_tokens() - progress.tokens
-        left = tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds
-        hint = ", --preset=quick a fifth of that" if cfg.preset == "laptop" and left > 120 else ""
-        self.log.print(f"step {progress.step}: about {left // 60:.0f} min {left % 60:.0f} s to go{hint}")
+        left = round(tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds)
+        hint = ", --preset=quick takes an eighth of that" if cfg.preset == "laptop" and left > 120 else ""
+        self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
 
     def train_step(self) -> None:
         """One step, and all that looks at it."""

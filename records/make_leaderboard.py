@@ -184,7 +184,6 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
         blocks = read_blocks(records)
         if blocks:
             text += format_blocks(*blocks)
-            plot.plot_times(blocks[1], records_dir / "frontier")
         shown = [rung.record for rung in found] + list(blocks[1].values() if blocks else ())
         others = [r for r in records if r not in shown]
         text += "### Other records\n" if found else ""
@@ -287,6 +286,9 @@ def main() -> None:
     if rungs:
         plot.plot_ladder(rungs, setting, target, args.records_dir / "ladder")
         args.readme.write_text(replace_marked(args.readme.read_text(), lines))
+    blocks = read_blocks(results.read_track("*", args.records_dir))
+    if blocks:
+        plot.plot_times(blocks[1], args.records_dir / "frontier")
 
 
 if __name__ == "__main__":

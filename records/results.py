@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -193,15 +194,18 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
     goes to keep. So many jobs at a time share the processors: for losses, not for times.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
-    environment = dict(os.environ)
+    environment, has_failed = dict(os.environ), threading.Event()
     if jobs > 1:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
 
     def run(name: str, seed: int, options: list[str]) -> None:
+        if has_failed.is_set():  # nothing runs after that
+            return
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
         bar.set_description(f"{name}, seed {seed}")
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
         if done.returncode:
+            has_failed.set()
             raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same command "
                               f"of {program} goes on from here. It said:\n{done.stderr.strip()}")
         if keep:

@@ -284,7 +284,8 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     assert trainer.inputs_at(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
 
 
-def test_the_expected_end_is_said_once(shards, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("preset, hint", [("smoke", ""), ("laptop", ", --preset=quick takes an eighth of that")])
+def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypatch, capsys):
     """From the tokens that are left and those of a second so far, and from the last validation."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpt.Run, "ANNOUNCE_AFTER", 0.0)
@@ -297,8 +298,11 @@ def test_the_expected_end_is_said_once(shards, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(gpt.Run, "validate", validate_slowly)
     monkeypatch.setattr(gpt.Run, "start_clock", lambda run: setattr(run, "started", gpt.clock(run.rt.device) - 60))
-    assert gpt.main(["--preset=smoke", "--device=cpu", "--val_loss_every=4", *data_args(shards)]) == 0
+    small = ["--num_iterations=12", "--tokens_per_step=1024", "--val_tokens=8192", "--micro_batch_tokens=1024"]
+    small = small if preset == "laptop" else []
+    args = [f"--preset={preset}", "--device=cpu", "--val_loss_every=4", "--warmup_iterations=0", *small]
+    assert gpt.main([*args, *data_args(shards)]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
     # 60 s on the clock before the first of twelve steps, 60 s for it, and validations after 4, 8 and 12
-    minutes, seconds = map(int, re.fullmatch(r"step 1: about (\d+) min (\d+) s to go", line).groups())
+    minutes, seconds = map(int, re.fullmatch(rf"step 1: about (\d+) min (\d+) s to go{hint}", line).groups())
     assert 11 * 120 + 300 <= 60 * minutes + seconds <= 1.2 * (11 * 120 + 300)

@@ -196,7 +196,10 @@ def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
     readme = (ROOT / "README.md").read_text()
     assert make_leaderboard.replace_marked(readme, lines) == readme, "run records/make_leaderboard.py"
     plot.plot_ladder(rungs, setting, target, tmp_path / "ladder")
-    assert (tmp_path / "ladder.svg").read_text() == (ROOT / "records" / "ladder.svg").read_text()
+    _, blocks = make_leaderboard.read_blocks(results.read_track("*", ROOT / "records"))
+    plot.plot_times(blocks, tmp_path / "frontier")
+    for name in ("ladder.svg", "frontier.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "records" / name).read_text()
 
 
 def test_a_script_stands_once():
@@ -248,6 +251,13 @@ def test_replay_tells_the_same_from_another(real_record, tmp_path):
     other["versions"]["torch"] = "1.0"
     assert "torch 1.0, here 2." in replay.find_differences(other)
     assert run_tool("replay.py").returncode == 2
+
+
+def test_nothing_runs_after_a_run_that_has_failed(tmp_path):
+    source = b"import sys; open(sys.argv[1], 'w'); sys.exit(sys.argv[1] == 'b')"
+    with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1; the same command of x.py"):
+        results.run_missing([(name, 0, [name]) for name in "abcd"], lambda _: set(), source, "x.py", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "records"))
 import plot  # noqa: E402
@@ -230,6 +231,18 @@ def test_a_tracker_whose_package_is_not_there(shards, tmp_path, monkeypatch, cap
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "pip install trackio" in error
     assert not list(tmp_path.rglob("*.txt"))
+
+
+def test_a_tracker_that_fails_is_left(shards, tmp_path, monkeypatch, capsys):
+    """The first number it takes breaks it: one line, and the run ends as it would."""
+    monkeypatch.chdir(tmp_path)
+
+    def add_scalar(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    assert gpt.main([*ARGS, *data_args(shards), "--tracker=tensorboard"]) == 0
+    assert capsys.readouterr().out.count("--tracker=tensorboard has failed (no space left)") == 1
 
 
 def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
