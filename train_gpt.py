@@ -1320,9 +1320,19 @@ def rms_norm(x: Tensor, keeps_input: bool = False) -> Tensor:
     return RMSNorm.apply(x, keeps_input)
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """max(0, x)^2, as a product: its backward needs no power."""
-    return x * F.relu(x)
+class ReLUSquared(torch.autograd.Function):
+    """max(0, x)^2, whose gradient takes one pass over memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        root = F.relu(x)
+        ctx.save_for_backward(root)
+        return root * root
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), grad, root, value=2)
 
 
 def previous(x: Tensor, is_start: Tensor) -> Tensor:
@@ -2689,9 +2699,9 @@ class MLP(nn.Module):
         """x (T, D) normalised -> (T, D)."""
         (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
         if self.use_fp8_forward and self.training:
-            y = relu_squared(LinearFP8.apply(x, up.T, None, False))  # (T, 4D)
+            y = ReLUSquared.apply(LinearFP8.apply(x, up.T, None, False))  # (T, 4D)
             return LinearFP8.apply(y, down, self.delayed(y), False)  # (T, D)
-        y = relu_squared(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+        y = ReLUSquared.apply(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
         return multiply_linear(y, down, use_fp8)  # (T, D)
 
 

@@ -129,7 +129,7 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
     step = gpt.StepInputs(stage, model.expand_numbers(64)[1])
     mlp = model.blocks[1].mlp
-    exact = gpt.relu_squared(x @ mlp.up_down[0]) @ mlp.up_down[1].T
+    exact = gpt.ReLUSquared.apply(x @ mlp.up_down[0]) @ mlp.up_down[1].T
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
     assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
     mask = gpt.build_dense_mask(torch.zeros(64), 64)

@@ -306,7 +306,7 @@ def test_fp8_of_the_mlp():
         module.train()
         y = module(x[0])
         outputs.append((y, *torch.autograd.grad(y.float().square().sum(), (x[0], module.up_down))))
-    largest = gpt.relu_squared(x[0] @ mlp.up_down[0]).max().item()
+    largest = gpt.ReLUSquared.apply(x[0] @ mlp.up_down[0]).max().item()
     assert mlp.delayed.largest.item() == pytest.approx(largest, rel=0.15)  # of FP8 products
     gpt.advance_scales(mlp, rt)
     assert mlp.delayed.scale.item() == pytest.approx(1.8 / 448 * largest, rel=0.15)
