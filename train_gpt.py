@@ -1106,6 +1106,13 @@ def computes_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def lacks_bfloat16() -> bool:
+    """Whether this processor says that it multiplies no bfloat16: then it is not even tried, emulation can be
+    slow beyond use. PyTorch before 2.13 cannot say."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    return has.get("architecture") == "x86_64" and not (has["avx512_bf16"] or has["amx_bf16"])
+
+
 def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
     """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
     has_bf16, names = computes_bfloat16(device), {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -1114,7 +1121,9 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
     name, reason = cfg.dtype, "chosen by --dtype"
     if name == "auto" and device.type == "cuda":
         name, reason = ("bfloat16", "on a GPU that has it") if has_bf16 else ("float32", "below Ampere")
-    elif name == "auto":  # small: a processor without bfloat16 multiplies it a hundred times slower
+    elif name == "auto" and lacks_bfloat16():
+        name, reason = "float32", "this processor does not multiply bfloat16"
+    elif name == "auto":  # small: where it is emulated it takes a hundred times longer
         rates = [measure_matmul(device, dtype, 192) for dtype in names.values()]
         name = "bfloat16" if rates[1] > 1.5 * rates[0] else "float32"
         reason = f"bfloat16 multiplies at {rates[1] / rates[0]:.2f} times the rate of float32"

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Preset quick against the customary small GPT-2, by whole-process time, on little text of five kinds.
 
-    python benchmarks/peer.py            # half an hour on two cores; prints a table for RESULTS.md
+    python benchmarks/peer.py                         # half an hour on two cores; a table for RESULTS.md
+    python benchmarks/peer.py --seeds=1 --only=code
 
 The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at that size. quick runs in float32, and in bfloat16 where it is fast.
@@ -13,11 +14,11 @@ Both are timed from the start of the process to its end.
 
 import argparse
 import ast
+import functools
 import gzip
 import hashlib
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,11 @@ def read_library() -> str:
 def read_package(name: str, *files: str) -> str:
     """Text files of a Debian package, fetched and unpacked, not installed."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["apt-get", "-qq", "download", name], cwd=folder, check=True, capture_output=True)
+        try:
+            subprocess.run(["apt-get", "-qq", "download", name], cwd=folder, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise gpt.InputError(f"Debian's package {name} cannot be fetched ({error}): give "
+                                 "--only=documentation,docstrings,code, which come with Python") from None
         (package,) = Path(folder).glob("*.deb")
         subprocess.run(["dpkg", "-x", package, folder], check=True)
         content = [Path(folder, file).read_bytes() for file in files]
@@ -64,15 +69,15 @@ def read_package(name: str, *files: str) -> str:
     return "\n\n".join(data.decode("utf-8", "replace") for data in content)
 
 
-def read_texts() -> dict[str, str]:
-    """The texts by name; without Debian's tools those that Python has."""
-    texts = {"documentation: pydoc_data": "\n\n".join(topics[name] for name in sorted(topics)),
-             f"docstrings: NumPy {np.__version__}": read_docstrings(),
-             f"code: library of Python {sys.version_info.major}.{sys.version_info.minor}": read_library()}
-    if shutil.which("apt-get"):
-        texts["prose: jargon-text"] = read_package("jargon-text", "usr/share/doc/jargon-text/jargon.txt.gz")
-        texts["verse: fortunes"] = read_package("fortunes", "usr/share/games/fortunes/songs-poems")
-    return texts
+# name: what it is, and how to read it
+TEXTS = {
+    "documentation": ("pydoc_data", lambda: "\n\n".join(topics[name] for name in sorted(topics))),
+    "docstrings": (f"NumPy {np.__version__}", read_docstrings),
+    "code": (f"library of Python {sys.version_info.major}.{sys.version_info.minor}", read_library),
+    "prose": ("jargon-text", functools.partial(
+        read_package, "jargon-text", "usr/share/doc/jargon-text/jargon.txt.gz")),
+    "verse": ("fortunes", functools.partial(
+        read_package, "fortunes", "usr/share/games/fortunes/songs-poems"))}
 
 
 def write_text(text: str, folder: Path) -> list[str]:
@@ -116,31 +121,44 @@ def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
         return seconds, json.loads(path.read_text())["final_val_loss"]
 
 
-def main() -> None:
-    """Run both over texts and seeds, interleaved, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
-    parser.add_argument("--only", default="", help="texts whose names contain this")
-    args = parser.parse_args()
-    texts = {name: text for name, text in read_texts().items() if args.only in name}
+def compare(names: list[str], seeds: int) -> str:
+    """Run both over texts and seeds, interleaved; the table."""
+    texts = {name: TEXTS[name][1]() for name in names}
     best = gpt.choose_dtype(gpt.make_config({"device": "cpu"}), torch.device("cpu"))[0]
     dtypes = ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
     rows = []
-    for seed in tqdm(range(args.seeds), unit="seed"):
-        for name, text in texts.items():
-            with tempfile.TemporaryDirectory() as folder:
-                data = write_text(text, Path(folder))
-                peer = run_peer(data, seed)
-                rows.append((name, seed, *peer, [run_quick(data, seed, dtype) for dtype in dtypes]))
+    for seed, name in tqdm([(seed, name) for seed in range(seeds) for name in texts], unit="text"):
+        with tempfile.TemporaryDirectory() as folder:
+            data = write_text(texts[name], Path(folder))
+            peer = run_peer(data, seed)
+            rows.append((names.index(name), seed, *peer, [run_quick(data, seed, dtype) for dtype in dtypes]))
     heads = "".join(f" quick in {dtype}: s, loss | | ratio |" for dtype in dtypes)
-    print(f"| text | seed | peer: s, loss | |{heads}")
-    print(f"|---|---|---|---|{'---|---|---|' * len(dtypes)}")
-    for name, seed, peer_seconds, peer_loss, ours in sorted(rows):
+    lines = [f"| text | seed | peer: s, loss | |{heads}", f"|---|---|---|---|{'---|---|---|' * len(dtypes)}"]
+    for index, seed, peer_seconds, peer_loss, ours in sorted(rows):
         cells = "".join(f" {seconds:.1f} | {loss:.4f} | {seconds / peer_seconds:.2f} |"
                         for seconds, loss in ours)
-        print(f"| {name} | {seed} | {peer_seconds:.1f} | {peer_loss:.4f} |{cells}")
+        lines.append(f"| {names[index]}: {TEXTS[names[index]][0]} | {seed} | {peer_seconds:.1f} | "
+                     f"{peer_loss:.4f} |{cells}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Parse, compare, print; bad input ends with status 2 and one line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
+    parser.add_argument("--only", default=",".join(TEXTS), help="texts (default %(default)s)")
+    args = parser.parse_args()
+
+    def body() -> int:
+        names = args.only.split(",")
+        for name in set(names) - set(TEXTS):
+            raise gpt.InputError(f"--only={name} is no text: choose among {', '.join(TEXTS)}")
+        print(compare(names, args.seeds))
+        return 0
+
+    return gpt.run_guarded(body, "peer.py")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
