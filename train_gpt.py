@@ -1107,8 +1107,8 @@ def computes_bfloat16(device: torch.device) -> bool:
 
 
 def lacks_bfloat16() -> bool:
-    """Whether this processor says that it multiplies no bfloat16: then it is not even tried, emulation can be
-    slow beyond use. PyTorch before 2.13 cannot say."""
+    """Whether this processor says that it multiplies no bfloat16: then even a probe costs more than it is
+    worth. PyTorch before 2.13 cannot say."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
     return has.get("architecture") == "x86_64" and not (has["avx512_bf16"] or has["amx_bf16"])
 
@@ -3627,7 +3627,8 @@ def describe_machine(rt: Runtime) -> dict:
     """Versions and hardware, as far as they decide a result or its speed."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
-                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine())
+                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
+                    simd=torch.backends.cpu.get_cpu_capability(), activations=str(rt.dtype)[6:])
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         hardware["cpu"] = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -4569,6 +4570,22 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     print0(f"sample: {text.decode(errors='replace').strip()}", rt)
 
 
+def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
+    """The model of a checkpoint in plain PyTorch, and (its config with these values, runtime, facts)."""
+    facts, tensors = read_checkpoint(path)
+    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
+                 device="auto", dtype="float32")
+    cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, **values})
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
+    with torch.device("meta"):
+        model = GPT(cfg, rt)
+    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
+                          assign=True)
+    model.make_tables()
+    return model.to(rt.device).eval(), cfg, rt, facts
+
+
 def write_sample(values: dict) -> None:
     """--sample: print the prompt and what the checkpoint makes of it, as it comes."""
     allowed = {field.name for field in dataclasses.fields(SampleConfig)} | {"seed", "device", "dtype"}
@@ -4577,10 +4594,7 @@ def write_sample(values: dict) -> None:
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    facts, tensors = read_checkpoint(Path(values["sample"]))
-    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
-                 device="auto", dtype="float32")
-    cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, "seed": 0, **values})
+    model, cfg, rt, _ = load_model(Path(values["sample"]), {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
         prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
@@ -4589,14 +4603,6 @@ def write_sample(values: dict) -> None:
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
                          "tokenizer is at hand: pip install tiktoken, or give ids") from None
-    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
-    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
-    with torch.device("meta"):
-        model = GPT(cfg, rt)
-    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
-                          assign=True)
-    model.make_tables()
-    model.to(rt.device).eval()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
     for token in generate(model, prompt, tokenizer.bos if tokenizer else 50256, cfg, rt):

@@ -21,7 +21,13 @@ A folder holds the script that ran, once, and for each run its log and its resul
 each of its rungs. To run one again, and compare the losses: `python records/replay.py FOLDER`; or by hand,
 into `logs/`: `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
 """
-LADDER_NOTE = """Every rung is a preset of the ladder's own script: `<date>_<name>` is the published record,
+TARGET_NOTE = """The target, {target:g} nats per byte, is the mean loss, to two decimals, of
+[{name}]({name}) (n = {n}, standard deviation {sd:.3f}; {machine}).
+{claim}
+"""
+LADDER_NOTE = """### {title}
+
+Every rung is a preset of the ladder's own script: `<date>_<name>` is the published record,
 `laptop_<date>_<name>` its change in the laptop's sizes, a minute on two cores.
 
 ```
@@ -38,10 +44,10 @@ It has a slip: rates fall over 580 and 584 steps in 2024-12-08 and 2024-12-17, w
 (`--cooldown_frac=0.4054` and `0.4027`).
 
 All rungs train on {tokens:,} tokens of the source of PyTorch; {machine}.
-The target, {target:g}, is the mean loss, to two decimals, of the first rung after {target_tokens:,}
+Its own target, {target:g}, is the mean loss, to two decimals, of the first rung after {target_tokens:,}
 tokens, which take it {target_minutes:.1f} minutes of training (`laptop_target`, {n} seeds, sd {sd:.3f}).
 Loss in nats per byte;
-p: one-sided t-test of the mean against the target; "against the rung before": paired by seed, with the 95 %
+p: one-sided t-test of the mean against that target; "against the rung before": paired by seed, with the 95 %
 confidence interval; "to the target": interpolated between validations, the median where all seeds reach it.
 What helped a model a hundred times larger on eight hundred times the tokens need not help here: the last
 column says what was seen. With few seeds only an effect of several standard deviations can be shown.
@@ -71,8 +77,9 @@ python records/run_ladder.py --ladder=records/laptop/{folder}
 
 ![the newest recipe, block by block](frontier.svg)
 
-| rung | preset | what it adds | n | loss | sd | training s | against the rung before | here |
-|---|---|---|---|---|---|---|---|---|
+| rung | preset | what it adds | n | loss | sd | p | training s | s to the target \
+| against the rung before | here |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
 
@@ -165,7 +172,9 @@ def format_other(record: results.Record, target: float | None) -> str:
 def format_machine(result: dict) -> str:
     """Where a record ran."""
     facts = results.describe_machine(result)
-    return f"{facts['threads']} threads of {facts['cpu']}, PyTorch {facts['torch']}"
+    simd = f" ({facts['simd']})" if facts["simd"] else ""
+    return (f"{facts['threads']} threads of {facts['cpu']}{simd}, {facts['activations']}, "
+            f"PyTorch {facts['torch']}")
 
 
 def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record | None, float | None]:
@@ -174,16 +183,20 @@ def make_readme(records_dir: Path) -> tuple[str, str, list[Rung], results.Record
     for track in sorted(path.name for path in records_dir.iterdir() if list(path.glob("*/train_gpt.py"))):
         records = results.read_track(track, records_dir)
         target = results.find_target(track, records)
-        own = results.find_setting(records)
-        found = read_rungs(records, own.folder.parent, target) if own else []
+        own = next((record for record in reversed(records) if record.folder.name == "target"), None)
+        own_target = own and results.find_target(track, [own])
+        found = read_rungs(records, own.folder.parent, own_target) if own else []
         text += f"\n## {track}\n\n"
+        setting_track = results.find_setting(records)
+        if setting_track:
+            text += format_target(setting_track, target, records)
         if found:
-            rungs, ladder_target, setting = found, target, own
-            text += format_ladder(rungs, setting, target)
-            lines = format_lines(rungs, setting, target, records)
+            rungs, ladder_target, setting = found, own_target, own
+            text += format_ladder(rungs, setting, own_target)
+            lines = format_lines(rungs, setting, own_target, target, records)
         blocks = read_blocks(records)
         if blocks:
-            text += format_blocks(*blocks)
+            text += format_blocks(*blocks, target)
         shown = [rung.record for rung in found] + list(blocks[1].values() if blocks else ())
         others = [r for r in records if r not in shown]
         text += "### Other records\n" if found else ""
@@ -202,17 +215,19 @@ def read_blocks(records: list[results.Record]) -> tuple[Path, dict[str, results.
     return None
 
 
-def format_blocks(folder: Path, blocks: dict[str, results.Record]) -> str:
+def format_blocks(folder: Path, blocks: dict[str, results.Record], target: float) -> str:
     """The note and the table of a ladder with a ladder.toml, and what ablate.py has left there."""
     rungs, text, before, ablation = results.read_ladder(folder), "", None, folder / "ablation.md"
     first_name, first = next(iter(blocks.items()))
     last_name, last = [(name, record) for name, record in blocks.items()
                        if rungs[name].get("has_more_seeds")][-1]
     for name, record in blocks.items():
-        summary = results.summarize(list(record.losses.values()))
+        summary = results.summarize(list(record.losses.values()), target)
         effect = before and results.compare(record.losses, before.losses)
+        num_reached, _, seconds = find_arrival(record, target)
         cells = (f"[{name}]({record.name})", f"`{rungs[name]['preset']}`", rungs[name]["change"], summary.n,
-                 f"{summary.mean:.3f}", f"{summary.sd:.3f}", f"{time_runs(record):.0f}",
+                 f"{summary.mean:.3f}", f"{summary.sd:.3f}", format_p(summary.p), f"{time_runs(record):.0f}",
+                 f"{num_reached} of {summary.n} reach it" if math.isnan(seconds) else f"{seconds:.0f}",
                  format_effect(effect) if effect else "", judge(effect))
         text += f"| {' | '.join(map(str, cells))} |\n"
         before = record
@@ -238,7 +253,7 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> 
     note = LADDER_NOTE.format(tokens=tokens[0], target=target, target_tokens=tokens[1], n=summary.n,
                               sd=summary.sd, target_minutes=time_runs(setting) / 60,
                               machine=format_machine(setting.results[0]),
-                              ladder=setting.name.removesuffix("/target"))
+                              title=setting.folder.parent.name, ladder=setting.name.removesuffix("/target"))
     return f"{note}\n![the ladder](ladder.svg)\n{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
@@ -253,20 +268,37 @@ def find_fastest(records: list[results.Record], target: float) -> results.Record
     return min(holds, key=time_runs, default=None)
 
 
-def format_lines(rungs: list[Rung], setting: results.Record, target: float, records: list[results.Record]
-                 ) -> str:
+def format_claim(records: list[results.Record], target: float, prefix: str = "") -> str:
+    """The fastest record whose claim holds, in a sentence."""
+    fastest = find_fastest(records, target)
+    if fastest is None:
+        return "No record reaches it yet with p < 0.01."
+    summary = results.summarize(list(fastest.losses.values()), target)
+    return (f"[`{fastest.folder.name}`]({prefix}{fastest.name}) reaches it after "
+            f"{find_arrival(fastest, target)[2]:.0f} s of training (median) and ends at {summary.mean:.3f} "
+            f"after {time_runs(fastest):.0f} s: n = {summary.n}, standard deviation {summary.sd:.3f}, p "
+            f"{format_p(summary.p)}; {format_machine(fastest.results[0])}.")
+
+
+def format_target(setting: results.Record, target: float, records: list[results.Record]) -> str:
+    """How a track's target came about, and what reaches it."""
+    summary = results.summarize(list(setting.losses.values()))
+    return TARGET_NOTE.format(target=target, name=setting.name, n=summary.n, sd=summary.sd,
+                              machine=format_machine(setting.results[0]),
+                              claim=format_claim(records, target)) + "\n"
+
+
+def format_lines(rungs: list[Rung], setting: results.Record, ladder_target: float, target: float,
+                 records: list[results.Record]) -> str:
     """What the README says of the ladder."""
-    counts, fastest, claim = [judge(rung.effect) for rung in rungs], find_fastest(records, target), ""
-    if fastest:
-        claim = (f"; [`{fastest.name}`](records/{fastest.name}) takes {time_runs(fastest):.0f} s "
-                 f"(n = {len(fastest.losses)}, p < 0.01)")
+    counts = [judge(rung.effect) for rung in rungs]
     return (f"{MARKS[0]}\n![The ladder of records, run again on two CPU cores](records/ladder.svg)\n\n"
-            f"On two CPU cores the first rung (AdamW with rotary) takes {time_runs(setting):.0f} s "
-            f"to {target:g}{claim}.\n"
-            f"At equal tokens its loss is {rungs[0].summary.mean:.2f}, that of the last rung "
-            f"{rungs[-1].summary.mean:.2f}.\nAgainst the rung before it, {counts.count('helps')} rungs help "
-            f"at this scale, {counts.count('hurts')} hurt, of {counts.count('no effect shown')} no effect "
-            f"is shown: [records/README.md](records/README.md).\n{MARKS[1]}")
+            f"The target of track `laptop` is {target:g}. {format_claim(records, target, 'records/')}\n"
+            f"The first rung of the ladder (AdamW with rotary) takes {time_runs(setting):.0f} s to "
+            f"{ladder_target:g}.\nAt equal tokens its loss is {rungs[0].summary.mean:.2f}, that of the last "
+            f"rung {rungs[-1].summary.mean:.2f}.\nAgainst the rung before it, {counts.count('helps')} rungs "
+            f"help at this scale, {counts.count('hurts')} hurt, of {counts.count('no effect shown')} no "
+            f"effect is shown: [records/README.md](records/README.md).\n{MARKS[1]}")
 
 
 def replace_marked(readme: str, lines: str) -> str:

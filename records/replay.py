@@ -10,29 +10,25 @@ another machine, or another version, bits may differ, so the record is passed ov
 """
 
 import json
-import platform
 import random
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import results
-import torch
 from tqdm import tqdm
+
+import train_gpt as gpt
 
 
 def find_differences(result: dict) -> str:
-    """What of this machine is not as recorded, where that may change bits."""
-    use_cuda = torch.cuda.is_available() and result["config"]["device"] != "cpu"
-    cpuinfo = Path("/proc/cpuinfo")
-    cpu = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    there = results.describe_machine(result)
-    here = dict(device="cuda" if use_cuda else "cpu", ranks=1, threads=torch.get_num_threads(),
-                cpu=cpu[1] if cpu else platform.processor() or platform.machine(), torch=torch.__version__,
-                gpu=torch.cuda.get_device_name() if use_cuda else None)
-    return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here if here[key] != there[key])
+    """What of this machine is not as recorded, where that may change bits. Older results do not say all."""
+    cfg = gpt.make_config({name: result["config"][name] for name in ("device", "dtype")})
+    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg, is_alone=True))
+    here, there = results.describe_machine(gpt.describe_machine(rt)), results.describe_machine(result)
+    return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here
+                     if here[key] != there[key] and not (key == "simd" and there[key] is None))
 
 
 def replay(folder: Path, result: dict) -> tuple[bool, str]:

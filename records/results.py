@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -73,9 +74,18 @@ def load_script(folder: Path) -> ModuleType:
     return sys.modules[name]
 
 
+def read_result(path: Path) -> dict:
+    """The json of a run; older scripts left the type of its activations only in its log."""
+    result, log = json.loads(path.read_text()), path.with_suffix(".txt")
+    chosen = re.search(r"^activations: (\w+)", log.read_text(), re.MULTILINE) if log.exists() else None
+    if chosen:
+        result["hardware"].setdefault("activations", chosen[1])
+    return result
+
+
 def read_record(folder: Path) -> Record:
     """Read a record folder or a rung's; RecordError if there is none, or its runs are not of one kind."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [read_result(path) for path in sorted(folder.glob("*.json"))]
     script = find_script(folder)
     if not found or not script.exists():
         raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left, "
@@ -117,8 +127,10 @@ def find_target(track: str, records: list[Record]) -> float | None:
 
 
 def find_setting(records: list[Record]) -> Record | None:
-    """The record that sets its track's target: the rung of that name in the newest ladder."""
-    return next((record for record in reversed(records) if record.name.endswith("/target")), None)
+    """The record that sets its track's target: in the newest ladder that has one, the rung that its
+    ladder.toml marks, or the one of that name."""
+    return next((record for record in reversed(records) if record.folder.name == "target"
+                 or read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target")), None)
 
 
 def find_own_target(record: Record) -> float | None:
@@ -181,7 +193,8 @@ def find_crossing(result: dict, target: float) -> tuple[float, float] | None:
 
 def describe_machine(result: dict) -> dict:
     """What must agree for times to be comparable, and on a CPU for losses to be the same bits."""
-    hardware = {key: result["hardware"].get(key) for key in ("device", "ranks", "cpu", "threads", "gpu")}
+    keys = ("device", "ranks", "cpu", "threads", "gpu", "activations", "simd")
+    hardware = {key: result["hardware"].get(key) for key in keys}
     return {**hardware, "torch": result["versions"]["torch"]}
 
 

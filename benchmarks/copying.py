@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""How much of a model's loss is on tokens that it could copy from its context.
+
+    python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
+    python benchmarks/copying.py checkpoints/laptop_32_seed1/*.pt
+
+For every checkpoint the validation loss (nats per token, first 65,536 tokens) of two kinds of tokens: those
+whose 8 last tokens stand earlier in the same document, within the long window of the final validation, and
+all others. A model that has learned to copy continues what it finds there; one that has not does as badly
+on both kinds.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as gpt  # noqa: E402
+
+MATCH, MOST_TOKENS = 8, 65_536
+
+
+def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
+    """(T,): whether the last MATCH tokens, this one's input included, stand earlier in reach."""
+    tokens, docs = batch.inputs.numpy(), batch.doc_ids.numpy()
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, MATCH)
+    last_seen: dict[tuple[int, bytes], int] = {}
+    repeats = np.zeros(len(tokens), bool)
+    for end, gram in enumerate(grams, start=MATCH - 1):
+        key = int(docs[end]), gram.tobytes()
+        repeats[end] = end - last_seen.get(key, -window - 1) <= window
+        last_seen[key] = end
+    return repeats
+
+
+@torch.no_grad()
+def split_loss(path: Path) -> tuple[int, float, float, float]:
+    """(step, share of repeats, loss on them, loss on the others) of a checkpoint."""
+    model, cfg, rt, facts = gpt.load_model(path, {"device": "cpu"})
+    data, state = gpt.ValData(cfg), gpt.Schedule(cfg).at(facts["progress"]["step"])
+    losses, repeats = [], []
+    for index in tqdm(range(min(data.num_batches, MOST_TOKENS // data.batch_tokens)), leave=False):
+        batch = data.batch(index)
+        stage = gpt.make_stage_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
+        logits = model.head.logits(model.encode(batch.inputs, batch.doc_ids, stage))[:, : cfg.vocab_size]
+        losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
+        repeats.append(find_repeats(batch, state.windows[0]))
+    loss, repeated = torch.cat(losses).numpy(), np.concatenate(repeats)
+    return facts["progress"]["step"], repeated.mean(), loss[repeated].mean(), loss[~repeated].mean()
+
+
+def main() -> int:
+    """Parse, measure, print; bad input ends with status 2 and one line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
+    paths = parser.parse_args().checkpoints
+
+    def body() -> int:
+        print("| checkpoint | step | loss | on repeats (share) | on all others |")
+        print("|---|---:|---:|---:|---:|")
+        for path in paths:
+            step, share, repeated, others = split_loss(path)
+            print(f"| {path.parent.name} | {step} | {share * repeated + (1 - share) * others:.3f} | "
+                  f"{repeated:.3f} ({share:.0%}) | {others:.3f} |", flush=True)
+        return 0
+
+    return gpt.run_guarded(body, "copying.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
