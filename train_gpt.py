@@ -421,11 +421,8 @@ FRONTIER_LAYERS = tuple(LayerSpec(
     mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
     for i in range(11))
 
-# In miniature: what of it pays there, in less of it, and all of it
+# In miniature: what of it pays there, and all of it
 LAPTOP_LAYERS = (
-    LayerSpec(), LayerSpec("long", True, 0, key_offset=True), LayerSpec("short", True, 1),
-    LayerSpec("none", skip_from=1), LayerSpec("long", True, 2, attention_from=2, key_offset=True))
-QUICK_LAYERS = (
     LayerSpec("long", False, 0, key_offset=True), LayerSpec("short", True, 1, key_offset=True),
     LayerSpec("short", True, 0, 1, key_offset=True), LayerSpec("long", True, 1, 0, key_offset=True))
 SMALL_LAYERS = (
@@ -467,36 +464,32 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         grad_grid=2.0**-12, val_windows=(320, 128),
         stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
     "laptop": ("laptop_32", "the newest recipe in miniature: what of it pays at this size", dict(
-        layers=LAPTOP_LAYERS, num_iterations=400, smear="on", softcap=23.0, softcap_shift=5.0,
-        x0_shortcut="after", residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0,
-        bigram_rows=4096, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
-        value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
-        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0,
-        matrix_rule="normuon", matrix_lr=0.06, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.06 * 1.2,
-        embed_lr=0.02, embed_betas=(0.5, 0.95), head_lr=0.02, head_betas=(0.5, 0.95),
-        value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99))),
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2, layers=LAPTOP_LAYERS,
+        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, bigram_rows=4096, zero_init="mlp",
+        x0_shortcut="after", softcap=23.0, softcap_shift=5.0, matrix_rule="normuon", matrix_lr=0.07,
+        matrix_betas=(0.9, 0.9), orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8,
+        embed_lr=0.3, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95), value_embed_lr=0.3,
+        value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99), warmup_iterations=0,
+        num_iterations=600, tokens_per_step=2048, val_loss_every=120, row_start="anywhere")),
+    "quick": ("laptop", "the same in half a minute, also on little text of your own", dict(
+        num_iterations=140, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
         val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "smoke_frontier": ("laptop", "the newest recipe with all its mechanisms, in seconds", dict(
-        layers=SMALL_LAYERS, num_heads=2, head_dim=32, model_dim=64,
-        num_iterations=12, extension_steps=2, tokens_per_step=2048,
-        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
-        val_loss_every=6, dtype="float32", momentum_warmup_steps=4, momentum_cooldown_steps=4,
-        bigram_rows=512, cooldown_frac=0.6, final_lr_frac=0.15, state_dtype="float32",
+    "smoke_frontier": ("smoke", "the newest recipe with all its mechanisms, in seconds", dict(
+        num_layers=5, layers=SMALL_LAYERS, bigram_rows=512, smear="on", softcap=23.0,
+        softcap_shift=5.0, x0_shortcut="after", residual_init=1.1**0.5, zero_init="mlp",
+        attention_gate_dim=0, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
+        value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, matrix_rule="normuon",
+        matrix_lr=0.06, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.06 * 1.2, embed_lr=0.02,
+        embed_betas=(0.5, 0.95), head_lr=0.02, head_betas=(0.5, 0.95), value_embed_betas=(0.75, 0.95),
+        scalar_betas=(0.9, 0.99), extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
+        cooldown_frac=0.6, final_lr_frac=0.15, state_dtype="float32",
         **{f"{name}_every": 2 for name in GROUPS if name != "matrix"}, stages=(
             Stage(1, 128, 64, 1024, None, 1.0, 256, "1 0.5 0.25:0"), Stage(1, 192, 64, None, None, 1.5),
             Stage(1, 256, 128)))),
-    "quick": ("laptop_32", "a smaller model in twenty seconds, also on little text of your own", dict(
-        num_layers=4, num_heads=2, head_dim=64, model_dim=128, attention_scale=0.15, vocab_multiple=16,
-        layers=QUICK_LAYERS, attention_gate_dim=0, bigram_rows=4096, zero_init="mlp",
-        softcap=23.0, softcap_shift=5.0, matrix_rule="normuon", orthogonalize="polar_express",
-        matrix_betas=(0.9, 0.9), embed_lr=0.3, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
-        value_embed_lr=0.3, value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99),
-        num_iterations=260, tokens_per_step=1024, seq_len=256, micro_batch_tokens=1024, epochs=100,
-        row_start="anywhere", val_tokens=40_960, val_loss_every=0, warmup_iterations=0,
-        momentum_start=0.8, momentum_end=0.8, final_lr_frac=0.0)),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
         matrix_rule="normuonh", orthogonalize="polar_express", output_gain="on", norm_gain="on",
         init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0,
@@ -4432,7 +4425,7 @@ class Run:
         num_validations = 1 + (cfg.num_iterations - progress.step) // (cfg.val_loss_every or sys.maxsize)
         tokens_left = self.trainer.schedule.total_tokens() - progress.tokens
         left = round(tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds)
-        hint = ", --preset=quick takes an eighth of that" if cfg.preset == "laptop" and left > 120 else ""
+        hint = ", --preset=quick takes a quarter of that" if cfg.preset == "laptop" and left > 120 else ""
         self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
 
     def train_step(self) -> None:

@@ -31,10 +31,11 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
     grams = np.lib.stride_tricks.sliding_window_view(tokens, MATCH)
     last_seen: dict[tuple[int, bytes], int] = {}
     repeats = np.zeros(len(tokens), bool)
-    for end, gram in enumerate(grams, start=MATCH - 1):
-        key = int(docs[end]), gram.tobytes()
-        repeats[end] = end - last_seen.get(key, -window - 1) <= window
-        last_seen[key] = end
+    for start, gram in enumerate(grams):
+        end, key = start + MATCH - 1, (int(docs[start]), gram.tobytes())
+        if docs[start] == docs[end]:
+            repeats[end] = end - last_seen.get(key, -window - 1) <= window
+            last_seen[key] = end
     return repeats
 
 
@@ -47,7 +48,7 @@ def split_loss(path: Path) -> tuple[int, float, float, float]:
     for index in tqdm(range(min(data.num_batches, MOST_TOKENS // data.batch_tokens)), leave=False):
         batch = data.batch(index)
         stage = gpt.make_stage_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
-        logits = model.head.logits(model.encode(batch.inputs, batch.doc_ids, stage))[:, : cfg.vocab_size]
+        logits = model.head.logits(model.encode(batch.inputs, batch.doc_ids, stage))
         losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
         repeats.append(find_repeats(batch, state.windows[0]))
     loss, repeated = torch.cat(losses).numpy(), np.concatenate(repeats)

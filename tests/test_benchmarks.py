@@ -8,6 +8,8 @@ import torch
 from conftest import ROOT, data_args, gpt, launch, smoke_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import copying  # noqa: E402
+import peer  # noqa: E402
 import roofline  # noqa: E402
 import step  # noqa: E402
 
@@ -61,7 +63,7 @@ def test_step_makes_do_without_shards(tmp_path):
     ("aten::embedding", [[384, 192], [2048]], "embedding, norms, residuals"),
     ("aten::mul", [[2048, 192], [2048, 1]], "embedding, norms, residuals")])
 def test_operators_are_told_by_their_sizes(name, shapes, part):
-    assert step.classify(name, shapes, gpt.make_config({"preset": "laptop"})) == part
+    assert step.classify(name, shapes, gpt.make_config({"preset": "laptop_32"})) == part
 
 
 @pytest.mark.slow
@@ -105,3 +107,41 @@ def test_the_roofline_adds_up(tmp_path):
 def test_the_roofline_refuses_in_one_line(tmp_path):
     done = launch([str(ROOT / "benchmarks" / "roofline.py"), "--cards=h200,x1"], tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "x1 is not one of h200" in done.stderr
+
+
+def test_repeats_are_told_by_what_the_same_document_holds():
+    """Eight tokens again: within reach, out of reach, in another document; and a run of one token."""
+    eight = list(range(1, 9))
+    inputs = torch.tensor([*eight, 9, *eight, 9, 9, 9, *eight, *[7] * 10], dtype=torch.int32)
+    doc_ids = torch.zeros(len(inputs), dtype=torch.int32)
+    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9)
+    assert repeats.nonzero()[0].tolist() == [16, 17, 36, 37]  # the third time comes 11 tokens after the second
+    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
+    assert repeats.nonzero()[0].tolist() == [16, 17, 26, 27, 36, 37]
+    doc_ids[9:] = 1
+    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
+    assert repeats.nonzero()[0].tolist() == [27, 36, 37]
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
+    """Weighted by their shares they add up to the validation loss of the run."""
+    args = ["--preset=smoke", *data_args(shards), "--num_iterations=4", "--val_tokens=2048", "--checkpoint_every=4"]
+    done = launch([str(ROOT / "train_gpt.py"), *args], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.glob("checkpoints/*/*.pt")
+    (result,) = tmp_path.glob("logs/*.json")
+    step, share, repeated, others = copying.split_loss(path)
+    assert step == 4 and 0 < share < 1
+    assert share * repeated + (1 - share) * others == pytest.approx(
+        json.loads(result.read_text())["final_val_loss"], rel=1e-5)
+
+
+def test_the_peer_takes_only_texts_that_it_has(monkeypatch):
+    """One line and status 2 for a name it lacks, and for a package that cannot be fetched."""
+    monkeypatch.setattr(sys, "argv", ["peer.py", "--only=code,poems"])
+    assert peer.main() == 2
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(gpt.InputError, match="package jargon-text cannot be fetched .* give --only="):
+        peer.TEXTS["prose"][1]()
+    assert len(peer.TEXTS["code"][1]()) > 1_000_000

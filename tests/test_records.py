@@ -129,6 +129,13 @@ def test_runs_of_one_seed_count_once(make_record):
     assert record.losses == {0: 1.0} and record.num_replays == 1
 
 
+def test_what_an_older_result_leaves_to_its_log():
+    """The type of activations decides bits, and stood only there."""
+    folder = ROOT / "records" / "laptop" / "2026-11-22_frontier" / "tables"
+    assert "activations" not in json.loads(next(folder.glob("*.json")).read_text())["hardware"]
+    assert {r["hardware"]["activations"] for r in results.read_record(folder).results} == {"bfloat16"}
+
+
 @pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, None)])
 def test_the_crossing_is_interpolated(target, expected):
     points = [[0, 5.0, 0], [10, 2.0, 1000], [20, 1.5, 4000], [40, 1.0, 9000]]
@@ -250,6 +257,12 @@ def test_replay_tells_the_same_from_another(real_record, tmp_path):
     assert not is_same and "step 2 or before" in line
     other["versions"]["torch"] = "1.0"
     assert "torch 1.0, here 2." in replay.find_differences(other)
+    for key, there in (("activations", "bfloat16"), ("simd", "NEON")):
+        other = copy.deepcopy(result)
+        other["hardware"][key] = there
+        assert replay.find_differences(other).startswith(f"{key} {there}, here ")
+    del other["hardware"]["simd"]  # as in results of before
+    assert replay.find_differences(other) == ""
     assert run_tool("replay.py").returncode == 2
 
 
@@ -350,17 +363,25 @@ def test_a_ladder_that_lists_its_rungs(tmp_path):
     for name in ("adamw_rotary", "sigmoid_skips"):
         shutil.copytree(run_ladder.LADDER / name, folder / name)
         toml += f'[{name}]\npreset = "a"\nchange = "of {name}"\nhas_more_seeds = true\n'
+        toml += "sets_target = true\n" * (name == "adamw_rotary")
     (folder / "ladder.toml").write_text(toml)
     records = results.read_track("laptop", tmp_path)
     found, blocks = make_leaderboard.read_blocks(records)
     assert found == folder and list(blocks) == ["adamw_rotary", "sigmoid_skips"]
-    text = make_leaderboard.format_blocks(found, blocks)
+    target = results.find_target("laptop", records)
+    text = make_leaderboard.format_blocks(found, blocks, target)
     first, last = (list(record.losses.values()) for record in blocks.values())
     mean = statistics.mean(a - b for a, b in zip(first, last))
     assert f"{mean:.3f} [" in text and "no outliers, < 0.0001)" in text
     assert "n = 8: with 8 seeds of 8 it is lower, p = 0.0078 by" in text  # 2 of the 2^8 ways of signs
     times = [results.find_crossing(result, statistics.mean(first))[1] for result in blocks["sigmoid_skips"].results]
     assert f"`adamw_rotary` after {statistics.median(times):.0f} s" in text
+    assert results.find_setting(records) is blocks["adamw_rotary"] and target == round(statistics.mean(first), 2)
+    seconds = statistics.median(results.find_crossing(result, target)[1] for result in blocks["sigmoid_skips"].results)
+    claim = make_leaderboard.format_target(blocks["adamw_rotary"], target, records)
+    assert f"target, {target:g} nats" in claim and "`sigmoid_skips`](laptop/2026-01-01_blocks/sigmoid_skips) " in claim
+    assert f"after {seconds:.0f} s of training (median) and ends at {statistics.mean(last):.3f}" in claim
+    assert f"| {seconds:.0f} | {-mean:+.3f} [" in text  # in its row
     assert f"| of sigmoid_skips | 8 | {statistics.mean(last):.3f} |" in text and text.count("| helps |") == 1
     plot.plot_times(blocks, tmp_path / "picture")
     assert (tmp_path / "picture.svg").stat().st_size > 1000
