@@ -4557,7 +4557,7 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
         return
     model.eval().use_flex = False
     model.cut(1)
-    cfg, rt = dataclasses.replace(cfg, max_new_tokens=120), dataclasses.replace(rt, use_flex=False)
+    cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, use_flex=False)
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
         text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
     print0(f"sample: {text.decode(errors='replace').strip()}", rt)
