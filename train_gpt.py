@@ -4,8 +4,8 @@
 Result card
     track_1  record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run here
     frontier the newest recipe: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run here
-    laptop   3.22 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
-    quick    1.32 M parameters, the same, twenty seconds; with --train_files also for little text of your own
+    laptop   1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
+    quick    the same, half a minute; with --train_files also for little text of your own
 
 Launch
     python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
@@ -454,7 +454,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(423, 384, 128, 131_072, 896, 1.0, 16_384, "1 0.5 0.25:0", "0.25"),
             Stage(424, 896, 384, 262_144, None, 1.52, 32_768, "1 0.5:0", "0.25:0"),
             Stage(424, 1408, 640, lr_factor=1.73), Stage(15, 1664, 768, lr_factor=1.73)))),
-    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores, two minutes", dict(
+    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores", dict(
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
