@@ -2,7 +2,7 @@
 """Whether the connection between ranks suits the recipe: what messages cost, and what of it a step feels.
 
     torchrun --standalone --nproc_per_node=8 benchmarks/comm.py      # NCCL with GPUs, gloo without
-    torchrun --standalone --nproc_per_node=4 benchmarks/comm.py --json comm.json
+    torchrun --standalone --nproc_per_node=4 benchmarks/comm.py --preset=laptop_32 --json comm.json
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 benchmarks/comm.py
 
 Takes about a minute. Other options are those of train_gpt.py (--preset, --device, ...). Needs no data:

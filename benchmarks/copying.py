@@ -4,10 +4,10 @@
     python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
     python benchmarks/copying.py checkpoints/laptop_32_seed1/*.pt
 
-For every checkpoint the validation loss (nats per token, first 65,536 tokens) of two kinds of tokens: those
-whose 8 last tokens stand earlier in the same document, within the long window of the final validation, and
-all others. A model that has learned to copy continues what it finds there; one that has not does as badly
-on both kinds.
+For every checkpoint the validation loss (nats per token, first 65,536 tokens), and that of two kinds of
+tokens: those before which stand 8 tokens that stand earlier in the same document, too, within the long
+window of the final validation; and all others. A model that has learned to copy continues what it finds
+there.
 """
 
 import argparse
@@ -26,7 +26,8 @@ MATCH, MOST_TOKENS = 8, 65_536
 
 
 def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
-    """(T,): whether the last MATCH tokens, this one's input included, stand earlier in reach."""
+    """(T,): whether the MATCH inputs that end here are also found earlier in this document, within
+    the window."""
     tokens, docs = batch.inputs.numpy(), batch.doc_ids.numpy()
     grams = np.lib.stride_tricks.sliding_window_view(tokens, MATCH)
     last_seen: dict[tuple[int, bytes], int] = {}
@@ -40,19 +41,21 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def split_loss(path: Path) -> tuple[int, float, float, float]:
-    """(step, share of repeats, loss on them, loss on the others) of a checkpoint."""
+def split_loss(path: Path) -> tuple[int, float, float, float, float]:
+    """(step, loss, share of repeats, loss on them, loss on the others) of a checkpoint."""
     model, cfg, rt, facts = gpt.load_model(path, {"device": "cpu"})
-    data, state = gpt.ValData(cfg), gpt.Schedule(cfg).at(facts["progress"]["step"])
+    gpt.ensure_corpus(cfg, rt)
+    data, step = gpt.ValData(cfg), facts["progress"]["step"]
+    state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
     losses, repeats = [], []
-    for index in tqdm(range(min(data.num_batches, MOST_TOKENS // data.batch_tokens)), leave=False):
+    for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // data.batch_tokens))), leave=False):
         batch = data.batch(index)
         stage = gpt.make_stage_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
         logits = model.head.logits(model.encode(batch.inputs, batch.doc_ids, stage))
         losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
-        repeats.append(find_repeats(batch, state.windows[0]))
+        repeats.append(find_repeats(batch, window))
     loss, repeated = torch.cat(losses).numpy(), np.concatenate(repeats)
-    return facts["progress"]["step"], repeated.mean(), loss[repeated].mean(), loss[~repeated].mean()
+    return step, loss.mean(), repeated.mean(), loss[repeated].mean(), loss[~repeated].mean()
 
 
 def main() -> int:
@@ -66,9 +69,9 @@ def main() -> int:
         print("| checkpoint | step | loss | on repeats (share) | on all others |")
         print("|---|---:|---:|---:|---:|")
         for path in paths:
-            step, share, repeated, others = split_loss(path)
-            print(f"| {path.parent.name} | {step} | {share * repeated + (1 - share) * others:.3f} | "
-                  f"{repeated:.3f} ({share:.0%}) | {others:.3f} |", flush=True)
+            step, loss, share, repeated, others = split_loss(path)
+            print(f"| {path.parent.name} | {step} | {loss:.3f} | {repeated:.3f} ({share:.0%}) | "
+                  f"{others:.3f} |", flush=True)
         return 0
 
     return gpt.run_guarded(body, "copying.py")

@@ -70,7 +70,7 @@ def main() -> None:
     """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=95.0, help="training time (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=80.0, help="training time (default %(default)s)")
     parser.add_argument("--steps", type=int, help="train for so many steps instead")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
     parser.add_argument("--context", type=int, default=512,
@@ -105,7 +105,7 @@ def main() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=rt.dtype == torch.bfloat16):
             return model(tokens[:, :-1], tokens[:, 1:])
 
-    loss_of(sample()).backward()  # warm-up, as the preset has
+    loss_of(sample()).backward()  # untimed warm-up
     start, steps, bar = time.perf_counter(), 0, tqdm(total=100, unit="%", disable=None)
 
     def share_done() -> float:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the CPU choices of train_gpt.py are worth here: the laptop preset's step with one of them undone.
 
-    python benchmarks/laptop_choices.py            # about six minutes; prints a table for RESULTS.md
+    python benchmarks/laptop_choices.py            # about three minutes; prints a table for RESULTS.md
 
 Every variant runs in a process of its own, all of them in turn and that twice, so that a noisy machine is
 noisy for all. The figure is the median time of a training step of the first stage; the ratio is to "as is".

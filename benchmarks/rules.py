@@ -23,7 +23,7 @@ import results  # noqa: E402
 import train_gpt as gpt  # noqa: E402
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
-BUDGET = ["--preset=quick", "--num_iterations=240", "--val_loss_every=60", "--matrix_rule=muon",
+BUDGET = ["--preset=quick", "--val_loss_every=35", "--matrix_rule=muon",
           "--orthogonalize=newton_schulz"]
 RULES = {  # name: options, learning rate in the middle of its grid
     "muon": ([], 0.05),

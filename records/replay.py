@@ -9,6 +9,8 @@ another machine, or another version, bits may differ, so the record is passed ov
 --force runs it all the same. Exits with status 1 where a loss differs.
 """
 
+import dataclasses
+import functools
 import json
 import random
 import subprocess
@@ -22,13 +24,26 @@ from tqdm import tqdm
 import train_gpt as gpt
 
 
+@functools.cache
+def describe_here(device: str, dtype: str) -> dict:
+    """This machine as results.describe_machine() has it, with the activations that such a config gets."""
+    cfg = gpt.make_config(dict(device=device, dtype=dtype))
+    rt = gpt.start_runtime(cfg, is_alone=True)
+    rt = dataclasses.replace(rt, dtype=gpt.choose_dtype(cfg, rt.device)[0])
+    return results.describe_machine(gpt.describe_machine(rt))
+
+
 def find_differences(result: dict) -> str:
-    """What of this machine is not as recorded, where that may change bits. Older results do not say all."""
-    cfg = gpt.make_config({name: result["config"][name] for name in ("device", "dtype")})
-    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg, is_alone=True))
-    here, there = results.describe_machine(gpt.describe_machine(rt)), results.describe_machine(result)
+    """What of this machine is not as recorded, where that may change bits. What an older result does not
+    say, its SIMD, is passed over."""
+    try:
+        here = describe_here(result["config"]["device"], result["config"]["dtype"])
+    except gpt.InputError as error:
+        return str(error)
+    there = results.describe_machine(result)
+    unknown = {key for key in ("activations", "simd") if there[key] is None}
     return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here
-                     if here[key] != there[key] and not (key == "simd" and there[key] is None))
+                     if here[key] != there[key] and key not in unknown)
 
 
 def replay(folder: Path, result: dict) -> tuple[bool, str]:
@@ -67,7 +82,7 @@ def main() -> None:
         runs = random.sample(runs, min(args.random, len(runs)))
     failed = 0
     for record, result in tqdm(runs, unit="run", disable=len(runs) == 1):
-        differences = find_differences(result)  # of CPU, threads or version
+        differences = find_differences(result)  # of processor, activations, threads or version
         if differences and not args.force:
             line = f"passed over ({differences})"
         else:

@@ -58,7 +58,8 @@ def find_script(folder: Path) -> Path:
 
 
 def read_ladder(folder: Path) -> dict[str, dict]:
-    """The rungs that a folder's ladder.toml lists, {name: preset, change}; empty where it has none."""
+    """The rungs that a folder's ladder.toml lists, {name: preset, change, has_more_seeds, sets_target};
+    empty where it has none."""
     path = folder / "ladder.toml"
     return tomllib.loads(path.read_text()) if path.exists() else {}
 
@@ -127,16 +128,18 @@ def find_target(track: str, records: list[Record]) -> float | None:
 
 
 def find_setting(records: list[Record]) -> Record | None:
-    """The record that sets its track's target: in the newest ladder that has one, the rung that its
-    ladder.toml marks, or the one of that name."""
+    """The record that sets its track's target: the rung marked sets_target, or named target, in the newest
+    ladder that has either."""
     return next((record for record in reversed(records) if record.folder.name == "target"
                  or read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target")), None)
 
 
 def find_own_target(record: Record) -> float | None:
-    """The loss for a record to reach, from the records around it."""
+    """The loss for a record to reach: its ladder's, where that has a target, or its track's."""
     track = record.results[0]["track"]
-    return find_target(track, read_track(track, find_script(record.folder).parents[2]))
+    records = read_track(track, find_script(record.folder).parents[2])
+    siblings = [other for other in records if other.folder.parent == record.folder.parent]
+    return find_target(track, siblings if find_setting(siblings) else records)
 
 
 class Summary(NamedTuple):
