@@ -470,7 +470,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         matrix_betas=(0.9, 0.9), orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8,
         momentum_warmup_steps=0, embed_lr=0.3, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
         value_embed_lr=0.3, value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99), warmup_iterations=0,
-        num_iterations=600, tokens_per_step=2048, val_loss_every=120, row_start="anywhere")),
+        num_iterations=720, tokens_per_step=2048, val_loss_every=120, row_start="anywhere")),
     "quick": ("laptop", "the same in half a minute, also on little text of your own", dict(
         num_iterations=160, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
