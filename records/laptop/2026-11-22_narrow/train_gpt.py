@@ -1,0 +1,4682 @@
+#!/usr/bin/env python3
+"""Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
+
+Result card
+    track_1  record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run here
+    frontier the newest recipe: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run here
+    laptop   1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes: records/laptop
+    quick    the same, half a minute; with --train_files also for little text of your own
+
+Launch
+    python train_gpt.py                                            # CUDA: track_1; else: laptop, two minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
+    python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
+    python train_gpt.py --checkpoint_every=250 --resume=auto       # continues where it was interrupted
+    python train_gpt.py --sample=CHECKPOINT --prompt='def '        # text from a trained model
+    python train_gpt.py --help                                     # also --list_presets, --print_config
+
+Sections (search for the name after "# ====")
+    CONFIG       dataclasses, presets, command line  DATA       shards, packing, prefetch, corpus
+    RUNTIME      device, ranks, collectives, stop    SCHEDULES  learning rate, momentum, windows, YaRN
+    KERNELS      attention, rotary, norm, loss       RUN RECORD log, result, record folder, checkpoints
+    FP8          head and loss, low precision        TRAINING   trainer, telemetry, guard, the timed loop
+    UPDATE RULES Muon, Adam, Hyperball, as a table   SAMPLING   text from a checkpoint
+    OPTIMIZER    buckets, reduce-scatter, all-gather MAIN
+    MODEL        blocks, GPT, initialisation
+
+Shape letters: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks,
+    M matrices (or elements) of a bucket.
+"""
+import argparse
+import codecs
+import ctypes
+import dataclasses
+import datetime
+import difflib
+import functools
+import glob
+import hashlib
+import importlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import typing
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:  # before PyTorch loads OpenMP
+    # threads that wait yield their core soon: beside a busy process that saves a third of the time and more
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it
+    triton = None
+
+# ==== CONFIG ===============================================================================================
+# Every number of a run, one line each: type, default, meaning, range. The defaults are the track_1 record
+# recipe; a preset is a difference from another preset. To add an option, add a line here and use it: command
+# line, help and checks follow.
+
+
+class RunError(Exception):
+    """A run that cannot continue: main() prints one line and exits with the status."""
+
+    def __init__(self, message: str, status: int = 1, of_one_rank: bool = False):
+        super().__init__(message)
+        self.status = status
+        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must print it
+
+
+class InputError(RunError):
+    """Bad input; the line names value and remedy."""
+
+    def __init__(self, message: str, of_one_rank: bool = False):
+        super().__init__(message, 2, of_one_rank)
+
+
+class RunStopped(RunError):
+    """An end before the last step, on purpose: the status says why, the line how to continue."""
+
+
+def option(default, meaning: str, low=None, high=None, choices=None):
+    """Declare an option; low and high are inclusive."""
+    high = 2**31 - 1 if isinstance(default, int) and high is None else high
+    return dataclasses.field(default=default,
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices))
+
+
+def choice(default: str, meaning: str, *choices: str):
+    """Declare an option with these values, or on and off."""
+    return option(default, meaning, choices=choices or ("on", "off"))
+
+
+AUTO = ("auto", "on", "off")
+
+
+def split_names(text: str) -> list[str]:
+    return list(filter(None, text.split(",")))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer contains. Layers are data: forward never asks for a layer's number."""
+
+    attention: str = "short"  # long | short: which scheduled window; none: no attention in this layer
+    mlp: bool = True
+    value_embed: int | None = None  # value-embedding table mixed into the values
+    skip_from: int | None = None  # earlier layer whose output enters here (U-Net skip)
+    attention_from: int | None = None  # earlier layer whose output attention reads; none: this layer's input
+    paired: bool = False  # each two heads see one another's keys
+    key_offset: bool = False  # half of every key is that of the token before
+    xsa: bool = False  # exclusive self attention: less of a token's own value
+    gate: bool = False  # a weight for the output of each head
+    dc: bool = False  # heads composed anew over the nearest tokens
+    gates_at: int | None = None  # its weights are computed at the start of this layer; none: learned numbers
+    mudd_in: str = ""  # streams that enter input and values, by weights computed here, as a,b
+    mudd_out: str = ""  # streams that enter the output in the same way
+
+    def reads(self) -> set[str]:
+        """The streams this layer takes beside its input: ve<table>, h<layer> (an output), x_in (the first
+        layer's input)."""
+        named = {f"{kind}{number}" for kind, number in (
+            ("ve", self.value_embed), ("h", self.skip_from), ("h", self.attention_from))
+            if number is not None}
+        return named.union(split_names(self.mudd_in), split_names(self.mudd_out),
+                           ["x_in"] if self.mudd_in else [])
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the run."""
+
+    duration: float  # relative to the other stages
+    window_long: int  # tokens a query looks back in long layers
+    window_short: int  # the same in short layers
+    tokens_per_step: int | None = None  # None: the run's
+    max_doc_len: int | None = None  # None: the run's
+    lr_factor: float = 1.0  # on every learning rate
+    seq_len: int | None = None  # None: the run's
+    loss_weights: str = "1"  # of the next token, the one after it, ...; a:b goes from a towards b
+    prefix_weight: str = "0"  # of the longest token that the next one begins with
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the parameters of a group are trained."""
+
+    rule: str = choice("adamw", "update rule", "muon", "normuon", "muonh", "normuonh", "adamh", "adamw")
+    lr: float = option(0.0, "peak learning rate", 0.0)
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (normuon: the second)", 0.0, 0.9999)
+    weight_decay: float = option(0.0, "weight decay; 0: none", 0.0)
+    every: int = option(1, "steps from one update to the next; gradients are summed", 1)
+
+
+GROUPS = {
+    "matrix": Group("muon", 0.05, (0.9, 0.95)),  # of the blocks; muon: lr in spectral norm
+    "embed": Group(lr=0.6),
+    "value_embed": Group(lr=0.6),
+    "head": Group(lr=0.008),
+    "scalar": Group(lr=0.04),  # factors and skip weights
+    "residual": Group(lr=0.04, betas=(0.9, 0.95)),  # factors of the stream in every sublayer
+    "mix": Group(lr=0.008, betas=(0.9, 0.95)),  # factors of what is added to it
+    "gate": Group(lr=0.008, betas=(0.9, 0.99)),  # matrices from which weights are computed for every token
+    "gain": Group(lr=0.1),  # of norms and outputs
+}
+# A field of each group: matrix_lr, embed_betas and so on
+GroupConfig = dataclasses.make_dataclass("GroupConfig", [
+    (f"{name}_{field.name}", field.type,
+     dataclasses.field(default=getattr(group, field.name), metadata=field.metadata))
+    for name, group in GROUPS.items() for field in dataclasses.fields(Group)
+    if field.name != "rule" or name == "matrix"], frozen=True, namespace={"__doc__": Group.__doc__})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the network."""
+
+    depth: int = option(0, "layers from which shape, batch, steps and rates follow; 0: their options", 0, 64)
+    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1)
+    num_layers: int = option(12, "layers", 1, 1000)
+    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    head_dim: int = option(128, "channels per head", 8, 4096)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
+    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", 1, 64)
+    vocab_size: int = option(50257, "tokens of the vocabulary", 2, 65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
+    tie_head: str = choice("off", "head and token embedding are kept equal")
+    embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
+    matrix_dtype: str = choice("float32", "matrix storage", "float32", "bfloat16")
+    init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(inputs)", 0.0)
+    embed_std: float = option(1.0, "standard deviation of the embedding at first", 0.0)
+    value_embed_std: float = option(1.0, "the same of the value embeddings", 0.0)
+    zero_init: str = choice("on", "matrices that write into the residual stream begin at zero; mlp: those "
+                            "of the MLP", "on", "mlp", "off")
+    output_gain: str = choice("auto", "instead learned gains do; auto: with rules that keep norms", *AUTO)
+    norm_gain: str = choice("off", "learned gains, 1 at first, of the norms before attention and MLP")
+    qk_norm: str = choice("on", "normalise each head's queries and keys")
+    qk_group_heads: int = option(0, "heads whose queries are one matrix of the update rule; 0: all", 0)
+    rotary_pairs: str = choice("halves", "channels that turn together: j and j + K/2, or 2j and 2j + 1",
+                               "halves", "adjacent")
+    attention_scale: float = option(0.1, "softmax scale at first", 0.0)
+    yarn_max_window: int = option(65_536, "YaRN follows the long window as far as this; 0: not at all", 0)
+    attention_gate_dim: int = option(12, "input channels of the per-head attention gate; 0: no gate", 0)
+    num_value_embeds: int = option(3, "value-embedding tables; 0: none", 0)
+    value_gate_dim: int = option(0, "input channels of their per-head gate; 0: a learned number", 0, 24)
+    x0_shortcut: str = choice("on", "mix the embedding into every layer's input, by learned numbers; "
+                              "after: into the stream after attention", "off", "on", "after")
+    residual_init: float = option(0.0, "learned factor of the stream in each sublayer, at first; 0: none", 0)
+    smear: str = choice("off", "mix the embedding of the token before into each, by a gate")
+    bigram_rows: int = option(0, "rows of the table of hashed token pairs, mixed like x0; 0: none", 0)
+    gate_hidden: int = option(64, "hidden channels where weights are computed for every token (MUDD)", 1)
+    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width): 30, 0, 7.5 "
+                            "make 15 tanh(logit / 15) + 15; 0: they stay", 0)
+    softcap_shift: float = option(0.0, "shift of the softcap")
+    softcap_width: float = option(7.5, "width of the softcap", 1e-3)
+    fp8_head: str = choice("auto", "FP8 matmuls in the head while training", *AUTO)
+    fp8_head_max: float = option(0.875, "size at which weights of the head saturate in FP8", 1e-6)
+    fp8_mlp: str = choice("off", "FP8 matmuls in the MLP's forward", *AUTO)
+    fp8_linear: str = choice("auto", "the same in attention and MLP; auto: from 1536 channels", *AUTO)
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON; empty: record 32's pattern at this depth")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Update rules and schedules."""
+
+    orthogonalize: str = choice("newton_schulz", "how muon rules make singular values equal",
+                                "newton_schulz", "polar_express", "precise")
+    mlp_up_lr_mul: float = option(1.0, "factor on the learning rate of the MLP's first matrix", 0.0)
+    mlp_down_lr_mul: float = option(1.0, "the same of its second", 0.0)
+    decay: str = choice("decoupled", "cautious: only towards the update", "decoupled", "cautious")
+    decay_schedule: str = choice("constant", "how decay changes; cosine: to 0", "constant", "lr", "cosine")
+    momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
+    momentum_end: float = option(0.95, "Muon momentum after its warm-up", 0.0, 0.9999)
+    momentum_warmup_steps: int = option(300, "steps over which momentum rises", 0)
+    momentum_cooldown_steps: int = option(0, "last steps, over which it falls to momentum_start", 0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for a loss summed over 49,152 tokens", 1e-30)
+    state_dtype: str = choice("storage", "of moments: the parameter's; or float32, and the other 16 bits of "
+                              "bfloat16 matrices are kept", "storage", "float32")
+    untie_frac: float = option(1.0, "fraction of the run after which a tied head is a copy", 0.0, 1.0)
+    grad_grid: float = option(0.0, "round gradients to multiples of this: the same bits on any ranks", 0.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the run where rates rise linearly", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run where rates fall linearly", 0.0, 1.0)
+    matrix_cooldown_frac: float = option(-1.0, "the same of block matrices; -1: cooldown_frac", -1.0, 1.0)
+    final_lr_frac: float = option(0.1, "learning rate at the end, as a fraction of its peak", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Data, budget, devices and output."""
+
+    preset: str = option("auto", "starting point (--list_presets); auto: track_1 with CUDA, laptop without")
+    without: str = option("", "mechanisms to switch off, as a,b (--list_presets); options beside it win")
+    only_with: str = option("", "switch off all mechanisms but these, as a,b")
+    track: str = option("track_1", "folder under records/ in which this run may compete")
+    record: str = option("", "name of a record run; its script, log and result go to records_dir")
+    seed: int = option(0, "seed of the initial weights", 0)
+    device: str = choice("auto", "where to train", "auto", "cuda", "cpu")
+    dtype: str = choice("auto", "activations; auto: bfloat16 where fast", "auto", "bfloat16", "float32")
+    kernels: str = choice("auto", "our Triton kernels; auto: on CUDA, if they prove right at start", *AUTO)
+    compile: str = choice("auto", "torch.compile the model; auto: on CUDA with Triton", *AUTO)
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
+    epochs: int = option(1, "times that the training files may be read, if once is too short", 1)
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
+    val_tokens: int = option(10_485_760, "validation tokens", 1)
+    val_seq_len: int = option(262_144, "tokens of one validation sequence", 128)
+    val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end; empty: the last stage's", 1)
+    val_loss_every: int = option(125, "steps between validations; 0: only at the end", 0)
+    num_iterations: int = option(1670, "optimizer steps", 1)
+    extension_steps: int = option(0, "of these, steps of the last stage, after the schedule's end", 0)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
+    seq_len: int = option(49_152, "tokens of a packed sequence of documents, whatever the ranks", 128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward: decides the memory", 128)
+    row_start: str = choice("document", "where packed sequences begin; anywhere: where the last one ended",
+                            "document", "anywhere")
+    document_mask: str = choice("on", "a token sees its own document only, not the whole packed sequence")
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
+    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts; then undone", 0)
+    comm_bucket_mb: float = option(64.0, "MB of like parameters in one message between ranks", 0.0)
+    comm_timeout: float = option(20.0, "seconds a rank waits for the others before it ends the run", 1.0)
+    check_ranks_every: int = option(0, "debug: steps between comparisons of all ranks' bits; 0: never", 0)
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: only when a run is stopped", 0)
+    checkpoint_dir: str = option("checkpoints", "where checkpoints go, each run in a folder of its own")
+    resume: str = option("", "checkpoint to continue from; auto: the newest of this run, if there is one")
+    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops; 0: never", 0.0)
+    telemetry_every: int = option(0, "steps between measurements, left in <run_id>.jsonl; 0: never", 0)
+    tracker: str = choice("off", "send losses, and what is measured, to this tool, too; needs its package",
+                          "off", "tensorboard", "trackio", "wandb")
+    guard: str = choice("off", "roll back and continue more carefully when training goes wrong")
+    print_every: int = option(0, "steps between training lines on the console; 0: only in the log", 0)
+    records_dir: str = option("records", "where record runs go")
+    logs_dir: str = option("logs", "where all other runs go")
+    stages: tuple[Stage, ...] = option(
+        (Stage(1, 384, 128), Stage(1, 896, 384), Stage(1, 1408, 640)), "stages as JSON: duration, "
+        "window_long, window_short, tokens_per_step, max_doc_len, lr_factor, seq_len, loss_weights, "
+        "prefix_weight")
+    vocab_file: str = option("data/gpt2_vocab.json", "ids by token in JSON, for stages with a prefix_weight")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Text instead of training."""
+
+    sample: str = option("", "checkpoint to write text with")
+    prompt: str = option("", "what the text begins with; token ids where no tokenizer is at hand")
+    max_new_tokens: int = option(256, "tokens to write at most; a document end stops earlier", 1)
+    temperature: float = option(0.8, "0: always the likeliest token", 0.0)
+    top_k: int = option(50, "choose among so many of the likeliest tokens; 0: among all", 0)
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig, OptimConfig, ModelConfig, GroupConfig, SampleConfig):
+    """All options of a run."""
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The groups by name."""
+        return {name: Group(**{field.name: getattr(self, f"{name}_{field.name}", field.default)
+                               for field in dataclasses.fields(Group)}) for name in GROUPS}
+
+    @property
+    def has_output_gain(self) -> bool:
+        """Whether layers begin with zero gains instead of zero matrices."""
+        keeps_norm = RULES[self.groups["matrix"].rule].keeps_norm
+        return self.output_gain == "on" or self.output_gain == "auto" and keeps_norm
+
+    def output_std(self, part: str) -> float:
+        """init_std of the matrices by which attention or mlp write into the residual stream."""
+        return 0.0 if self.zero_init in ("on", part) and not self.has_output_gain else self.init_std
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V: the vocabulary rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def adam_every(self) -> int:
+        """Steps in which every group has been updated."""
+        return max(group.every for group in self.groups.values())
+
+    @property
+    def full_stages(self) -> tuple[Stage, ...]:
+        """The stages with what they take from the run."""
+        return tuple(dataclasses.replace(stage, **{
+            name: getattr(stage, name) or getattr(self, name)
+            for name in ("tokens_per_step", "max_doc_len", "seq_len")}) for stage in self.stages)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that the logits of a token are held against, the prefix of the next one included."""
+        following = max(len(stage.loss_weights.split()) for stage in self.stages)
+        return following + self.has_prefixes
+
+    @property
+    def has_prefixes(self) -> bool:
+        return any(stage.prefix_weight != "0" for stage in self.stages)
+
+
+CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, GroupConfig, SampleConfig)  # in the order of --help
+OPTIONS = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
+GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
+EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
+
+
+def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
+                 ) -> tuple[LayerSpec, ...]:
+    """The layers of record 32 at any depth.
+
+    Four evenly spaced layers look far; the third of them has no attention. Layer 0 has no MLP. The upper
+    half takes the outputs of the lower half in reverse. The first and the last layers share value embeddings
+    0, 1, 2, ...
+    """
+    last, layers = num_layers - 1, []
+    num_values = min(num_value_embeds, num_layers // 2)
+    long_layers = {round(i * last / 3) for i in range(4)}
+    no_attention = round(2 * last / 3) if num_layers >= 4 and drop_attention else None
+    for i in range(num_layers):
+        from_end = last - i
+        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
+        layers.append(LayerSpec(
+            attention="none" if i == no_attention else "long" if i in long_layers else "short",
+            mlp=i > 0 or num_layers == 1, value_embed=None if i == no_attention else value_embed,
+            skip_from=from_end if from_end < min(i, num_layers // 2) else None))
+    return tuple(layers)
+
+
+# The record of 2026-07-17, layer by layer; the weights of layers 0 to 3 are computed from the embedding, of
+# the others from the output of layer 3, those of the last one mostly from its own input
+FRONTIER_LAYERS = tuple(LayerSpec(
+    attention="none" if i == 6 else "long" if i in (3, 10) else "short",
+    value_embed={1: 0, 2: 1, 8: 2, 9: 3, 10: 4}.get(i), skip_from=3 if i == 6 else None,
+    attention_from=7 if i > 7 else None, paired=i in (0, 2, 5, 9), key_offset=i in (3, 10),
+    xsa=i in (1, 3, 4, 7), gate=i in (3, 10), dc=i == 10, gates_at=0 if i < 4 else 4,
+    mudd_in="x_in,h7" if i == 10 else "", mudd_out="x_in,h7,h9,ve0,h3" if i == 10 else "")
+    for i in range(11))
+
+# Small: what of it pays at that size (laptop, quick), and every mechanism (smoke_frontier)
+LAPTOP_LAYERS = (  # attention to embeddings alone would learn to copy first, and no later layer better
+    LayerSpec("none"), LayerSpec("short", True, 1, key_offset=True),
+    LayerSpec("short", True, 0, 1, key_offset=True), LayerSpec("long", True, 1, 0, key_offset=True))
+SMALL_LAYERS = (
+    LayerSpec(paired=True, gates_at=0),
+    LayerSpec("long", True, 0, key_offset=True, xsa=True, gate=True, gates_at=0),
+    LayerSpec("short", True, 1, paired=True, gates_at=2), LayerSpec("none", skip_from=1, gates_at=2),
+    LayerSpec("long", True, 2, attention_from=2, key_offset=True, gate=True, dc=True, gates_at=2,
+              mudd_in="x_in,h2", mudd_out="x_in,h2,h3,ve0,h1"))
+
+# name: (parent, what it is, differences from the parent)
+PRESETS: dict[str, tuple[str | None, str, dict]] = {
+    "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
+    "frontier": ("track_1", "the newest recipe, of 2026-07-17: 636 M parameters, half the time", dict(
+        num_layers=11, layers=FRONTIER_LAYERS, attention_gate_dim=0, num_value_embeds=5, value_gate_dim=12,
+        qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664, x0_shortcut="after",
+        residual_init=1.1**0.5, smear="on", bigram_rows=377_280, zero_init="mlp",
+        tie_head="on", untie_frac=2 / 3, embed_std=0.005, value_embed_std=0.01,
+        softcap=23.0, softcap_shift=5.0, fp8_head_max=1.6, fp8_mlp="auto", matrix_dtype="bfloat16",
+        state_dtype="float32", adam_eps=1e-10, orthogonalize="polar_express", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, momentum_cooldown_steps=50,
+        matrix_rule="normuon", matrix_lr=0.023, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.023 * 1.2,
+        embed_lr=0.008, embed_betas=(0.5, 0.95), embed_weight_decay=0.008 * 0.005 * 150,
+        head_betas=(0.5, 0.95), head_weight_decay=0.008 * 0.005 * 150,
+        value_embed_betas=(0.75, 0.95), value_embed_weight_decay=0.6 * 0.005 * 5,
+        scalar_betas=(0.9, 0.99), gate_weight_decay=0.008 * 0.005,
+        **{f"{name}_every": 2 for name in GROUPS if name != "matrix"},  # Adam: odd steps only
+        num_iterations=1285, extension_steps=15, cooldown_frac=0.6, final_lr_frac=0.15,
+        val_loss_every=250, val_windows=(2560, 768), stages=(
+            Stage(423, 384, 128, 131_072, 896, 1.0, 16_384, "1 0.5 0.25:0", "0.25"),
+            Stage(424, 896, 384, 262_144, None, 1.52, 32_768, "1 0.5:0", "0.25:0"),
+            Stage(424, 1408, 640, lr_factor=1.73), Stage(15, 1664, 768, lr_factor=1.73)))),
+    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores", dict(
+        track="laptop",
+        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
+        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
+        val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
+        momentum_warmup_steps=100, adam_eps=1e-2,  # small batches: below it a gradient is rounding noise
+        grad_grid=2.0**-12, val_windows=(320, 128),
+        stages=(Stage(1, 128, 64), Stage(1, 192, 64), Stage(1, 256, 128)))),
+    "laptop": ("laptop_32", "the newest recipe in miniature: what of it pays at this size", dict(
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2, layers=LAPTOP_LAYERS,
+        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, bigram_rows=4096, zero_init="mlp",
+        x0_shortcut="after", softcap=23.0, softcap_shift=5.0, matrix_rule="normuon", matrix_lr=0.07,
+        matrix_betas=(0.9, 0.9), orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8,
+        momentum_warmup_steps=0, embed_lr=0.3, embed_betas=(0.5, 0.95), head_betas=(0.5, 0.95),
+        value_embed_lr=0.3, value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99), warmup_iterations=0,
+        num_iterations=720, tokens_per_step=2048, val_loss_every=120, row_start="anywhere")),
+    "quick": ("laptop", "the same in half a minute, also on little text of your own", dict(
+        num_iterations=160, epochs=100, val_tokens=40_960, val_loss_every=0)),
+    "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
+        num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
+        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
+        val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+    "smoke_frontier": ("smoke", "the newest recipe with all its mechanisms, in seconds", dict(
+        num_layers=5, layers=SMALL_LAYERS, bigram_rows=512, smear="on", softcap=23.0,
+        softcap_shift=5.0, x0_shortcut="after", residual_init=1.1**0.5, zero_init="mlp",
+        attention_gate_dim=0, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
+        value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, matrix_rule="normuon",
+        matrix_lr=0.06, matrix_betas=(0.9, 0.9), matrix_weight_decay=0.06 * 1.2, embed_lr=0.02,
+        embed_betas=(0.5, 0.95), head_lr=0.02, head_betas=(0.5, 0.95), value_embed_betas=(0.75, 0.95),
+        scalar_betas=(0.9, 0.99), extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
+        cooldown_frac=0.6, final_lr_frac=0.15, state_dtype="float32",
+        **{f"{name}_every": 2 for name in GROUPS if name != "matrix"}, stages=(
+            Stage(1, 128, 64, 1024, None, 1.0, 256, "1 0.5 0.25:0"), Stage(1, 192, 64, None, None, 1.5),
+            Stage(1, 256, 128)))),
+    "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
+        matrix_rule="normuonh", orthogonalize="polar_express", output_gain="on", norm_gain="on",
+        init_std=1.0, matrix_lr=0.02, matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0,
+        embed_lr=0.3, value_embed_lr=0.3, head_lr=0.004)),
+    **{f"d{depth}": ("track_1", f"{depth} layers, all else from that number (--depth)", dict(depth=depth))
+       for depth in (12, 24, 26)},
+    # Constants of the medium track's record 18 for what exists here, of its record 2 for all else: matrices
+    # (there NorMuon), embedding and head (there tied at first), whose rates record 18's stages double.
+    "track_2": ("track_1", "the medium track: 16 layers of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
+        track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
+        num_value_embeds=5, fp8_head="off", yarn_max_window=1664,
+        layers=tuple(LayerSpec(attention="long" if i in (0, 4, 11, 15) else "short",
+                               value_embed=i if i < 5 else i - 11 if i > 10 else None,
+                               skip_from={9: 6, 10: 4, 11: 2}.get(i)) for i in range(16)),
+        num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
+        max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7,
+        matrix_lr=0.025 / 2, embed_lr=0.3 / 2, head_lr=0.003 / 2, value_embed_lr=0.3,
+        val_windows=(3456, 1408),
+        stages=(Stage(1, 384, 128, 131_072), Stage(1, 896, 384, 262_144, lr_factor=1.52),
+                Stage(1, 1408, 640, 393_216, lr_factor=1.73),
+                *(Stage(1, 128 * blocks, 128 * min(11, blocks // 2), lr_factor=2.0)
+                  for blocks in (13, 15, 17, 19, 21, 23, 23, 23, 23))))),
+}
+
+
+def hold_windows(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    last = stages[-1]
+    return change(window_long=last.window_long, window_short=last.window_short)(stages)
+
+
+def drop_value_embeds(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    return tuple(dataclasses.replace(spec, value_embed=None, **{
+        field: ",".join(name for name in split_names(getattr(spec, field)) if not name.startswith("ve"))
+        for field in ("mudd_in", "mudd_out")}) for spec in layers)
+
+
+def change(where: str | None = None, **new) -> Callable:
+    """A function that changes every LayerSpec or Stage of a tuple, or every layer with that attention."""
+    return lambda items: tuple(dataclasses.replace(item, **new)
+                               if where in (None, getattr(item, "attention", None)) else item
+                               for item in items)
+
+
+# What --without switches off, and how; a function is applied to the option's value
+MECHANISMS: dict[str, dict] = {
+    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018),
+    "momentum_warmup": dict(momentum_warmup_steps=0),
+    "momentum_cooldown": dict(momentum_cooldown_steps=0),
+    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
+    "polar_express": dict(orthogonalize="newton_schulz"),
+    "variance": dict(matrix_rule="muon"),
+    "decay": {f"{name}_weight_decay": 0.0 for name in GROUPS},
+    "cautious_decay": dict(decay="decoupled"),
+    "adam_odd_steps": {f"{name}_every": 1 for name in GROUPS},
+    "mantissas": dict(matrix_dtype="float32"),
+    "qk_groups": dict(qk_group_heads=0),
+    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
+    "tied_head": dict(tie_head="off"),
+    "zero_init": dict(zero_init="off"),
+    "qk_norm": dict(qk_norm="off"),
+    "yarn": dict(yarn_max_window=0),
+    "attention_gate": dict(attention_gate_dim=0, layers=change(gate=False)),
+    "value_embeds": dict(num_value_embeds=0, layers=drop_value_embeds),
+    "value_gates": dict(value_gate_dim=0),
+    "x0_shortcut": dict(x0_shortcut="off"),
+    "residual_weights": dict(residual_init=0.0),
+    "skips": dict(layers=change(skip_from=None)),
+    "smear": dict(smear="off"),
+    "key_offset": dict(layers=change(key_offset=False)),
+    "bigram": dict(bigram_rows=0),
+    "paired_heads": dict(layers=change(paired=False)),
+    "attention_from": dict(layers=change(attention_from=None)),
+    "xsa": dict(layers=change(xsa=False)),
+    "mudd": dict(layers=change(mudd_in="", mudd_out="")),
+    "mudd_gates": dict(layers=change(gates_at=None)),
+    "dc": dict(layers=change(dc=False)),
+    "short_windows": dict(layers=change("short", attention="long")),
+    "window_warmup": dict(stages=hold_windows),
+    "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+    "multi_token": dict(stages=change(loss_weights="1")),
+    "prefix_loss": dict(stages=change(prefix_weight="0")),
+    "dropped_attention": dict(layers=change("none", attention="long")),
+    "dropped_mlp": dict(layers=change(mlp=True)),
+    "document_mask": dict(document_mask="off"),
+    "document_rows": dict(row_start="anywhere"),
+    "softcap": dict(softcap=0.0),
+    "logit_shift": dict(softcap=30.0, softcap_shift=0.0),
+    "fp8_head": dict(fp8_head="off"),
+    "fp8_mlp": dict(fp8_mlp="off"),
+}
+
+
+def choose_mechanisms(values: dict) -> list[str]:
+    named = {field: list(filter(None, values[field].split(","))) for field in ("without", "only_with")}
+    for field, names in named.items():
+        for name in set(names) - set(MECHANISMS):
+            raise InputError(f"--{field}={values[field]}: {name} is not a mechanism: "
+                             f"{suggest(name, MECHANISMS)} (--list_presets)")
+    kept = named["only_with"] or MECHANISMS
+    return [name for name in MECHANISMS if name in named["without"] or name not in kept]
+
+
+def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
+    """Options of a model of `depth` layers of 64 channels each, trained on tokens_per_param.
+
+    Batch (tokens), rates and decay follow from the size against that of 12 layers. A rule that keeps norms
+    has the gains and schedules of preset muonh, no decay, and smaller updates the deeper the model. Of the
+    published recipe betas and decay of each Adam group and momentum's fall at the end are left out. Source:
+    nanochat, and MuonH of 2026-02-03.
+    """
+    depth, rule = values["depth"], values["matrix_rule"]
+
+    widths = {layers: -(-64 * layers // 128) * 128 for layers in (depth, 8, 12)}
+    sizes = {layers: width * (12 * layers * width + values["vocab_size"])
+             for layers, width in widths.items()}
+    width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
+    batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
+                          for size in (num_params, least))
+    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # the rule explodes below 8 layers
+    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
+    num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
+    is_muon, keeps_norm = "muon" in rule, RULES[rule].keeps_norm
+    recipe = PRESETS["muonh"][2] if keeps_norm else dict(
+        lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
+        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
+        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
+        embed_lr=0.3, value_embed_lr=0.15, head_lr=0.008)
+    rates = {name: recipe[name] * width_scale * batch_scale
+             for name in ("embed_lr", "value_embed_lr", "head_lr")}
+    matrix_lr = (0.02 if is_muon else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
+    return {**recipe, **rates, **dict(
+        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
+        layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
+                               value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
+        stages=(Stage(1, 2048, 512),), val_windows=(), seq_len=16_384, micro_batch_tokens=32_768,
+        max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
+        matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
+        adam_eps=1e-10 * GRAD_TOKENS)}
+
+
+def build_items(kind: type, items: list[dict]) -> tuple:
+    """LayerSpecs or Stages from plain JSON; ValueError names what does not fit."""
+    if not isinstance(items, list):
+        raise ValueError("a list is needed")
+    hints = typing.get_type_hints(kind)
+    for item in items:
+        if not isinstance(item, dict):
+            raise ValueError(f"{item} is not an object")
+        for name, value in item.items():
+            hint = int | float if hints.get(name) is float else hints.get(name, object)
+            is_boolean = isinstance(value, bool) and hint is not bool
+            if is_boolean or not isinstance(value, hint) or value in (math.inf, math.nan):
+                raise ValueError(f"{name}={value!r}")
+    return tuple(kind(**item) for item in items)
+
+
+def parse_value(field: dataclasses.Field, text: str):
+    """Turn the text of --name=text into the field's type; InputError says what was expected."""
+    try:
+        if field.type in (int, float):
+            return field.type(text)
+        if field.type is str:
+            return text
+        element = typing.get_args(field.type)[0]
+        if dataclasses.is_dataclass(element):
+            return build_items(element, json.loads(text))
+        first, second = text.split(",") if text else (None, None)
+        return (element(first), element(second)) if text else ()
+    except (ValueError, TypeError, RecursionError) as error:
+        kind = {int: "whole number", float: "number"}.get(field.type, "list")
+        text = text if len(text) < 100 else f"{text[:100]}..."
+        example = show_value(field.default or (LayerSpec(),))
+        raise InputError(f"--{field.name}={text} is not a {kind}: give one like {example} "
+                         f"({str(error)[:200]})") from None
+
+
+def show_value(value) -> str:
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return json.dumps([dataclasses.asdict(item) for item in value])
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check_value(name: str, value) -> None:
+    """Raise InputError where a value leaves its option's range or choices."""
+    low, high, choices = (OPTIONS[name].metadata[key] for key in ("low", "high", "choices"))
+    if choices and value not in choices:
+        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
+    if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
+        raise InputError(f"--{name} has a NUL character, or more than 500,000: give plain text")
+    if isinstance(value, str) and name not in ("prompt", "without", "only_with") and (
+            len(value) > 4000 or max(len(os.fsencode(part)) for part in value.split("/")) > 255):
+        raise InputError(f"--{name}={value[:50]}... is too long: no name may have more than 255 characters, "
+                         "no path more than 4,000")
+    numbers = [number for number in (value if isinstance(value, tuple) else (value,))
+               if isinstance(number, (int, float))]
+    for number in numbers:
+        for problem, remedy in ((not math.isfinite(number), "is not finite: give an ordinary number"),
+                                (low is not None and number < low, f"is too small: give at least {low}"),
+                                (high is not None and number > high, f"is too large: give at most {high}")):
+            if problem:
+                raise InputError(f"--{name}={show_value(value)[:50]} {remedy}")
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    near = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
+    return f"did you mean {' or '.join(near)}?" if near else "see --help"
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line, from the fields of the config."""
+
+    def __init__(self):
+        super().__init__("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                         "Defaults are those of --preset=track_1. '-' and '_' are the same in names.",
+                         argument_default=argparse.SUPPRESS, allow_abbrev=False)
+        self.add_argument("--list_presets", action="store_true", help="the presets and what they are")
+        self.add_argument("--print_config", action="store_true", help="the resolved config as JSON; touches "
+                          "no data")
+        for part in CONFIG_PARTS:
+            section = self.add_argument_group(part.__doc__.strip().rstrip("."))
+            for field in dataclasses.fields(part):
+                section.add_argument(f"--{field.name}", type=functools.partial(parse_value, field),
+                                     **self.describe(field))
+
+    @staticmethod
+    def describe(field: dataclasses.Field) -> dict:
+        meta, is_json = field.metadata, field.name in ("layers", "stages")
+        kind = "|".join(meta["choices"] or ()) or getattr(field.type, "__name__", "str").upper()
+        shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
+        shown += [f"{word} {bound}" for word, bound in (("at least", meta["low"]), ("at most", meta["high"]))
+                  if bound not in (None, 2**31 - 1)]
+        return dict(metavar="JSON" if is_json else kind, help=" ".join((meta["help"], *shown)))
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise InputError(f"{message}: see --help")
+
+
+def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
+    """Split a command line into ({option: value}, {flags among list_presets, print_config})."""
+    words = []
+    for word in argv:
+        name, equals, text = word.partition("=")
+        words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
+    values, unknown = Parser().parse_known_args(words)
+    for word in unknown:
+        name = word.partition("=")[0]
+        raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}")
+    flags = {flag for flag in ("list_presets", "print_config") if flag in values}
+    return {name: value for name, value in vars(values).items() if name not in flags}, flags
+
+
+def preset_overrides(name: str) -> dict:
+    """Merge a preset with its parents into one dict of option values."""
+    if name not in PRESETS:
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
+    parent, _, changes = PRESETS[name]
+    return {**(preset_overrides(parent) if parent else {}), **changes, "preset": name}
+
+
+def format_presets() -> str:
+    """The text of --list_presets: all presets, all mechanisms."""
+    lines = [f"{name:<8} {meaning}{f' (from {parent})' if parent else ''}"
+             for name, (parent, meaning, _) in PRESETS.items()]
+    return "\n".join([*lines, "", f"mechanisms of --without and --only_with: {', '.join(MECHANISMS)}"])
+
+
+def make_config(overrides: dict) -> Config:
+    """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
+    name = overrides.get("preset", "auto")
+    for key, value in overrides.items():
+        check_value(key, value)
+    if name == "auto":
+        use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
+        name = "track_1" if use_cuda else "laptop"
+    preset = {**vars(Config()), **preset_overrides(name)}
+    values = {**preset, **overrides, "preset": name}
+    if values["depth"]:
+        preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
+        values = {**preset, **overrides, "preset": name}
+    elif "matrix_lr" not in overrides:
+        values["matrix_lr"] = choose_lr(values, preset)
+    if not values["layers"] or "num_layers" in overrides and "layers" not in overrides:
+        values["layers"] = build_layers(values["num_layers"], values["num_value_embeds"])
+    for mechanism in choose_mechanisms(values):
+        for key, change in MECHANISMS[mechanism].items():
+            if key not in overrides or callable(change):
+                values[key] = change(values[key]) if callable(change) else change
+    for key, value in values.items():
+        check_value(key, value)
+    cfg = Config(**values)
+    check_config(cfg)
+    return cfg
+
+
+def choose_lr(values: dict, preset: dict) -> float:
+    """matrix_lr where none is given: that of the preset, or where the rule is another, one that suits it."""
+    rule, old_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
+    keeps_norm = RULES[rule].keeps_norm  # then smaller the deeper (MuonH)
+    if rule == old_rule or {rule, old_rule} == {"muon", "normuon"}:
+        return preset["matrix_lr"] * (preset["num_layers"] / num_layers if keeps_norm else 1)
+    return RULES[rule].lr * (min(1, 12 / num_layers) if keeps_norm else 1)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples on both sides of a value, for an error message."""
+    around = value // unit * unit, -(-value // unit) * unit
+    return f"the nearest are {' and '.join(str(v) for v in around if v > 0)}"
+
+
+def check_config(cfg: Config) -> None:
+    """Raise InputError for options that cannot work together, or that would do nothing."""
+    matrix, width = cfg.groups["matrix"], cfg.num_heads * cfg.head_dim
+    keeps_norm, rule = RULES[matrix.rule].keeps_norm, f"--matrix_rule={matrix.rule} keeps norms"
+    lengths = [("seq_len", stage.seq_len) for stage in (cfg, *cfg.full_stages)]
+    multiples = [("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs turn)"),
+                 ("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
+                  f"qk_group_heads={cfg.qk_group_heads}"),
+                 ("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)"),
+                 *((name, length, BLOCK, "128 tokens (one attention block)")
+                   for name, length in (*lengths, ("val_seq_len", cfg.val_seq_len))),
+                 ("val_tokens", cfg.val_tokens, cfg.val_seq_len, f"val_seq_len={cfg.val_seq_len}"),
+                 *(("tokens_per_step", stage.tokens_per_step, stage.seq_len, f"seq_len={stage.seq_len}")
+                   for stage in cfg.full_stages)]
+    longest = max((stage.seq_len for stage in cfg.full_stages), default=0)
+    checks = [
+        (cfg.extension_steps == 0 or cfg.extension_steps < cfg.num_iterations and len(cfg.stages) > 1,
+         f"--extension_steps={cfg.extension_steps} are those of the last of several stages, and the last of "
+         f"--num_iterations={cfg.num_iterations}: give fewer, and two stages or more"),
+        (cfg.bigram_rows not in (1, 2), f"--bigram_rows={cfg.bigram_rows} is no table: give 0, or many"),
+        (cfg.model_dim == width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
+                                 f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
+        (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
+                                                  f"than the model: give at most {cfg.model_dim}"),
+        *((re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name) is not None,
+           f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, digits, '_', "
+           "'-' and '.'") for field, name in (("record", cfg.record or "none"), ("track", cfg.track))),
+        *((value > 0 and value % unit == 0,
+           f"--{name}={value} is not a multiple of {what}: {nearest_multiples(value, unit)}")
+          for name, value, unit, what in multiples),
+        (not (keeps_norm and matrix.weight_decay), f"--matrix_weight_decay={matrix.weight_decay} has no "
+                                                   f"effect, {rule}: give --matrix_weight_decay=0"),
+        (cfg.zero_init != "off" or not cfg.has_output_gain,
+         "--zero_init=off has no effect where layers begin with zero gains: give --output_gain=off"),
+        (cfg.depth > 0 or cfg.tokens_per_param == Config.tokens_per_param,
+         f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"),
+        (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
+                                                     f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}"),
+        (cfg.micro_batch_tokens >= longest,
+         f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len="
+         f"{longest}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
+        (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
+        *((len(group.betas) == 2, f"--{name}_betas is empty: give two numbers as a,b")
+          for name, group in cfg.groups.items()),
+        (cfg.val_windows == tuple(sorted(cfg.val_windows, reverse=True)),
+         f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short"),
+        *check_stages(cfg), *check_layers(cfg)]
+    for holds, message in checks:
+        if not holds:
+            raise InputError(message)
+
+
+def check_stages(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every stage."""
+    for stage in cfg.stages:
+        try:
+            are_ramps = parse_ramps(stage.loss_weights) and len(parse_ramps(stage.prefix_weight)) == 1
+        except ValueError:
+            are_ramps = False
+        yield bool(are_ramps), (
+            f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight={stage.prefix_weight!r}: give "
+            "numbers, or a:b, with spaces between; one to prefix_weight")
+        yield 0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9, (
+            f"--stages has a duration or lr_factor out of range: {stage}: give a positive one")
+        yield 1 <= stage.window_short <= stage.window_long < 2**31, (
+            f"--stages has windows short {stage.window_short}, long {stage.window_long}: "
+            "give 1 <= short <= long")
+        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK)):
+            value = getattr(stage, name)
+            yield value is None or least <= value < 2**31, (
+                f"--stages has {name}={value}: give {least} or more")
+
+
+def check_layers(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """(condition, message) of every layer."""
+    yield len(cfg.layers) == cfg.num_layers, (f"--layers has {len(cfg.layers)} layers, num_layers is "
+                                              f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}")
+    used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
+    for i, spec in enumerate(cfg.layers):
+        has = f"--layers: layer {i} has"
+        yield spec.attention in ("long", "short", "none"), (
+            f"{has} attention={spec.attention}: choose long, short or none")
+        for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_at", i)):
+            value = getattr(spec, name)
+            yield value is None or 0 <= value <= last, f"{has} {name}={value}: name an earlier layer"
+        yield spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds, (
+            f"{has} value_embed={spec.value_embed}: num_value_embeds is {cfg.num_value_embeds}")
+        yield not spec.paired or cfg.num_heads % 2 == 0, (
+            f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number")
+        yield not spec.mudd_in or spec.attention != "none", (
+            f"{has} mudd_in={spec.mudd_in} and no attention, whose values it enters: give one of them")
+        known = {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
+        yield known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")), (
+            f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+            f"{', '.join(sorted(known))}")
+
+
+def split_rows(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int | None = None
+               ) -> tuple[int, int]:
+    """Split a step's packed sequences over ranks: (micro-batches per rank, sequences per micro-batch).
+
+    The sequences themselves never depend on this split, so neither ranks nor accumulation change what a step
+    sees.
+    """
+    seq_len = seq_len or cfg.seq_len
+    rows = tokens_per_step // seq_len
+    if rows % world_size:
+        per_rank, left = divmod(tokens_per_step, world_size)
+        shorter = [n for n in range(BLOCK, min(seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
+        remedy = "" if left or not shorter else f"; or keep it and give --seq_len={shorter[-1]}"
+        raise InputError(
+            f"--tokens_per_step={tokens_per_step} is {rows} packed sequences of seq_len={seq_len}, "
+            f"which {world_size} ranks cannot share: "
+            f"{nearest_multiples(tokens_per_step, seq_len * world_size)}{remedy}")
+    rows_per_rank = rows // world_size
+    most = cfg.micro_batch_tokens // seq_len
+    rows_per_micro = max(r for r in range(1, min(most, rows_per_rank) + 1) if rows_per_rank % r == 0)
+    return rows_per_rank // rows_per_micro, rows_per_micro
+
+
+def check_ranks_fit(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Raise InputError where the ranks cannot share some stage's step; returns split_rows() of the last."""
+    return [split_rows(cfg, world_size, stage.tokens_per_step, stage.seq_len)
+            for stage in cfg.full_stages][-1]
+
+
+def derive(cfg: Config, world_size: int) -> dict:
+    """Numbers that follow from the config: --print_config and the run record show them."""
+    grad_accum_steps, rows_per_micro = check_ranks_fit(cfg, world_size)
+    with torch.device("meta"):
+        num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
+                         if name != "embed" or cfg.tie_head == "off" or cfg.untie_frac < 1)
+    schedule = Schedule(cfg)
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=grad_accum_steps,
+                ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
+                tokens_per_micro_batch=rows_per_micro * cfg.full_stages[-1].seq_len,
+                padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.total_tokens(),
+                scheduled_steps=schedule.scheduled, stage_ends=[end for _, _, end in schedule.spans()])
+
+
+def count_flops(cfg: Config) -> int:
+    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
+    attending = [spec for spec in cfg.layers if spec.attention != "none"]
+    num_mlp = sum(spec.mlp for spec in cfg.layers)
+    weights = cfg.model_dim * (4 * cfg.model_dim * len(attending)
+                               + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
+    keys = tokens = 0.0
+    for stage, start, end in Schedule(cfg).spans():
+        weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
+        if cfg.row_start == "document" and cfg.document_mask == "on":
+            longest = min(longest, stage.max_doc_len)
+        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) for spec in attending)
+        tokens += weight
+    return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
+
+
+def plain_dict(cfg: Config) -> dict:
+    """Every option as plain JSON types."""
+    return json.loads(json.dumps({name: getattr(cfg, name) for name in OPTIONS}, default=vars))
+
+
+def config_from_dict(values: dict) -> Config:
+    """The inverse of plain_dict(), for what a checkpoint says; unknown names are left out."""
+    return Config(**{name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
+                     tuple(value) if isinstance(value, list) else value
+                     for name, value in values.items() if name in OPTIONS})
+
+
+# ==== RUNTIME ==============================================================================================
+# Which device, which rank, what is fast here. The only section that reads the environment, and the only one
+# that talks to other processes: every collective below does nothing on one rank. torchrun ends all ranks
+# when one dies; the timeout of the collectives ends a rank that waits for one that has stalled.
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a process computes; by default alone, on a CPU, in float32."""
+
+    device: torch.device = torch.device("cpu")
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    dtype: torch.dtype = torch.float32  # of activations and of the orthogonalisation
+    use_compile: bool = False
+    use_flex: bool = False  # FlexAttention (compiled CUDA) or dense attention in blocks
+    use_kernels: bool = False  # our Triton kernels, else their plain forms
+    fp8: frozenset[str] = frozenset()  # options fp8_...: what multiplies in FP8 while training
+    peak_flops: float = 0.0  # FLOP/s of a large matmul measured here: the ceiling MFU is stated against
+    notes: tuple[str, ...] = ()  # choices made here, printed once
+    control: "dist.ProcessGroup | None" = None  # on CPUs, patient: for what is not part of a step
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def compile(self, fn):
+        """torch.compile fn where this run compiles; shapes are static by design."""
+        return torch.compile(fn, dynamic=False) if self.use_compile else fn
+
+
+PATIENCE = datetime.timedelta(hours=1)  # for compilation and disks
+
+
+def env_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
+    """Join the process group, unless told to stay alone; choose_precision() then adds precision."""
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    rank, local_rank, world_size = (0, 0, 1) if is_alone else (
+        env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
+    if cfg.device == "cuda" and not use_cuda:
+        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
+                         "or install a CUDA build of torch")
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
+                         f"{torch.cuda.device_count()} processes per node, or use --device=cpu",
+                         of_one_rank=True)
+    check_ranks_fit(cfg, world_size)
+    device, control = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), None
+    if use_cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_memory()
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
+    if world_size > 1:
+        with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: no rank outlives its launcher
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
+        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
+                                timeout=PATIENCE)
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return Runtime(device, rank, local_rank, world_size, control=control)
+
+
+def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
+    """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all."""
+    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
+    use_compile, note = choose_compile(cfg, rt.device)
+    use_kernels, kernels_note = choose_kernels(cfg, rt.device, dtype, use_compile)
+    fp8 = {field: choose_fp8(cfg, rt.device, field, use_compile) for field in FP8_OPTIONS}
+    if use_compile:  # segments share one piece of code, which has a graph for each
+        torch._dynamo.config.recompile_limit = 64
+    return dataclasses.replace(rt, **broadcast_object(dict(
+        dtype=dtype, use_compile=use_compile, use_flex=use_compile and rt.device.type == "cuda",
+        use_kernels=use_kernels, fp8=frozenset(field for field, (works, _) in fp8.items() if works),
+        peak_flops=peak_flops, notes=(*notes, note, *(note for _, note in fp8.values()), kernels_note)), rt))
+
+
+def try_launch(field: str, wish: str, reason: str, launch: Callable[[], None], device: torch.device
+               ) -> tuple[bool, str]:
+    """(whether to use what an option names, one line saying why), by launching it where nothing speaks
+    against it. Whatever a compiler raises, training must not depend on it."""
+    name = field.replace("_", " ")
+    if wish == "off" or wish == "auto" and reason:
+        return False, f"{name}: off ({reason if wish == 'auto' else f'--{field}=off'})"
+    try:
+        launch()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        if wish == "on":
+            raise InputError(f"--{field}=on but it fails on this device ({reason}): use --{field}=auto or "
+                             "off") from None
+        return False, f"{name}: off, it fails on this {device.type} device ({reason})"
+    return True, f"{name}: on"
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed activations for the next step: no page faults in the hot loop."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # not glibc; only speed is lost
+        return
+    libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
+    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a square matmul, the best of six."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        start = clock(device)
+        a @ b
+        best = min(best, clock(device) - start)
+    return 2 * size**3 / best
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is a type of this device, if not always a fast one."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def lacks_bfloat16() -> bool:
+    """Whether this processor says that it multiplies no bfloat16: then even a probe costs more than it is
+    worth. PyTorch before 2.13 cannot say."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    is_known = has.get("architecture") == "x86_64"
+    return is_known and not any(has.get(name, True) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+    """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
+    has_bf16, names = computes_bfloat16(device), {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+    name, reason = cfg.dtype, "chosen by --dtype"
+    if name == "auto" and device.type == "cuda":
+        name, reason = ("bfloat16", "on a GPU that has it") if has_bf16 else ("float32", "below Ampere")
+    elif name == "auto" and lacks_bfloat16():
+        name, reason = "float32", "this processor does not multiply bfloat16"
+    elif name == "auto":  # small: where it is emulated it takes a hundred times longer
+        rates = [measure_matmul(device, dtype, 192) for dtype in names.values()]
+        name = "bfloat16" if rates[1] > 1.5 * rates[0] else "float32"
+        reason = f"bfloat16 multiplies at {rates[1] / rates[0]:.2f} times the rate of float32"
+    rate = measure_matmul(device, names[name], 8192 if device.type == "cuda" else 1024)
+    return names[name], rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
+
+
+def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
+    """(whether to compile, one line saying why); it takes Triton, which Windows lacks, and capability 7.0.
+
+    Attention on CUDA is FlexAttention where the rest is compiled.
+    """
+    is_cuda, reason = device.type == "cuda", ""
+    if is_cuda and triton is None:
+        reason = "Triton is not installed"
+    elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
+        reason = "a GPU below capability 7.0"
+    if cfg.compile == "on" and reason:
+        raise InputError(f"--compile=on but it cannot be ({reason}): use --compile=auto or off")
+    use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    attention = "FlexAttention" if use_compile and is_cuda else "dense, in blocks"
+    return use_compile, (f"attention: {attention}; torch.compile {'on' if use_compile else 'off'}"
+                         f"{reason and f' ({reason})'}")
+
+
+# PyTorch 2.13 renamed these two
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce_sum(tensor: Tensor, rt: Runtime) -> Tensor:
+    if rt.world_size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast(tensor: Tensor, rt: Runtime) -> None:
+    if rt.world_size > 1:
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
+
+
+def broadcast_object(value, rt: Runtime):
+    """Rank 0's value, a plain Python object, on every rank."""
+    box = [value]
+    if rt.world_size > 1:
+        dist.broadcast_object_list(box, src=0, group=rt.control)
+    return box[0]
+
+
+def barrier(rt: Runtime) -> None:
+    if rt.world_size > 1:
+        dist.barrier(group=rt.control)
+
+
+def local_shard(full: Tensor, rt: Runtime) -> Tensor:
+    """This rank's (M/N, ...) view of (M, ...)."""
+    return full.unflatten(0, (rt.world_size, -1))[rt.rank]
+
+
+def gather_shards(shard: Tensor, rt: Runtime) -> Tensor:
+    """All ranks' (M/N, ...) as (M, ...), on every rank."""
+    if rt.world_size == 1:
+        return shard
+    full = shard.new_empty(rt.world_size * len(shard), *shard.shape[1:])
+    all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))
+    return full
+
+
+def set_timeout(rt: Runtime, timeout: datetime.timedelta) -> None:
+    """How long a rank waits from now on for the others in a collective of a step."""
+    if rt.world_size > 1:
+        dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def is_lost_contact(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone, or has not come within the timeout."""
+    return isinstance(error, dist.DistError) or bool(re.search("gloo|pair closure", str(error), re.I))
+
+
+def is_first_to_say(key: str) -> bool:
+    """Whether no other rank of the job has asked with this key: so that one line is printed, not N."""
+    answers = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store may be gone, too
+            answers.append(dist.distributed_c10d._get_default_store().add(f"train_gpt/{key}", 1) == 1)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(5)  # where rank 0 holds the store, it may be frozen with it
+    return all(answers) if answers else "TORCHELASTIC_RUN_ID" in os.environ or env_int("RANK", 0) == 1
+
+
+class HostCopy:
+    """A copy of a tensor on its way to the CPU; the tensor may change at once."""
+
+    def __init__(self, tensor: Tensor):
+        tensor, self.event = tensor.detach(), None
+        if tensor.device.type == "cpu":
+            self.copy = tensor.clone()
+        else:
+            self.copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.copy.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> Tensor:
+        if self.event:
+            self.event.synchronize()
+        return self.copy
+
+
+class Stop:
+    """A wish to end early: the exit status it asks for, else 0. All ranks heed it after the same step."""
+
+    def __init__(self, rt: Runtime):
+        self.rt, self.wish, self.agreed, self.work = rt, 0, 0, None
+        self.started = time.monotonic()
+        self.num_pauses = 0  # times that the process was suspended and continued
+
+    @contextmanager
+    def catch_signals(self):
+        """Turn SIGINT and SIGTERM into a wish; SIGINT again after a second interrupts."""
+        first_at = math.inf
+
+        def handle(signum: int, _frame) -> None:
+            nonlocal first_at
+            if signum not in (signal.SIGINT, signal.SIGTERM):
+                self.num_pauses += 1
+                return
+            if signum == signal.SIGINT and time.monotonic() > first_at + 1:
+                raise KeyboardInterrupt
+            first_at = min(first_at, time.monotonic())
+            self.wish = self.wish or 128 + signum
+
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGCONT") if hasattr(signal, name)]  # Windows: two
+        old = {name: signal.signal(getattr(signal, name), handle) for name in names}
+        try:
+            yield
+        finally:  # of several ranks they stay: the launcher's SIGTERM would cut off last words
+            for name, handler in old.items() if self.rt.world_size == 1 else ():
+                signal.signal(getattr(signal, name), handler)
+
+    def agree(self) -> int:
+        """The largest wish of all ranks. Every rank calls this after every step; wishes of others arrive a
+        step later, so that nobody waits for them."""
+        if self.rt.world_size == 1:
+            return self.wish
+        self.collect()
+        self.flag = torch.tensor(self.wish)
+        self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, group=self.rt.control, async_op=True)
+        return self.agreed
+
+    def collect(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.agreed = None, self.agreed or int(self.flag)
+
+
+# ==== KERNELS ==============================================================================================
+# Mathematics on local tensors. Each operation that has a fast and a plain form has one dispatcher; both
+# forms follow the same mask function, and a test proves that they agree.
+
+BLOCK = 128  # tokens of one attention block: windows and documents are tested block by block first
+DENSE_BLOCKS = {"cpu": 64, "cuda": 256}  # the same for the dense form: smaller ones mask fewer products in
+                                         # vain, larger ones make larger matmuls
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype to sum in: float32, or x's where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widen(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
+
+
+class RMSNorm(torch.autograd.Function):
+    """x (..., D) / its root mean square, with the gradient in closed form: a third of the passes over memory
+    where no compiler fuses them. Backward reads y, or x where that is at hand anyway."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, keeps_input: bool) -> Tensor:
+        mean_square = (x * x).mean(dim=-1, keepdim=True, dtype=wide_dtype(x))
+        scale = torch.rsqrt(mean_square + 1.1920929e-07).type_as(x)  # (..., 1); float32's epsilon
+        y = x * scale
+        ctx.keeps_input = keeps_input
+        ctx.save_for_backward(x if keeps_input else y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """Take out of the gradient what would change the length: scale (g - y mean(g y))."""
+        kept, scale = ctx.saved_tensors
+        along = (grad * kept).mean(dim=-1, keepdim=True, dtype=wide_dtype(grad)).type_as(kept)  # (..., 1)
+        if ctx.keeps_input:
+            along = along * scale * scale
+        return torch.addcmul(grad, kept, along, value=-1) * scale, None
+
+
+def rms_norm(x: Tensor, keeps_input: bool = False) -> Tensor:
+    """Divide the last dimension by its root mean square. No gain; float32 epsilon for every dtype."""
+    return RMSNorm.apply(x, keeps_input)
+
+
+class ReLUSquared(torch.autograd.Function):
+    """max(0, x)^2, whose gradient takes one pass over memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        root = F.relu(x)
+        ctx.save_for_backward(root)
+        return root * root
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return torch.addcmul(grad.new_zeros(()), grad, root, value=2)
+
+
+def previous(x: Tensor, is_start: Tensor) -> Tensor:
+    """x (T, ...) of the token before; zeros where a packed sequence starts, is_start (T,)."""
+    return x.roll(1, 0).masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def following(targets: Tensor, is_start: Tensor) -> Tensor:
+    """targets (T,) of the token after; -1 where the packed sequence ends."""
+    return targets.roll(-1).masked_fill(is_start.roll(-1), -1)
+
+
+def hash_pairs(tokens: Tensor, is_start: Tensor, num_rows: int) -> Tensor:
+    """Row (T,) of each token and the one before it in a table whose last row is for starts, which also
+    stands for the token there. int32, which may wrap. Source: the record of 2026-01-19."""
+    tokens = tokens.int().masked_fill(is_start, num_rows - 1)
+    rows = (36313 * tokens ^ 27191 * previous(tokens, is_start)) % (num_rows - 1)
+    return rows.masked_fill(is_start, num_rows - 1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+    """Turn the channels of a pair against one another by the angle of each position, in the precision of the
+    tables.
+
+    x (T, ..., K); cos, sin broadcast against it, sin with the sign of each channel (make_rotary).
+    Source: record 32; adjacent pairs the record of 2026-01-07.
+    """
+    if pairs == "halves":
+        partner = x.roll(x.size(-1) // 2, dims=-1)
+    else:
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x * cos + partner * sin).type_as(x)
+
+
+def subtract_own_value(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
+    """Exclusive self attention: take tanh(strength) of its part along a token's own value out of y.
+
+    y, v (T, H, K), strength (T, H). Source: the records of 2026-04-29 and after.
+    """
+    along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
+    return y - (along * strength.tanh())[..., None] * v
+
+
+def make_mask_mod(doc_ids: Tensor, window: Tensor | int) -> Callable:
+    """The one definition of who sees whom. doc_ids (T,); window in tokens, itself excluded."""
+    def mask_mod(_batch, _head, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx <= window) & (doc_ids[q_idx] == doc_ids[kv_idx])
+
+    return mask_mod
+
+
+def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
+    """Block mask for FlexAttention from the document range of each block; never a T x T matrix.
+
+    doc_ids (T,) never decreases; window is a 0-d tensor, so that one compiled graph serves every window.
+    Blocks in which all pairs are visible skip the mask function. A query block sees an unbroken run of key
+    blocks that ends with its own, and those seen in full are one that ends before it, so counts give the
+    lists without a sort. Source: records 12 and 16.
+    """
+    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,) document range
+    block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
+    row = block[:, None]  # query blocks, in lists by key block those
+    distance = (row - block) * BLOCK  # (T/128, T/128) tokens from query block to key block
+    overlap = (first[:, None] <= last) & (first <= last[:, None])
+    visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
+    full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
+            & (first[:, None] == last) & (first == last[:, None]))
+    lists = []  # counts (1, 1, T/128) and blocks (1, 1, T/128, T/128): partial, full
+    for is_by_query, dim in ((True, 1), (False, 0)):
+        num_visible, num_full = (seen.sum(dim, dtype=torch.int32) for seen in (visible, full))  # (T/128,)
+        start, length = row + 1 - num_visible[:, None], num_full[:, None]
+        if is_by_query:
+            partial = torch.where(start + block < row - length, start + block, row)
+            unmasked = row - length + block
+        else:
+            partial, unmasked = torch.where(block == 0, row, row + length + block), row + 1 + block
+        for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
+            lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
+    return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), make_mask_mod(doc_ids, window))
+
+
+def build_dense_mask(doc_ids: Tensor, window: int, row_len: int | None = None, size: int | None = None,
+                     dtype: torch.dtype = torch.float32) -> Tensor:
+    """Mask (T/C, C, M * C) to add to scores, 0 or -inf: of a query block, for the M key blocks that end with
+    its own; where those would be all of a packed sequence, it is one block."""
+    num_tokens = doc_ids.size(0)
+    row_len = row_len or num_tokens
+    size = math.gcd(row_len, size or DENSE_BLOCKS[doc_ids.device.type])  # C
+    spans = 1 + -(-window // size)  # M: key blocks a query block can reach
+    if spans * size >= row_len:
+        size, spans = row_len, 1
+    starts = torch.arange(0, num_tokens, size, device=doc_ids.device).view(-1, 1, 1)
+    q_idx = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
+    kv_idx = starts + torch.arange((1 - spans) * size, size, device=doc_ids.device)  # (T/C, 1, M * C)
+    visible = (kv_idx >= 0) & make_mask_mod(doc_ids, window)(None, None, q_idx, kv_idx.clamp(min=0))
+    return torch.zeros(visible.shape, dtype=dtype, device=doc_ids.device).masked_fill(~visible, -math.inf)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention over the keys that a mask of build_dense_mask() names, read where they lie: on a CPU
+    scaled_dot_product_attention, which needs copies of them, takes half as long again."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q, k, v (T, H, K) -> (T, H, K)."""
+        num_blocks, size, num_keys = mask.shape
+        q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
+        k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, R + T, K)
+        scores, y = q.new_empty(q.size(0), *mask.shape), torch.empty_like(q)  # (H, T/C, C, M * C)
+        for head, keys in enumerate(k):
+            torch.baddbmm(mask, q[head], view_blocks(keys, mask).mT, out=scores[head])
+        probs = scores.softmax(-1)
+        for head, values in enumerate(v):
+            torch.bmm(probs[head], view_blocks(values, mask), out=y[head])
+        ctx.save_for_backward(q, k, v, probs, mask)
+        return y.flatten(1, 2).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """grad (T, H, K) -> gradients of q, k, v (T, H, K)."""
+        q, k, v, probs, mask = ctx.saved_tensors
+        grad = grad.transpose(0, 1).contiguous().view_as(q)  # (H, T/C, C, K)
+        grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+        for head, values in enumerate(v):
+            torch.bmm(grad[head], view_blocks(values, mask).mT, out=grad_scores[head])
+        grad_scores = torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)
+        num_blocks, size, num_keys = mask.shape
+        for head, keys in enumerate(k):
+            torch.bmm(grad_scores[head], view_blocks(keys, mask), out=grad_q[head])
+            for total, weights, x in ((grad_k, grad_scores, q), (grad_v, probs, grad)):
+                parts = (weights[head].mT @ x[head]).unflatten(1, (-1, size))  # (T/C, M, C, K)
+                blocks = total[head].unflatten(0, (-1, size))  # (T/C + M - 1, C, K)
+                for i in range(num_keys // size):
+                    blocks[i : i + num_blocks] += parts[:, i]
+        grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
+        return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
+
+
+def view_blocks(x: Tensor, mask: Tensor) -> Tensor:
+    """Padded x (R + T, K) of a head as the overlapping keys (T/C, M * C, K) of a mask."""
+    num_blocks, size, num_keys = mask.shape
+    return x.as_strided((num_blocks, num_keys, x.size(1)), (size * x.stride(0), *x.stride()))
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention in blocks of C queries over M * C keys with a dense mask. q, k, v (T, H, K) -> (T, H, K)."""
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        return BlockAttention.apply(q, k, v, mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        y = F.scaled_dot_product_attention(*split_blocks(q, k, v, mask), attn_mask=mask[:, None], scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
+
+
+def split_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (T, H, K) -> blocks of queries (T/C, H, C, K), and of keys and values (T/C, H, M * C, K)."""
+    num_blocks, size, num_keys = mask.shape
+    spans = num_keys // size
+
+    def reach_back(x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, (spans - 1) * size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
+        x = torch.cat([x[i : i + num_blocks] for i in range(spans)], dim=1)  # (T/C, M * C, H, K)
+        return x.transpose(1, 2)  # (T/C, H, M * C, K)
+
+    return q.unflatten(0, (num_blocks, size)).transpose(1, 2), reach_back(k), reach_back(v)
+
+
+DC_BAND = 112  # tokens over which heads are composed anew
+SIGN_ROWS = 8192  # of signs for the bigram table
+
+
+def compose_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, gather: Tensor, give: Tensor) -> Tensor:
+    """The attention of all heads over the nearest tokens, mixed by gather and given to each head by give.
+
+    q, k, v (T, H, K), mask of build_dense_mask(), gather and give (T, H) -> (T, H, K). Source: dynamically
+    composable heads, the record of 2026-05-27.
+    """
+    q, k, v = split_blocks(q, k, v, mask)
+    probs = (q @ k.mT + mask[:, None]).softmax(-1)  # (T/C, H, C, M * C)
+    gather = gather * (gather.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    gather, give = (x.unflatten(0, mask.shape[:2]).mT[..., None] for x in (gather, give))  # (T/C, H, C, 1)
+    mixed = (probs * gather).sum(1, keepdim=True)  # (T/C, 1, C, M * C)
+    return ((mixed @ v) * give).transpose(1, 2).flatten(0, 1)  # (T, H, K)
+
+
+# Tiles of FlexAttention that fit into the shared memory of every GPU (64 KiB on Turing) in float32; what
+# PyTorch would choose does not
+FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
+                    num_warps=4)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """Attention through FlexAttention. q, k, v (T, H, K) -> (T, H, K). Only fast when compiled."""
+    options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
+    q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # (1, H, T, K)
+    return y[0].transpose(0, 1)  # (T, H, K)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    """Windowed document attention with the softmax scale already in q. q, k, v (T, H, K) -> (T, H, K)."""
+    return attend_flex(q, k, v, mask) if isinstance(mask, BlockMask) else attend_dense(q, k, v, mask)
+
+
+class Softcap(typing.NamedTuple):
+    """Bounds logits: top * sigmoid((logit + shift) / width). A top of 0 leaves them as they are.
+
+    Source: records 9 and 19; with a shift the record of 2025-12-26.
+    """
+
+    top: float
+    shift: float
+    width: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = widen(logits) + self.shift if self.shift else widen(logits)
+        return self.top * torch.sigmoid(logits / self.width) if self.top else logits
+
+
+if triton is not None:
+
+    @triton.jit
+    def symmetric_kernel(x_ptr, add_ptr, out_ptr, SIZE, INNER, ALPHA: tl.constexpr, BETA: tl.constexpr,
+                         HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+        """One tile on or above the diagonal of alpha X X^T + beta A, stored there and mirrored."""
+        i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        if j < i:
+            return
+        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+        x_ptr += matrix * SIZE * INNER
+        add_ptr += matrix * SIZE * SIZE
+        out_ptr += matrix * SIZE * SIZE
+        total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for start in range(0, INNER, DEPTH):
+            depth = start + tl.arange(0, DEPTH)
+            left = tl.load(x_ptr + rows[:, None] * INNER + depth[None, :],
+                           mask=(rows[:, None] < SIZE) & (depth[None, :] < INNER), other=0.0)
+            right = tl.load(x_ptr + cols[None, :] * INNER + depth[:, None],
+                            mask=(cols[None, :] < SIZE) & (depth[:, None] < INNER), other=0.0)
+            total += tl.dot(left, right)
+        total *= ALPHA
+        inside = (rows[:, None] < SIZE) & (cols[None, :] < SIZE)
+        here = rows[:, None] * SIZE + cols[None, :]
+        if HAS_ADD:
+            total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total, mask=inside)
+        if j > i:  # a tile on the diagonal is whole as it is
+            tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
+
+    @triton.jit
+    def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
+                             NUM_TARGETS: tl.constexpr, TOP: tl.constexpr, SHIFT: tl.constexpr,
+                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+        """One token: its loss and d loss / d logits. Capped logits are at most TOP: it serves as max."""
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * V
+        grads_ptr += row * V
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"),
+                             eviction_policy="evict_last").to(tl.float32)  # read again below
+            total += tl.where(at < V, tl.exp(TOP / (1 + tl.exp(-(logits + SHIFT) / WIDTH)) - TOP), 0.0)
+        log_total = tl.log(tl.sum(total, axis=0)) + TOP
+        loss = log_total * 0.0
+        all_weights = log_total * 0.0
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + row * NUM_TARGETS + i)
+            weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
+            aim = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            loss += weight * (log_total - TOP / (1 + tl.exp(-(aim + SHIFT) / WIDTH)))
+            all_weights += weight
+        tl.store(losses_ptr + row, loss)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_first").to(tl.float32)
+            gate = 1 / (1 + tl.exp(-(logits + SHIFT) / WIDTH))
+            grad = all_weights * tl.exp(TOP * gate - log_total)
+            for i in tl.static_range(NUM_TARGETS):
+                target = tl.load(targets_ptr + row * NUM_TARGETS + i)
+                grad -= tl.where(at == target, tl.load(weights_ptr + i), 0.0)
+            grad = grad * (TOP / WIDTH) * gate * (1 - gate) / GRAD_SCALE  # the slope of the cap
+            tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
+
+
+def symmetric_product(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0,
+                      use_kernels: bool = False) -> Tensor:
+    """X X^T of each matrix X of x (M, short, long) -> (M, short, short); with a symmetric A of that shape,
+    alpha X X^T + beta A.
+
+    The kernel computes one triangle: half the FLOPs. Source: record 27.
+    """
+    if not use_kernels:
+        if add is None:
+            return torch.bmm(x, x.mT)
+        return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+    x = x.contiguous()
+    num_matrices, size, depth = x.shape
+    out = x.new_empty(num_matrices, size, size)
+    tiles = triton.cdiv(size, 128)
+    symmetric_kernel[tiles, tiles, num_matrices](
+        x, x if add is None else add.contiguous(), out, size, depth, alpha, beta, add is not None, BLOCK=128,
+        DEPTH=64, num_warps=8, num_stages=4 if x.element_size() == 2 else 2)  # that fit shared memory
+    return out
+
+
+def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
+                   ) -> tuple[bool, str]:
+    """(whether to use the Triton kernels, one line saying why), by comparing each with its plain form.
+
+    They are launched as training launches them: a kernel that is right by itself may not compile in a graph.
+    """
+    is_cpu = device.type == "cpu"
+
+    def launch() -> None:
+        if triton is None:
+            raise RuntimeError("Triton is not installed")
+        if not computes_bfloat16(device):
+            raise RuntimeError("a GPU below capability 8.0, whose registers the tiles overflow")
+        # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
+        x = torch.randn(2, 208, 304, device=device).to(torch.float32 if is_cpu else dtype)
+        logits, targets = x[0].contiguous() * 5, torch.arange(208, device=device)[:, None]
+        cap, weights = Softcap(30.0, 0.0, 7.5), torch.ones(1, device=device)
+        gram = symmetric_product(x)
+
+        def compute(use_kernels: bool) -> list[Tensor]:
+            return [symmetric_product(x, use_kernels=use_kernels),
+                    symmetric_product(gram, gram, 0.5, 2.0, use_kernels),
+                    *softcapped_cross_entropy(logits, targets, weights, cap, x.dtype,
+                                              use_kernels=use_kernels)]
+
+        compiled = torch.compile(compute, dynamic=False) if use_compile and not is_cpu else compute
+        for our, plain in zip(compiled(True), compute(False)):
+            error = (our.float() - plain.float()).norm() / plain.float().norm()
+            if not error < 0.01:  # bfloat16 rounds to 0.002 rms
+                raise RuntimeError(f"a kernel differs from its plain form by {error:.3g}")
+
+    return try_launch("kernels", cfg.kernels, "plain PyTorch on a CPU" if is_cpu else "", launch, device)
+
+
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, cap: Softcap,
+                             grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernels: bool = False
+                             ) -> tuple[Tensor, Tensor]:
+    """Losses (T,) of logits (T, V) once softcapped, against targets (T, n) of weights (n,); and d loss /
+    d logits (T, V) over grad_scale.
+
+    A target of -1 has no term. The gradient comes with the loss, in the precision in which it will be
+    multiplied; with one target no entry exceeds 1 over grad_scale. Without a cap always in plain form.
+    Source: the fused kernel of 2026-01-16.
+    """
+    if use_kernels and cap.top:
+        losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
+        grads = torch.empty_like(logits, dtype=grad_dtype)
+        cross_entropy_kernel[(logits.size(0),)](
+            logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *cap, grad_scale,
+            BLOCK=4096, num_warps=8)
+        return losses, grads
+    capped = cap(logits)  # (T, V)
+    log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
+    weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
+    losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
+    grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
+    if cap.top:
+        grads.mul_(capped).mul_((cap.top - capped).mul_(1 / (cap.top * cap.width)))  # the slope of the cap
+    return losses, (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
+
+
+# ==== FP8 ==================================================================================================
+# Matmuls in 8 bits where the device has them: e4m3 for activations and weights, e5m2 for gradients. The head
+# and its loss have static scales (record 32), the linears of the blocks scales measured from each tensor
+# (nanochat). Training only; validation always multiplies in the activation dtype, with the same weights.
+
+FP8_OPTIONS = ("fp8_head", "fp8_linear", "fp8_mlp")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_LEAST = 128  # rows and columns of a weight for which casting pays
+FP8_GRAD_SCALE = 1 / 448  # belongs to a loss summed over tokens: an entry of d loss / d logits is at most 1
+LOGITS_CHUNK = 24_576  # tokens whose logits exist at once
+
+
+def fp8_x_scale(dim: int) -> float:
+    return math.sqrt(dim) / 448
+
+
+def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
+    """Fractions of the values that to_fp8() would saturate, and flush to zero."""
+    is_zero = to_fp8(x, dtype, scale)[0].float() == 0
+    return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
+                flushed=((x != 0) & is_zero).float().mean().item())
+
+
+def to_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
+           ) -> tuple[Tensor, Tensor | float]:
+    """x over a scale, saturating; and the scale: by default () that makes its largest entry the dtype's."""
+    limit = torch.finfo(dtype).max
+    scale = x.abs().max().float().clamp(min=1e-12) / limit if scale is None else scale
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor,
+                  out_dtype: torch.dtype, fast: bool) -> Tensor:
+    """(a * scale_a) @ (b * scale_b).T in FP8. a (M, K), b (N, K), both row-major -> (M, N)."""
+    scales = (scale if isinstance(scale, Tensor) else torch.full(
+        (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
+    return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+class LinearFP8(torch.autograd.Function):
+    """x W^T in FP8, and so are the two matmuls of backward, or they are in x's dtype."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: Tensor | None, is_whole: bool) -> Tensor:
+        x8, x_scale = to_fp8(x.flatten(0, -2), E4M3, x_scale)
+        w8, w_scale = to_fp8(weight, E4M3)
+        ctx.save_for_backward(*((x8, x_scale, w8, w_scale) if is_whole else (x, weight)))
+        ctx.weight_dtype = weight.dtype
+        y = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """grad (..., N) -> gradients of x (..., K) and weight (N, K)."""
+        if len(ctx.saved_tensors) == 2:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2), None, None
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        grad8, scale = to_fp8(grad.flatten(0, -2), E5M2)
+        grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
+        grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), scale, x_scale, grad.dtype, False)
+        return grad_x.unflatten(0, grad.shape[:-1]), grad_w.to(ctx.weight_dtype), None, None
+
+
+class DelayedScale(nn.Module):
+    """The FP8 scale of an activation, from its largest entry in the last step: casting it needs no second
+    pass. Source: the record of 2026-07-17."""
+
+    MARGIN = 1.8  # for what grows from step to step
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("largest", torch.zeros(()), persistent=False)  # entry of this step so far
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.detach().max().float()))
+        return self.scale.clone()
+
+
+def list_scales(model: nn.Module) -> list[DelayedScale]:
+    return [module for module in model.modules() if isinstance(module, DelayedScale)]
+
+
+def write_scales(model: nn.Module, scales: Iterable[Tensor]) -> None:
+    for module, scale in zip(list_scales(model), scales):
+        module.scale.copy_(scale)
+        module.largest.zero_()
+
+
+def advance_scales(model: nn.Module, rt: Runtime) -> None:
+    """Make the largest entries of a step, over all ranks, the scales of the next."""
+    largest = torch.stack([module.largest for module in list_scales(model)])
+    if rt.world_size > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    write_scales(model, largest.clamp(min=1e-12) * (DelayedScale.MARGIN / 448))
+
+
+def multiply_linear(x: Tensor, weight: Tensor, use_fp8: bool) -> Tensor:
+    """x (..., K) times weight (N, K) transposed, (..., N): in FP8 where asked to and the sizes allow it."""
+    sizes = (x.numel() // x.size(-1), *weight.shape)
+    if use_fp8 and min(weight.shape) >= FP8_LEAST and all(size % 16 == 0 for size in sizes):
+        return LinearFP8.apply(x, weight, None, True)
+    return x @ weight.type_as(x).T
+
+
+class HeadLoss(torch.autograd.Function):
+    """Head, softcap and cross-entropy in one, whose gradients are made together with the loss.
+
+    Logits exist for LOGITS_CHUNK tokens at a time and never in float32; their gradient has the precision in
+    which it is multiplied. FP8 is for x of unit root mean square, whose entries are at most sqrt(D).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, cap: Softcap,
+                fp8_max: float, use_kernels: bool) -> Tensor:
+        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> loss summed over tokens.
+
+        fp8_max: the size at which a weight saturates; 0: no FP8.
+        """
+        w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
+        if fp8_max:  # cast once for all chunks
+            w, _ = to_fp8(w, E4M3, fp8_max / 448)  # (V, D)
+            w_turned = w.T.contiguous()  # (D, V)
+        for part, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+            aim = target, target_weights, cap
+            if fp8_max:
+                results = compute_loss_fp8(part, w, w_turned, fp8_max / 448, *aim, use_kernels)
+            else:
+                results = compute_loss_plain(part, w, *aim, use_kernels)
+            loss = loss + results[0]
+            grad_xs.append(results[1])
+            grad_w = results[2] if grad_w is None else grad_w + results[2]  # (V, D)
+        ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None, None
+
+
+def compute_loss_plain(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, cap: Softcap,
+                       use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), w (V, D), targets (T, n), weights (n,) -> loss (), grad_x (T, D), float32 grad_w (V, D)."""
+    losses, grads = softcapped_cross_entropy(x @ w.T, targets, weights, cap, x.dtype,
+                                             use_kernels=use_kernels)
+    return losses.sum(), grads @ w, widen(grads.T @ x)
+
+
+def compute_loss_fp8(x: Tensor, w8: Tensor, w8_turned: Tensor, w_scale: float, targets: Tensor,
+                     weights: Tensor, cap: Softcap, use_kernels: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in FP8, from a weight cast as it is (V, D) and transposed (D, V)."""
+    x_scale = fp8_x_scale(x.size(1))
+    x8, _ = to_fp8(x, E4M3, x_scale)
+    logits = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, V)
+    losses, grad8 = softcapped_cross_entropy(logits, targets, weights, cap, E5M2, FP8_GRAD_SCALE,
+                                             use_kernels)
+    grad_x = scaled_matmul(grad8, w8_turned, FP8_GRAD_SCALE, w_scale, x.dtype, fast=False)
+    grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), FP8_GRAD_SCALE, x_scale, torch.float32,
+                           fast=False)
+    return losses.sum(), grad_x, grad_w
+
+
+def choose_fp8(cfg: Config, device: torch.device, field: str, use_compile: bool) -> tuple[bool, str]:
+    """(whether head, linears or MLP train in FP8, one line saying why), by running the real matmuls once."""
+    is_head, reason = field == "fp8_head", ""
+    if device.type == "cpu":
+        reason = f"no CPU multiplies FP8 faster than bfloat16; --{field}=on forces it"
+    elif cfg.dtype == "float32":
+        reason = "--dtype=float32"
+    elif not is_head and (field == "fp8_linear" and cfg.model_dim < 1536 or not use_compile):
+        reason = "measuring costs more than it gains below 1536 channels, or uncompiled"
+
+    def launch() -> None:
+        for name in ("model_dim", "padded_vocab_size") if is_head else ("model_dim",):
+            if getattr(cfg, name) % 16:
+                raise RuntimeError(f"{name}={getattr(cfg, name)} is not a multiple of 16")
+        if not is_head and cfg.model_dim < FP8_LEAST:
+            raise RuntimeError(f"model_dim={cfg.model_dim} is below {FP8_LEAST}")
+        x = torch.randn(32, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.zeros(128, cfg.model_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        if is_head:
+            targets = torch.zeros(32, 1, device=device, dtype=torch.int64)
+            HeadLoss.apply(x, w, targets, torch.ones(1, device=device), Softcap(30.0, 0.0, 7.5), 1.0,
+                           False).backward()
+        else:
+            LinearFP8.apply(x, w, None, field == "fp8_linear").sum().backward()
+
+    return try_launch(field, getattr(cfg, field), reason, launch, device)
+
+
+# ==== UPDATE RULES =========================================================================================
+# One update of one shard of a bucket, in place, on local tensors: no ranks, no schedules, no module. A rule
+# is a direction, perhaps with its variance normalised, and a way to apply it: a line of RULES.
+
+
+class Hyperparameters(typing.NamedTuple):
+    """What schedule and config tell a rule; tensors are 0-d on the CPU, so that no value recompiles."""
+
+    momentum: Tensor
+    grad_scale: Tensor  # makes gradients those of a loss summed over GRAD_TOKENS tokens of the largest step
+    bias_correction1: Tensor  # 1 - beta1^t
+    bias_correction2: Tensor  # 1 - beta2^t
+    betas: tuple[float, float]
+    eps: float
+    dtype: torch.dtype  # of the orthogonalisation
+    use_kernels: bool = False
+    orthogonalize: str = "newton_schulz"
+    decay: str = "decoupled"
+
+
+# a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
+ITERATIONS = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values about 0.7 to 1.2
+    "polar_express": (  # the record of 2025-09-29, for singular values of 1.02 times the norm and below
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    "precise": ((2.0, -1.5, 0.5),) * 12,  # where steps count and time does not: towards 1 from below
+}
+
+
+def orthogonalize(x: Tensor, dtype: torch.dtype, method: str = "newton_schulz",
+                  use_kernels: bool = False) -> Tensor:
+    """Push the singular values of each matrix of x (M, rows, columns) towards 1, keeping its vectors.
+
+    An odd polynomial in X, iterated in `dtype` on the wide side (ITERATIONS). Returns x.shape in `dtype`.
+    Source: Muon; the form of record 11; Polar Express.
+    """
+    tall = x.size(-2) > x.size(-1)
+    x = x.to(dtype)
+    x = x.mT if tall else x  # (M, short, long)
+    use_kernels = use_kernels and x.size(-2) > 128  # a single tile has no other half to save
+    norm = widen(x).norm(dim=(-2, -1), keepdim=True)
+    x = x / (norm * 1.02 + 1e-6 if method == "polar_express" else norm + 1e-7).to(dtype)
+    for a, b, c in ITERATIONS[method]:
+        gram = symmetric_product(x, use_kernels=use_kernels)  # (M, short, short)
+        gram = symmetric_product(gram, gram, c, b, use_kernels)
+        x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
+    return x.mT if tall else x
+
+
+def nesterov_orthogonalize(grad: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Nesterov momentum, made orthogonal (M, rows, columns). Source: Muon, 2024-10; records 3 to 32."""
+    momentum = state["momentum"]
+    grad = (grad * hyper.grad_scale).to(momentum.dtype) * (1 - hyper.momentum)
+    momentum.mul_(hyper.momentum).add_(grad)
+    return orthogonalize(momentum * hyper.momentum + grad, hyper.dtype, hyper.orthogonalize,
+                         hyper.use_kernels)
+
+
+def adam_direction(grad: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Adam's update with bias correction, in float32, of any shape; epsilon is added before the correction.
+
+    Source: record 32.
+    """
+    beta1, beta2 = hyper.betas
+    grad = widen(grad) * hyper.grad_scale
+    exp_avg = widen(state["exp_avg"]) * beta1 + grad * (1 - beta1)
+    exp_avg_sq = widen(state["exp_avg_sq"]) * beta2 + grad.square() * (1 - beta2)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    return exp_avg / (exp_avg_sq.sqrt() + hyper.eps) * (
+        hyper.bias_correction2.sqrt() / hyper.bias_correction1)
+
+
+def normalize_variance(update: Tensor, state: dict[str, Tensor], hyper: Hyperparameters) -> Tensor:
+    """Give the rows, or the columns of a wide matrix, of an update (M, rows, columns) equal size over time.
+
+    The norm of the update stays. Source: NorMuon, the record of 2025-10-24.
+    """
+    rows, columns = update.shape[-2:]
+    update = widen(update)
+    mean_square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
+    state["second_momentum"].lerp_(mean_square, 1 - hyper.betas[1])
+    normalized = update * state["second_momentum"].clamp(min=1e-10).rsqrt()
+    return normalized * (matrix_norm(update) / matrix_norm(normalized).clamp(min=1e-10))
+
+
+def matrix_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of every matrix of x (M, rows, columns), float32 (M, 1, 1)."""
+    return widen(x).square().sum(dim=(-2, -1), keepdim=True).sqrt()
+
+
+def read_weight(param: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The parameter in float32; where it is bfloat16 and has one, with the 16 bits of its mantissa."""
+    if "mantissa" not in state:
+        return widen(param)
+    high = param.view(torch.int16).int() << 16
+    return (high | state["mantissa"].int() & 0xFFFF).view(torch.float32)
+
+
+def write_weight(param: Tensor, state: dict[str, Tensor], weight: Tensor) -> None:
+    """The inverse: the parameter is the upper half of float32, cut off. Source: the record of 2026-01-04."""
+    if "mantissa" not in state:
+        param.copy_(weight)
+        return
+    bits = weight.view(torch.int32)
+    param.view(torch.int16).copy_(bits >> 16)
+    state["mantissa"].copy_(bits)  # the lower half: integers wrap
+
+
+def apply_update(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                 hyper: Hyperparameters, is_aligned: Callable = torch.gt) -> None:
+    """Subtract lr * update and the decay. lr broadcasts against the parameter; decay is lr times wd.
+
+    Cautious decay acts only where it has the direction of the update. Source: AdamW; the records of
+    2025-11-10 and 2025-12-18.
+    """
+    weight = read_weight(param, state)
+    keep = 1 - decay * is_aligned(update * weight, 0) if hyper.decay == "cautious" else 1 - decay
+    write_weight(param, state, weight * keep - update * lr)
+
+
+def apply_spectral_update(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+                          hyper: Hyperparameters) -> None:
+    """apply_update() where lr is the size of an orthogonal update in spectral norm; entries that are not
+    updated decay, too. Source: record 4."""
+    rows, columns = update.shape[-2:]
+    apply_update(param, update, state, lr * max(1, rows / columns) ** 0.5, decay, hyper, torch.ge)
+
+
+def hyperball_step(param: Tensor, update: Tensor, state: dict[str, Tensor], lr: Tensor, _decay: Tensor,
+                   _hyper: Hyperparameters) -> None:
+    """W <- R N(W - lr R N(update)), N(X) = X / |X|: every matrix stays on the sphere of its first norm R.
+
+    An update at a right angle to W turns it by arctan(lr) radians; its size does not matter. Without
+    gradient nothing moves. Source: Hyperball, arXiv 2606.16899.
+    """
+    radius, update = state["radius"], widen(update)
+    weight = read_weight(param, state) - update * (lr * radius / matrix_norm(update).clamp(min=1e-10))
+    write_weight(param, state, weight * (radius / matrix_norm(weight).clamp(min=1e-10)))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule, put together from the functions above."""
+
+    direction: Callable
+    is_normalized: bool
+    apply: Callable
+    lr: float  # to begin with, of 12 layers
+
+    @property
+    def per_matrix(self) -> bool:
+        """Whether it must see whole matrices."""
+        return self.apply is not apply_update
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether matrices stay on their spheres: then there is no decay, and a zero matrix is stuck."""
+        return self.apply is hyperball_step
+
+    def init_state(self, param: Tensor, is_wide: bool = False) -> dict[str, Tensor]:
+        """The state for parameters (M, ...): moments like the parameter, or wide, and then a bfloat16 matrix
+        has its other 16 bits, too; all else in float32."""
+        names = ("momentum",) if self.direction is nesterov_orthogonalize else ("exp_avg", "exp_avg_sq")
+        dtype = wide_dtype(param) if is_wide else param.dtype
+        state = {name: torch.zeros_like(param, dtype=dtype) for name in names}
+        if is_wide and self.per_matrix and param.dtype == torch.bfloat16:
+            state["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
+        if self.is_normalized:
+            rows, columns = param.shape[-2:]
+            shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
+            state["second_momentum"] = param.new_zeros(shape, dtype=wide_dtype(param))
+        if self.keeps_norm:
+            state["radius"] = matrix_norm(param)
+        return state
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], lr: Tensor, decay: Tensor,
+               hyper: Hyperparameters) -> None:
+        """One update of param (M, ...) from grad (M, ...). lr and decay, lr times wd, broadcast against it.
+
+        lr is in units of the parameter for Adam, of the spectral norm for Muon, and the length of an update
+        as a fraction of the norm for rules that keep norms.
+        """
+        update = self.direction(grad, state, hyper)
+        if self.is_normalized:
+            update = normalize_variance(update, state, hyper).type_as(update)
+        self.apply(param, update, state, lr, decay, hyper)
+
+
+RULES = {
+    "muon": Rule(nesterov_orthogonalize, False, apply_spectral_update, 0.05),
+    "normuon": Rule(nesterov_orthogonalize, True, apply_spectral_update, 0.05),
+    "muonh": Rule(nesterov_orthogonalize, False, hyperball_step, 0.02),
+    "normuonh": Rule(nesterov_orthogonalize, True, hyperball_step, 0.02),
+    "adamh": Rule(adam_direction, False, hyperball_step, 0.005),
+    "adamw": Rule(adam_direction, False, apply_update, 0.0018),
+}
+
+# ==== OPTIMIZER ============================================================================================
+# Like parameters lie in buckets: one tensor for their values, one for their gradients, padded to a multiple
+# of the ranks. As soon as all gradients of a bucket are final it is reduce-scattered, each rank updates its
+# shard in one batched call, and an all-gather brings the new values back, waited for where the model next
+# reads them. On one rank the shard is the bucket and nothing is copied or sent. Source: records 23, 24, 32.
+
+BIG_PARAMETER = 2**20  # elements from which an elementwise parameter gets a bucket of its own
+ALIGNMENT = 32  # elements: parameters in elementwise buckets begin on 64 bytes at least
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """How one parameter is trained; set beside the parameter by declare()."""
+
+    group: str  # a name in GROUPS
+    lr_mul: float | tuple[float, ...] = 1.0  # or of each matrix of a stack
+    wd_mul: float = 1.0
+
+
+def declare(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
+            wd_mul: float = 1.0) -> nn.Parameter:
+    param = nn.Parameter(data)
+    param.spec = ParamSpec(group, lr_mul, wd_mul)
+    return param
+
+
+class Bucket:
+    """Like parameters that travel as one message: values and gradients (M, *unit), this rank's state.
+
+    A unit is what its rule must see whole: a matrix, or for elementwise rules one element. Padding has no
+    gradient and stays zero.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
+                 is_wide: bool):
+        self.name, self.group_name, self.group, self.rt = named[0][0], group_name, group, rt
+        self.params, self.rule, first = dict(named), RULES[group.rule], named[0][1]
+        unit = tuple(first.shape[-2:]) if self.rule.per_matrix else ()
+        align, self.slices, size = 1 if unit else ALIGNMENT, {}, 0
+        for name, param in named:
+            self.slices[name] = slice(size, size + param.numel() // math.prod(unit))
+            size += -(-(self.slices[name].stop - size) // align) * align
+        size = -(-size // (align * rt.world_size)) * align * rt.world_size
+        self.values = torch.zeros(size, *unit, dtype=first.dtype, device=rt.device)
+        self.grads = torch.zeros_like(self.values)
+        for name, param in named:
+            values, grads = (full[self.slices[name]].view(param.shape) for full in (self.values, self.grads))
+            values.copy_(param.data)
+            param.data, param.grad = values, grads
+        broadcast(self.values, rt)
+        self.shard = local_shard(self.values, rt)  # (M/N, *unit)
+        self.state = self.rule.init_state(self.shard, is_wide)
+        self.lr_mul, self.wd_mul = (self._spread(kind) for kind in ("lr_mul", "wd_mul"))
+        self.follower: Bucket | None = None  # takes over the values; gives its gradients
+        self.missing = len(named)  # parameters whose gradient is not final
+        self.tokens = 0  # whose gradients have been summed since the last update
+        self.reducing = self.gathering = None  # messages under way
+        self.num_bytes = self.minimum_bytes = 0.0  # that this rank has sent, and must send
+
+    def _spread(self, kind: str) -> Tensor:
+        """Multipliers of this rank's matrices (M/N, 1, 1); of elements (M/N,), or (1,) if they share one."""
+        specs = {name: getattr(param.spec, kind) for name, param in self.params.items()}
+        like = dict(dtype=wide_dtype(self.values), device=self.rt.device)
+        if not self.rule.per_matrix and len(set(specs.values())) == 1 and not isinstance(
+                next(iter(specs.values())), tuple):
+            return torch.tensor([next(iter(specs.values()))], **like)
+        multipliers = torch.ones(len(self.values), **like)
+        for name, spec in specs.items():
+            spec = torch.tensor(spec, **like).view(-1, 1)  # of all, or of each matrix
+            multipliers[self.slices[name]].view(len(spec), -1).copy_(spec)
+        return local_shard(multipliers.view(-1, *[1] * (self.values.dim() - 1)), self.rt)
+
+    def start_reduce(self) -> None:
+        """Send the gradients; called as soon as the last of them is final."""
+        if self.follower:
+            self.grads += self.follower.grads
+        self.reduced = self.grads
+        # a rank must send all gradients and all parameters once, but for its own shard of either
+        self.minimum_bytes += 2 * (1 - 1 / self.rt.world_size) * sum(
+            param.nbytes for param in self.params.values())
+        if self.rt.world_size > 1:
+            self.reduced = torch.empty_like(self.shard)
+            self.num_bytes += self.grads.nbytes - self.shard.nbytes
+            self.reducing = reduce_scatter_single(self.reduced, self.grads, async_op=True)
+
+    def update(self, update: Callable, lr_factor: float, decay_factor: float, hyper: Hyperparameters,
+               probe: "Probe") -> None:
+        """Wait for the summed gradients, update this rank's shard, start gathering all, clear gradients."""
+        probe.mark("communication")
+        if self.reducing is not None:
+            self.reducing.wait()
+        probe.mark("optimizer")
+        lr = self.lr_mul * (self.group.lr * lr_factor)
+        before = self.shard.clone() if probe.is_full else None
+        update(self.shard, self.reduced, self.state, lr,
+               lr * self.wd_mul * (self.group.weight_decay * decay_factor), hyper)
+        probe.note(self, self.reduced, before)
+        if self.rt.world_size > 1:
+            self.num_bytes += self.values.nbytes - self.shard.nbytes
+            self.gathering = all_gather_single(self.values, self.shard, async_op=True)
+        elif self.follower:
+            self.follower.values.copy_(self.values)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients, sent or not."""
+        self.reducing = self.reduced = None
+        self.missing, self.tokens = len(self.params), 0
+        self.grads.zero_()
+        if self.follower:
+            self.follower.clear()
+            self.missing += len(self.follower.params)
+
+    def finish(self) -> None:
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            if self.follower:
+                self.follower.values.copy_(self.values)
+
+    def read(self, key: str) -> Tensor:
+        """The values, or all ranks' part of a state: (M, ...)."""
+        return self.values if key == "" else gather_shards(self.state[key], self.rt)
+
+    def write(self, key: str, full: Tensor) -> None:
+        """Put rank 0's (M, ...) back where read() found it."""
+        broadcast(full, self.rt)
+        if key == "":
+            self.values.copy_(full)
+        else:
+            self.state[key].copy_(local_shard(full, self.rt))
+
+
+def fill_buckets(model: nn.Module, cfg: Config, rt: Runtime) -> list[Bucket]:
+    """Sort parameters by group, rule, dtype and shape into buckets of about cfg.comm_bucket_mb.
+
+    Backward finishes the last layers first, so they come first. A bucket ends where its matrices divide by
+    the ranks, if one can.
+    """
+    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in reversed(list(model.named_parameters())):
+        spec = getattr(param, "spec", None)
+        assert spec and spec.group in cfg.groups, (f"parameter {name} {tuple(param.shape)} is in no group: "
+                                                   f"create it with declare() in one of {', '.join(GROUPS)}")
+        if RULES[cfg.groups[spec.group].rule].per_matrix:
+            kind = param.shape[-2:]
+        else:
+            kind = name if param.numel() >= BIG_PARAMETER else "small"
+        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
+    buckets = []
+    for (group_name, dtype, kind), named in kinds.items():
+        group, parts, size = cfg.groups[group_name], [[]], 0
+        unit = math.prod(kind) if RULES[group.rule].per_matrix else 1
+        most = cfg.comm_bucket_mb * 1e6 / (unit * dtype.itemsize) if rt.world_size > 1 else math.inf
+        for name, param in named:
+            if parts[-1] and size >= most and size % rt.world_size == 0:
+                parts.append([])
+                size = 0
+            parts[-1].append((name, param))
+            size += param.numel() // unit
+        buckets += [Bucket(part, group_name, group, rt, cfg.state_dtype == "float32") for part in parts]
+    return buckets
+
+
+class Probe:
+    """Measures one step, where it is asked to: seconds of its parts, sums of squares by parameter group."""
+
+    PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
+    SUMS = ("grad", "weight", "update", "momentum")
+
+    def __init__(self, groups: Iterable[str] = (), rt: Runtime | None = None, is_full: bool = False):
+        self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
+        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device) if self.rows else None
+        self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
+
+    def mark(self, part: str) -> None:
+        """From here on time belongs to this part; "" ends the step. Waits for the device, once measured."""
+        if self.is_full:
+            now = clock(self.rt.device)
+            if self.part:
+                self.seconds[self.part] += now - self.since
+            self.part, self.since = part, now
+
+    def note(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
+        """Add a bucket's gradient, for the mean loss of a token; its weights, their change, its momentum."""
+        if not self.rows:
+            return
+        row = self.sums[self.rows[bucket.group_name]]
+        row[0] += sum_squares(grad) / bucket.tokens**2
+        if before is not None:
+            momentum = next(iter(bucket.state.values()))
+            parts = (bucket.shard, bucket.shard.float() - before.float(), momentum)
+            row[1:] += torch.stack([sum_squares(x) for x in parts])
+
+
+def sum_squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
+
+
+def round_to_grid(x: Tensor, grid: float) -> Tensor:
+    """Round to multiples of a power of two. Sums of such numbers are exact, so free of order and grouping.
+
+    They are as long as none exceeds 2^24 times the grid in float32, 2^8 times in bfloat16.
+    """
+    shift = 1.5 * grid / torch.finfo(x.dtype).eps  # around it, neighbouring numbers are one step apart
+    return (x + shift) - shift
+
+
+class Optimizer:
+    """All buckets of a model, updated together. Owns the storage of every parameter and gradient."""
+
+    def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
+        self.cfg, self.rt, self.step_count, self.is_armed, self.probe = cfg, rt, 0, False, Probe()
+        self.buckets = fill_buckets(model, cfg, rt)
+        self.check_norms()
+        self.tie()
+        self.groups = [name for name in cfg.groups if name in {bucket.group_name for bucket in self.buckets}]
+        self.updates = {rule: rt.compile(RULES[rule].update)
+                        for rule in {bucket.group.rule for bucket in self.buckets}}
+        self.launched: list[Bucket] = []
+        for name, param in model.named_parameters():
+            if cfg.grad_grid:
+                param.register_hook(functools.partial(round_to_grid, grid=cfg.grad_grid))
+            if rt.world_size > 1:
+                param.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, name))
+
+    def check_norms(self) -> None:
+        for bucket in self.buckets:
+            for name in bucket.params if bucket.rule.keeps_norm else ():
+                if not matrix_norm(bucket.values[bucket.slices[name]]).all():
+                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
+                                     f"and one of {name} is zero: give --output_gain=on or --zero_init=off, "
+                                     "and --init_std above 0")
+
+    def tie(self) -> None:
+        """Sort out who is updated by itself: not an embedding that is tied to the head, which takes both
+        gradients and is copied."""
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
+        is_tied = self.cfg.tie_head == "on" and self.step_count <= self.last_tied_step
+        head.follower, self.bucket_of["embed"] = (embed, head) if is_tied else (None, embed)
+        self.updated = [bucket for bucket in self.buckets if bucket in self.bucket_of.values()]
+        head.clear()
+
+    @property
+    def last_tied_step(self) -> int:
+        """The head's first update after cfg.untie_frac of the schedule. Source: the record of 2025-12-22."""
+        cfg, every = self.cfg, self.cfg.groups["head"].every
+        step = math.ceil(cfg.untie_frac * (cfg.num_iterations - cfg.extension_steps))
+        return step + -(step + 1) % every if cfg.untie_frac < 1 else sys.maxsize
+
+    def untie(self) -> None:
+        """Let the embedding begin its own life as a copy of the head, state included."""
+        head = self.bucket_of["head.weight"]
+        head.finish()
+        for key, state in head.follower.state.items():
+            state.copy_(head.state[key])
+        self.tie()
+
+    def count_bytes(self) -> tuple[float, float]:
+        """Bytes that this rank has sent so far, and the least that would have done."""
+        return (sum(bucket.num_bytes for bucket in self.buckets),
+                sum(bucket.minimum_bytes for bucket in self.buckets))
+
+    def wait_before(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Have every call of a module wait for these parameters, and no others, of the last step."""
+        names = list(names)
+
+        def finish_buckets(*_) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self.probe.mark("communication")
+            for bucket in dict.fromkeys(self.bucket_of[name] for name in names):
+                bucket.finish()
+            self.probe.mark("forward and backward")
+
+        if self.rt.world_size > 1:
+            module.register_forward_pre_hook(finish_buckets)
+
+    def arm(self) -> None:
+        self.is_armed = True
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        return (self.step_count + 1) % bucket.group.every == 0
+
+    def _on_gradient(self, name: str, _param: Tensor) -> None:
+        bucket = self.bucket_of[name]
+        if self.is_armed and self._is_due(bucket):
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.start_reduce()
+        self.launched.append(bucket)
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, momentum: float, tokens_per_step: int,
+             matrix_lr_factor: float | None = None, decay_factor: float = 1.0) -> None:
+        """Update every parameter that is due from gradients summed over tokens_per_step tokens of all ranks.
+
+        Buckets are updated in the order in which their gradients left; parameters are valid after finish().
+        Group "matrix" has a factor of its own where one is given.
+        """
+        matrix_lr_factor = lr_factor if matrix_lr_factor is None else matrix_lr_factor
+        for bucket in self.updated:
+            bucket.tokens += tokens_per_step
+            if self._is_due(bucket) and bucket not in self.launched:
+                self._launch(bucket)
+        self.step_count += 1
+        for bucket in self.launched:
+            factor = matrix_lr_factor if bucket.group_name == "matrix" else lr_factor
+            bucket.update(self.updates[bucket.group.rule], factor,
+                          factor if self.cfg.decay_schedule == "lr" else decay_factor,
+                          self._make_hyperparameters(bucket, momentum), self.probe)
+        self.launched, self.is_armed = [], False
+        if self.cfg.tie_head == "on" and self.step_count == self.last_tied_step + 1:
+            self.untie()
+
+    def _make_hyperparameters(self, bucket: Bucket, momentum: float) -> Hyperparameters:
+        cfg, (beta1, beta2), updates = self.cfg, bucket.group.betas, self.step_count // bucket.group.every
+        scale = GRAD_TOKENS / cfg.tokens_per_step  # that of the run: a larger step has a larger gradient
+        scalars = momentum, scale, 1 - beta1**updates, 1 - beta2**updates
+        scalars = (torch.tensor(value, dtype=wide_dtype(bucket.values)) for value in scalars)
+        return Hyperparameters(*scalars, bucket.group.betas, cfg.adam_eps, self.rt.dtype,
+                               self.rt.use_kernels, cfg.orthogonalize, cfg.decay)
+
+    def finish(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def check_ranks(self) -> None:
+        """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
+        self.finish()
+        digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
+                   for bucket in self.buckets]
+        hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=self.rt.device)
+        hashes = gather_shards(hashes, self.rt)  # (N, buckets)
+        for rank, i in (hashes != hashes[0]).nonzero().tolist():
+            raise RunError(f"after step {self.step_count} rank {rank} holds other parameters than rank 0 "
+                           f"in {self.buckets[i].name}: a collective went wrong, or a GPU is faulty")
+
+    def is_settled(self) -> bool:
+        """Whether no gradients wait for a later step: only then a snapshot holds everything."""
+        return not any(bucket.tokens for bucket in self.updated)
+
+    def state_dict(self) -> dict[str, HostCopy]:
+        """Parameters by name, and their states as name/key; on rank 0 alone, being copied.
+
+        It does not depend on the ranks. All must call it; the tensors are those of now.
+        """
+        self.finish()
+        copies = {}
+        for bucket in self.buckets:
+            for key in ("", *bucket.state):
+                full = bucket.read(key)  # (M, ...)
+                for name, param in bucket.params.items() if self.rt.is_main else ():
+                    tensor = full[bucket.slices[name]]
+                    copies[f"{name}/{key}".removesuffix("/")] = HostCopy(tensor if key else
+                                                                         tensor.view(param.shape))
+        return copies
+
+    def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
+        """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
+        self.step_count = step_count
+        self.tie()
+        for bucket in self.buckets:
+            for key in ("", *bucket.state):
+                full = bucket.read(key).clone()
+                for name in bucket.params if self.rt.is_main else ():
+                    part = full[bucket.slices[name]]
+                    part.copy_(tensors[f"{name}/{key}".removesuffix("/")].view(part.shape))
+                bucket.write(key, full)
+            bucket.clear()
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for bucket in self.buckets for tensor in (bucket.values, *bucket.state.values())]
+
+    def snapshot(self) -> tuple[int, list[Tensor]]:
+        self.finish()
+        return self.step_count, [tensor.clone() for tensor in self.tensors()]
+
+    def restore(self, snapshot: tuple[int, list[Tensor]]) -> None:
+        """Return to a snapshot exactly; gradients are cleared."""
+        self.finish()
+        self.step_count, saved = snapshot
+        self.tie()
+        for tensor, old in zip(self.tensors(), saved):
+            tensor.copy_(old)
+        for bucket in self.buckets:
+            bucket.clear()
+
+
+# ==== MODEL ================================================================================================
+# Pre-norm transformer on T tokens: no batch dimension, documents are told apart by doc_ids. Matrices are
+# (outputs, inputs). Activations that later layers read travel by name in `streams`: x0, ve0, h3, ... What
+# multiplies something is a coefficient: a learned number, or computed for every token. To add a gate or a
+# number: an option or LayerSpec entry, a declare() or a line of list_coefficients(), its use.
+
+
+class StageInputs(typing.NamedTuple):
+    """What the schedule tells the model for a whole stage."""
+
+    windows: Tensor | tuple[int, int]  # (long, short) tokens; for FlexAttention a tensor (2,): it can change
+    cos: Tensor  # (T, 2, 1, 1, K) for q, which carries the softmax scale, and k
+    sin: Tensor  # (T, 2, 1, 1, K)
+    paired_cos: Tensor | None  # (T, 2, 1, 2, K) of even and odd heads
+    paired_sin: Tensor | None
+    is_offset: Tensor  # (T, 1, K) channels that do not turn, but of the first token
+    is_start: Tensor  # (T,) tokens with which packed sequences start
+    row_len: int | None = None  # tokens of one; only where attention is dense
+
+
+class StepInputs(typing.NamedTuple):
+    """What a layer gets in a step, beside activations."""
+
+    stage: StageInputs
+    coefficients: dict[str, Tensor]  # its own (T, 1) or (T, H) by name
+    band: Tensor | None = None  # mask of the nearest tokens
+
+
+class Coefficient(typing.NamedTuple):
+    """What multiplies something in a layer."""
+
+    layer: int
+    name: str
+    size: int  # 1, or one for each head
+    init: float
+    source: str  # group of learned numbers; or gates<layer>, mudd<layer>, out<layer>: computed there
+
+
+def list_coefficients(cfg: Config) -> list[Coefficient]:
+    """All coefficients of the model, layer by layer. Sources: records 9, 15 and 32; those of 2026."""
+    found, heads, is_after = [], cfg.num_heads, cfg.x0_shortcut == "after"
+    for layer, spec in enumerate(cfg.layers):
+        attends, has_values = spec.attention != "none", spec.value_embed is not None
+        has_skip, has_residual = spec.skip_from is not None, cfg.residual_init > 0
+        gates = "mix" if spec.gates_at is None else f"gates{spec.gates_at}"
+        own = [f"mudd{layer}"] * 2 if spec.mudd_in else ["residual", "mix"]
+        inject = "scalar" if not is_after else own[0] if spec.mudd_in else gates
+        near = [*split_names(spec.mudd_in), "x"] if spec.mudd_in else []
+        enters = attends or not is_after
+        rows = [  # whether it is there, and its fields
+            (cfg.x0_shortcut == "on", "x", 1, 1.0, "scalar"),
+            (cfg.x0_shortcut != "off" and enters, "x_in" if near and is_after else "x0", 1, 0.0, inject),
+            (cfg.bigram_rows > 0 and enters, "first_bigram" if is_after and not layer else "bigram", 1, 0.05,
+             inject),
+            (has_skip, "skip", 1, -1.5, "scalar"),  # before the sigmoid
+            (has_skip and gates != "mix", "skip_gate", 1, 0.5, gates),
+            (attends, "qkv" if has_residual else "value", 1, 0.5, "scalar"),  # qkv, output: of the weights
+            (attends and has_values and not (cfg.value_gate_dim or near), "value_embed", 1, 0.5, "scalar"),
+            (attends and has_values and bool(near), "value_gate", 2, 2.0, own[0]),  # of halves of the heads
+            (attends and has_residual, "output", 1, 1.0, "scalar"),
+            (attends and has_residual, "attention_residual", 1, cfg.residual_init, own[0]),
+            (attends and has_residual, "attention", 1, 1.0, own[1]),
+            (spec.mlp and has_residual, "mlp_residual", 1, cfg.residual_init, own[0]),
+            (spec.mlp and has_residual, "mlp", 1, 1.0, own[1]),
+            (attends and spec.xsa, "xsa", heads, 0.0, gates),
+            (attends and spec.gate, "gate", heads, 0.25, gates),
+            (attends and spec.dc, "dc_gather", heads, 1.0, gates),
+            (attends and spec.dc, "dc_give", heads, 0.0, gates),
+            (layer == 0 and cfg.smear == "on", "smear", 1, 0.0, "scalar"),
+            *((attends or kind == "in", f"{kind}_{name}", 1, 0.0, own[0]) for kind in ("value", "in")
+              for name in near),
+            *((True, f"out_{name}", 1, -0.5 if name == f"h{spec.attention_from}" else 0.0, f"out{layer}")
+              for name in split_names(spec.mudd_out))]
+        found += [Coefficient(layer, *row) for is_there, *row in rows if is_there]
+    return found
+
+
+def init_matrices(shape: tuple[int, ...], *stds: float) -> Tensor:
+    """Uniform matrices (M, *shape), each with its standard deviation; 1/sqrt(3 inputs) is PyTorch's default.
+
+    Source: record 19.
+    """
+    matrices = torch.empty(len(stds), *shape)
+    for matrix, std in zip(matrices, stds):
+        draw(Tensor.uniform_, matrix, -(3**0.5) * std, 3**0.5 * std) if std else matrix.zero_()
+    return matrices
+
+
+def draw(fill: Callable, x: Tensor, *args: float) -> Tensor:
+    """Fill with random numbers; not on the meta device, where that would first import the compiler."""
+    return x if x.is_meta else fill(x, *args)
+
+
+def add_weighted(x: Tensor, terms: dict[str, Tensor], coefficients: dict[str, Tensor], kind: str = ""
+                 ) -> Tensor:
+    """x plus every term (T, D) that has a coefficient (T, 1) of that kind and its name."""
+    for name, term in terms.items():
+        if kind + name in coefficients:
+            x = torch.addcmul(x, term, coefficients[kind + name])
+    return x
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK-norm, rotary, value embeddings and what its LayerSpec adds."""
+
+    use_fp8 = False  # while training
+
+    def __init__(self, cfg: Config, spec: LayerSpec):
+        super().__init__()
+        self.heads, self.gate_dim, self.spec = (cfg.num_heads, cfg.head_dim), cfg.attention_gate_dim, spec
+        self.has_qk_norm, self.rotary_pairs, dim = cfg.qk_norm == "on", cfg.rotary_pairs, cfg.model_dim
+        rows = (cfg.qk_group_heads or cfg.num_heads) * cfg.head_dim
+        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
+        matrices = init_matrices((dim, dim), *[cfg.init_std * dim**-0.5] * 3,
+                                 cfg.output_std("attention") * dim**-0.5).to(storage)
+        self.qk = declare(matrices[:2].reshape(-1, rows, dim), "matrix")  # (2H / group, group * K, D)
+        self.vo = declare(matrices[2:].clone(), "matrix")  # (2, D, D)
+        self.gate = self.value_gate = None
+        if self.gate_dim:  # it begins at zero, which a rule that keeps norms would never leave
+            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
+            self.gate = declare(torch.zeros(cfg.num_heads, self.gate_dim, dtype=gate_storage), group)
+        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
+            self.value_gate = declare(
+                torch.zeros(cfg.num_heads, cfg.value_gate_dim, dtype=gate_storage), "gate")
+
+    def forward(self, x: Tensor, streams: dict[str, Tensor], mixed: Tensor | None, mask: BlockMask | Tensor,
+                step: StepInputs) -> Tensor:
+        """x (T, D) normalised, mixed: further values (T, D) -> (T, D)."""
+        (to_v, to_out), use_fp8 = self.vo.type_as(x).unbind(), self.use_fp8 and self.training
+        c, dim = step.coefficients, x.size(1)
+        to_qkv = torch.cat((self.qk.type_as(x).flatten(0, 1), to_v))  # (3D, D)
+        if "qkv" in c:  # source: the records of 2025-12-10 and 2025-12-11
+            to_qkv, to_out = to_qkv * c["qkv"][:1], to_out * c["output"][:1]
+        qk, v = multiply_linear(x, to_qkv, use_fp8).split((2 * dim, dim), dim=1)  # (T, 2D), (T, D)
+        q, k = self.turn(qk.unflatten(1, (2, *self.heads)), step.stage)  # (T, H, K) each
+        v, factor = self.mix_values(v.unflatten(1, self.heads), x, streams, mixed, c)  # (T, H, K)
+        if self.spec.paired:  # a token is two rows: heads s and s + H/2 see each other's keys
+            rows = (x.reshape(-1, self.heads[0] // 2, self.heads[1]) for x in (q, k, v))  # (2T, H/2, K)
+            y = attend(*rows, mask).reshape(v.shape)  # (T, H, K)
+        else:
+            y = attend(q, k, v, mask)  # (T, H, K)
+        if self.spec.dc:
+            y = y + compose_heads(q, k, v, step.band, c["dc_gather"], c["dc_give"])
+        if self.spec.xsa:
+            y = subtract_own_value(y, v, c["xsa"])
+        for gate in (self.open_gate(x, factor), c.get("gate")):
+            y = y if gate is None else y * gate[..., None]
+        return multiply_linear(y.flatten(1), to_out, use_fp8)  # (T, D)
+
+    def turn(self, qk: Tensor, stage: StageInputs) -> tuple[Tensor, Tensor]:
+        """Norm, rotary and key offset: qk (T, 2, H, K) -> q, scaled, and k (T, H, K)."""
+        qk = rms_norm(qk, keeps_input=True) if self.has_qk_norm else qk
+        if self.spec.paired:  # even heads turn by 2t, odd ones by 2t + 1
+            cos, sin, parities = stage.paired_cos, stage.paired_sin, 2
+        else:
+            cos, sin, parities = stage.cos, stage.sin, 1
+        qk = qk.unflatten(2, (-1, parities))  # (T, 2, H / parities, parities, K)
+        q, k = apply_rotary(qk, cos, sin, self.rotary_pairs).flatten(2, 3).unbind(1)  # (T, H, K) each
+        if self.spec.key_offset:  # source: the record of 2025-12-14
+            k = torch.where(stage.is_offset, k.roll(1, 0), k)
+        return q, k
+
+    def mix_values(self, v: Tensor, x: Tensor, streams: dict[str, Tensor], mixed: Tensor | None,
+                   c: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """v (T, H, K) with all that enters it; or as it is, and its factor, as attention is linear in v."""
+        table = streams.get(f"ve{self.spec.value_embed}")  # (T, D)
+        if table is None and mixed is None:
+            return v, c.get("value")
+        v = v * c["value"][..., None] if "value" in c else v
+        if table is not None:
+            if self.value_gate is not None:  # source: the records of 2025-12-29 and 2026-02-03
+                half = self.value_gate.size(1) // 2
+                gate = torch.cat((x[:, :half], table[:, :half]), dim=1) @ self.value_gate.type_as(x).T
+                gate = 2 * torch.sigmoid(gate)  # (T, H)
+            elif "value_gate" in c:
+                gate = c["value_gate"].repeat_interleave(-(-v.size(1) // 2), dim=1)[:, : v.size(1)]
+            else:
+                gate = c["value_embed"]
+            v = torch.addcmul(v, table.view_as(v), gate[..., None])
+        return v if mixed is None else v + mixed.view_as(v), None
+
+    def open_gate(self, x: Tensor, factor: Tensor | None) -> Tensor | None:
+        """x (T, D) -> what each head's output is multiplied by, (T, H) or (T, 1), or None (record 28)."""
+        if self.gate is None:
+            return factor
+        gate = torch.sigmoid(x[:, : self.gate_dim] @ self.gate.type_as(x).T)  # (T, H)
+        return gate if factor is None else gate * factor
+
+
+class MLP(nn.Module):
+    """Linear, ReLU^2, linear; both matrices stored (D, hidden), one batch for the optimizer."""
+
+    use_fp8 = False  # while training
+    use_fp8_forward = False
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
+        down_inputs = dim if cfg.has_output_gain else hidden
+        matrices = init_matrices((dim, hidden), cfg.init_std * dim**-0.5,
+                                 cfg.output_std("mlp") * down_inputs**-0.5)
+        self.up_down = declare(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, 4D)
+                               lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
+        self.delayed = DelayedScale() if cfg.fp8_mlp != "off" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, D) normalised -> (T, D)."""
+        (up, down), use_fp8 = self.up_down.type_as(x).unbind(), self.use_fp8 and self.training
+        if self.use_fp8_forward and self.training:
+            y = ReLUSquared.apply(LinearFP8.apply(x, up.T, None, False))  # (T, 4D)
+            return LinearFP8.apply(y, down, self.delayed(y), False)  # (T, D)
+        y = ReLUSquared.apply(multiply_linear(x, up.T, use_fp8))  # (T, 4D)
+        return multiply_linear(y, down, use_fp8)  # (T, D)
+
+
+class Generator(nn.Module):
+    """Coefficients of every token, s (W2 gelu(W1 x) + b), from an activation x.
+
+    Source: multiway dynamic dense connections (MUDD), the record of 2026-04-22.
+    """
+
+    SCALE = 0.1  # s at first
+
+    def __init__(self, cfg: Config, coefficients: list[Coefficient], lr_mul: float):
+        super().__init__()
+        self.names = [f"{c.name}@{c.layer}" for c in coefficients]
+        self.sizes = [c.size for c in coefficients]
+        inits = [c.init / self.SCALE for c in coefficients for _ in range(c.size)]
+        hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        self.inner = declare(init_matrices((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul,
+                             lr_mul)
+        self.outer = declare(torch.zeros(len(inits), hidden, dtype=storage), "gate", lr_mul, lr_mul)
+        self.bias = declare(torch.tensor(inits).to(storage), "gate", lr_mul, 0.0)
+
+    def forward(self, x: Tensor, scale: Tensor | float) -> dict[str, Tensor]:
+        """x (T, D) -> coefficients (T, size) by name@layer."""
+        y = F.gelu(x @ self.inner.type_as(x).T)  # (T, hidden)
+        y = (y @ self.outer.type_as(x).T + self.bias.type_as(x)) * scale  # (T, all sizes)
+        return dict(zip(self.names, y.split(self.sizes, dim=1)))
+
+
+class Block(nn.Module):
+    """One layer: skip in, mix with the embedding, attention, MLP, each where its LayerSpec says so."""
+
+    def __init__(self, cfg: Config, layer: int, coefficients: list[Coefficient]):
+        super().__init__()
+        self.spec, self.is_after = cfg.layers[layer], cfg.x0_shortcut == "after"
+        self.attention = None if self.spec.attention == "none" else Attention(cfg, self.spec)
+        self.mlp = MLP(cfg) if self.spec.mlp else None
+        self.gains = nn.ParameterDict({  # (D,) of what a part reads, and of what it writes
+            f"{part}_{side}": declare(torch.full((cfg.model_dim,), init), "gain")
+            for part in ("attention", "mlp") if getattr(self, part) is not None
+            for side, has_gain, init in (("in", cfg.norm_gain == "on", 1.0),
+                                         ("out", cfg.has_output_gain, 0.0)) if has_gain})
+        self.computed = {c.name: f"{c.name}@{layer}" for c in coefficients
+                         if c.layer == layer and c.source not in GROUPS}
+        self.generators = nn.ModuleDict()
+        for kind, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("out", 0.25)):
+            chosen = [c for c in coefficients if c.source == f"{kind}{layer}"]
+            if chosen:
+                self.generators[kind] = Generator(cfg, chosen, lr_mul)
+        self.smear_gate = None
+        if layer == 0 and cfg.smear == "on":
+            self.smear_gate = declare(torch.zeros(
+                min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype)), "gate", 0.01, 0.0)
+
+    def compute_coefficients(self, x: Tensor, gate_scale: Tensor | None) -> dict[str, Tensor]:
+        """x (T, D) at the start of this layer -> coefficients (T, size) computed from it, by name@layer."""
+        scales = dict(gates=gate_scale, mudd=Generator.SCALE)
+        return {name: value for kind in scales if kind in self.generators
+                for name, value in self.generators[kind](x, scales[kind]).items()}
+
+    def smear(self, x: Tensor, factor: Tensor, is_start: Tensor) -> Tensor:
+        """Embeddings x (T, D) with a part of the one before. Source: the record of 2025-09-18."""
+        gate = torch.sigmoid(x[:, : len(self.smear_gate)] @ self.smear_gate.type_as(x)[:, None])  # (T, 1)
+        return torch.addcmul(x, previous(x, is_start), factor * gate)
+
+    def forward(self, x: Tensor, streams: dict[str, Tensor], mask: BlockMask | Tensor | None,
+                step: StepInputs) -> Tensor:
+        """x and streams (T, D) -> (T, D)."""
+        c, spec, mixed = step.coefficients, self.spec, None
+        if "skip" in c:
+            skip = torch.sigmoid(c["skip"])
+            skip = skip * c["skip_gate"] if "skip_gate" in c else skip
+            x = torch.addcmul(x, streams[f"h{spec.skip_from}"], skip)
+        if not self.is_after:
+            x = add_weighted(x * c["x"] if "x" in c else x, streams, c)
+        if spec.mudd_in:
+            near = {**{name: streams[name] for name in split_names(spec.mudd_in)}, "x": x}
+            mixed = sum(term * c[f"value_{name}"] for name, term in near.items())
+            x = add_weighted(x, near, c, "in_")
+        if self.attention is not None:
+            source = x if spec.attention_from is None else streams[f"h{spec.attention_from}"]
+            y = self.attention(self.scale(rms_norm(source), "attention_in"), streams, mixed, mask, step)
+            x = self.add_output(x, y, "attention", c)
+            x = add_weighted(x, streams, c) if self.is_after else x
+        if self.mlp is not None:
+            x = self.add_output(x, self.mlp(self.scale(rms_norm(x), "mlp_in")), "mlp", c)
+        if "out" in self.generators:
+            weights = self.generators["out"](x, Generator.SCALE)
+            x = add_weighted(x, streams, {name.partition("@")[0]: w for name, w in weights.items()}, "out_")
+        return x
+
+    def add_output(self, x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
+        y = self.scale(y, f"{part}_out")
+        return torch.addcmul(x * c[f"{part}_residual"], y, c[part]) if part in c else x + y
+
+    def scale(self, x: Tensor, name: str) -> Tensor:
+        return x * self.gains[name].type_as(x) if name in self.gains else x
+
+
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    use_fp8 = False
+
+    def __init__(self, cfg: Config, use_kernels: bool):
+        super().__init__()
+        self.fp8_max, self.use_kernels = cfg.fp8_head_max, use_kernels
+        self.cap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
+        self.weight = declare(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
+
+    def forward(self, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Cross-entropy summed over tokens, of targets (T, n) with weights (n,); in float32, without FP8 and
+        of the first target only where no gradient is wanted."""
+        if self.training:
+            return HeadLoss.apply(x, self.weight, targets, weights, self.cap,
+                                  self.fp8_max if self.use_fp8 else 0.0, self.use_kernels)
+        return sum(F.cross_entropy(self.logits(part), target, reduction="sum")
+                   for part, target in zip(x.split(LOGITS_CHUNK), targets[:, 0].split(LOGITS_CHUNK)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (T, D) -> softcapped logits (T, V) in float32."""
+        return self.cap(x @ self.weight.type_as(x).T)
+
+
+class Segment(nn.Module):
+    """Consecutive layers of a model, which owns their blocks.
+
+    The first segment normalises the embeddings, the last one what the head reads. Where ranks share the work
+    each is compiled by itself: its gradients are final, and on their way, when its backward ends.
+    """
+
+    def __init__(self, cfg: Config, blocks: nn.ModuleList, layers: range, use_flex: bool):
+        super().__init__()
+        self.blocks, self.layers, self.use_flex = nn.ModuleList(blocks[i] for i in layers), layers, use_flex
+        self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
+        self.saved = set().union(*(spec.reads() for spec in cfg.layers))  # streams that some layer reads
+
+    def forward(self, x: Tensor, streams: dict[str, Tensor], numbers: list[dict[str, Tensor]],
+                gate_scale: Tensor | None, doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype,
+                save_all: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """x and streams (T, D), learned numbers (T, size) of each layer, doc_ids (T,) -> x (T, D), and the
+        streams it adds."""
+        masks, band, added = *self.build_masks(doc_ids, stage, dtype), {}
+        if self.is_first:
+            x = added["x0"] = self.embed(x.to(dtype), numbers[0], stage.is_start)
+        for layer, block in zip(self.layers, self.blocks):
+            added.update(block.compute_coefficients(x, gate_scale))
+            seen = {**streams, **added}
+            coefficients = {**numbers[layer], **{name: seen[key] for name, key in block.computed.items()
+                                                 if key in seen}}
+            coefficients = {name: value.to(dtype) for name, value in coefficients.items()}
+            x = add_weighted(x, streams, coefficients, "first_")
+            if "x_in" in self.saved and "x_in" not in seen:
+                seen["x_in"] = added["x_in"] = x
+            mask = masks.get((block.spec.attention, block.spec.paired))
+            x = block(x, seen, mask, StepInputs(stage, coefficients, band))
+            if save_all or f"h{layer}" in self.saved:
+                added[f"h{layer}"] = x
+        return rms_norm(x) if self.is_last else x, added
+
+    def embed(self, x: Tensor, numbers: dict[str, Tensor], is_start: Tensor) -> Tensor:
+        """Token embeddings (T, D) -> x0 (T, D)."""
+        if "smear" in numbers:
+            x = self.blocks[0].smear(x, numbers["smear"].type_as(x), is_start)
+        return rms_norm(x)
+
+    def build_masks(self, doc_ids: Tensor, stage: StageInputs, dtype: torch.dtype
+                    ) -> tuple[dict[tuple[str, bool], BlockMask | Tensor], Tensor | None]:
+        """Masks by (window, whether heads are paired); and that of the nearest tokens."""
+        specs, masks = [block.spec for block in self.blocks], {}
+        for kind, window in zip(("long", "short"), stage.windows):
+            for is_paired in {spec.paired for spec in specs if spec.attention == kind}:
+                ids = doc_ids.repeat_interleave(2) if is_paired else doc_ids
+                if self.use_flex:
+                    masks[kind, is_paired] = build_block_mask(ids, window)
+                else:
+                    row_len = stage.row_len * (1 + is_paired)
+                    masks[kind, is_paired] = build_dense_mask(ids, window, row_len, dtype=dtype)
+        has_band = any(spec.dc for spec in specs)
+        return masks, build_dense_mask(doc_ids, DC_BAND - 1, None, BLOCK, dtype) if has_band else None
+
+
+class GPT(nn.Module):
+    """The language model, initialised on the CPU from its generator: the same weights on every device."""
+
+    def __init__(self, cfg: Config, rt: Runtime = Runtime()):
+        super().__init__()
+        self.cfg, self.use_flex, self.dtype = cfg, rt.use_flex, rt.dtype
+        table, storage = (cfg.padded_vocab_size, cfg.model_dim), getattr(torch, cfg.embed_dtype)
+        self.embed = declare(  # (V, D)
+            draw(Tensor.normal_, torch.empty(table), 0.0, cfg.embed_std).to(storage), "embed")
+        used = {spec.value_embed for spec in cfg.layers} - {None}
+        self.value_embeds = nn.ParameterDict({
+            str(i): declare(draw(Tensor.normal_, torch.empty(table), 0.0, cfg.value_embed_std).to(storage),
+                            "value_embed") for i in sorted(used)})
+        self.coefficients = list_coefficients(cfg)
+        self.blocks = nn.ModuleList(Block(cfg, i, self.coefficients) for i in range(cfg.num_layers))
+        self.numbers = nn.ParameterDict({group: declare(torch.tensor(
+            [c.init for c in self.coefficients if c.source == group for _ in range(c.size)]), group)
+            for group in GROUPS if any(c.source == group for c in self.coefficients)})  # layer by layer
+        has_gates = any("gates" in block.generators for block in self.blocks)
+        self.gate_scale = declare(torch.tensor([Generator.SCALE]), "gate", 0.1, 0.0) if has_gates else None
+        self.head = Head(cfg, rt.use_kernels)
+        if cfg.tie_head == "on":
+            self.head.weight.data.copy_(self.embed.data)
+        bigram = torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage)
+        self.bigram = declare(bigram, "value_embed") if cfg.bigram_rows else None
+        if not self.embed.is_meta:
+            self.make_tables()
+        self.cut(1)
+        self.set_fp8(rt.fp8)
+
+    def make_tables(self) -> None:
+        """What is not trained, and the same in every run: signs of the bigram table, token prefixes."""
+        cfg, bits = self.cfg, torch.arange(SIGN_ROWS * self.cfg.model_dim if self.cfg.bigram_rows else 0)
+        for _ in range(2):  # mixed until they look random
+            bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+        signs = ((bits >> 15 & 1) * 2 - 1).view(-1, cfg.model_dim).to(self.embed.dtype)  # (8192, D)
+        first = torch.tensor([1.0] + [0.0] * (cfg.num_targets - 1))  # weights (n,) of the next token alone
+        for name, table in (("signs", signs), ("first_target", first),
+                            ("prefixes", torch.full((cfg.padded_vocab_size,), -1))):  # (V,), -1 for none
+            self.register_buffer(name, table, persistent=False)
+
+    def set_fp8(self, fp8: frozenset[str]) -> None:
+        self.fp8, self.head.use_fp8 = fp8, "fp8_head" in fp8
+        for module in self.modules():
+            if isinstance(module, (Attention, MLP)):
+                module.use_fp8, module.use_fp8_forward = "fp8_linear" in fp8, "fp8_mlp" in fp8
+
+    def forward(self, inputs: Tensor, targets: Tensor, doc_ids: Tensor, stage: StageInputs,
+                loss_weights: Tensor | None = None) -> Tensor:
+        """inputs, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
+
+        loss_weights (n,): of the next token, the one after it, ..., and of the next one's prefix.
+        """
+        looked_up = self.look_up(inputs, stage.is_start)
+        return self.compute_loss(*looked_up, targets, doc_ids, stage, loss_weights)
+
+    def look_up(self, inputs: Tensor, is_start: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """inputs, is_start (T,) -> token embeddings (T, D), and streams (T, D): value embeddings ve0, ve1,
+        ..., bigram.
+
+        Never compiled: PyTorch's own kernel sums the rows of their gradients sorted, so always in the same
+        order; Inductor would add them atomically, into a float32 copy of each table.
+        """
+        streams = {f"ve{i}": F.embedding(inputs, table).to(self.dtype)
+                   for i, table in self.value_embeds.items()}
+        if self.bigram is not None:  # signs tell apart the pairs of one row; the record of 2026-05-20
+            rows = F.embedding(hash_pairs(inputs, is_start, len(self.bigram)), self.bigram)
+            signs = (inputs ^ previous(inputs, is_start)) % SIGN_ROWS
+            streams["bigram"] = rows.to(self.dtype) * F.embedding(
+                signs.masked_fill(is_start, 0), self.signs).to(self.dtype)
+        return F.embedding(inputs, self.embed), streams
+
+    def compute_loss(self, x: Tensor, streams: dict[str, Tensor], targets: Tensor, doc_ids: Tensor,
+                     stage: StageInputs, loss_weights: Tensor | None = None) -> Tensor:
+        """What forward() makes of embeddings: all that is compiled."""
+        targets = self.list_targets(targets, stage.is_start) if self.training else targets[:, None]
+        return self.head(self.run_segments(x, streams, doc_ids, stage)[0], targets,
+                         self.first_target if loss_weights is None else loss_weights)
+
+    def list_targets(self, targets: Tensor, is_start: Tensor) -> Tensor:
+        """targets (T,) -> all that logits are held against (T, n), -1 for none: the tokens after it in the
+        packed sequence, and the prefix. Source: the records of 2025-12-22 and 2026-07-13."""
+        columns = [targets]
+        for _ in range(self.cfg.num_targets - self.cfg.has_prefixes - 1):
+            columns.append(following(columns[-1], is_start))
+        if self.cfg.has_prefixes:
+            columns.append(self.prefixes[targets])
+        return torch.stack(columns, dim=1)
+
+    def encode(self, inputs: Tensor, doc_ids: Tensor, stage: StageInputs) -> Tensor:
+        return self.run_segments(*self.look_up(inputs, stage.is_start), doc_ids, stage)[0]
+
+    def run_segments(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs,
+                     save_all: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """What look_up() returned, doc_ids (T,) -> normalised final activations (T, D), and all streams.
+
+        To the streams come x0 and those outputs of layers, h0, h1, ... (T, D), that are read again, or all.
+        Source: record 32.
+        """
+        numbers = self.expand_numbers(x.size(0))
+        scale = None if self.gate_scale is None else self.gate_scale.expand(x.size(0), 1).to(self.dtype)
+        for segment in self.segments:
+            x, added = segment(x, streams, numbers, scale, doc_ids, stage, self.dtype, save_all)
+            streams = {**streams, **added}
+        return x, streams
+
+    def expand_numbers(self, num_tokens: int) -> list[dict[str, Tensor]]:
+        """The learned numbers (T, size) of every layer, by name.
+
+        So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
+        more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
+        """
+        numbers: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        for group, param in self.numbers.items():
+            chosen = [c for c in self.coefficients if c.source == group]
+            columns = param.expand(num_tokens, -1).split([c.size for c in chosen], dim=1)
+            for c, column in zip(chosen, columns):
+                numbers[c.layer][c.name] = column
+        return numbers
+
+    def early_parameters(self) -> list[str]:
+        """Names of the parameters that are used before any segment is called."""
+        return [name for name, _ in self.named_parameters() if not name.startswith(("blocks.", "head."))]
+
+    def cut(self, num_segments: int) -> None:
+        bounds = [len(self.blocks) * i // num_segments for i in range(num_segments + 1)]
+        self.segments = [Segment(self.cfg, self.blocks, range(*pair), self.use_flex)
+                         for pair in itertools.pairwise(bounds)]
+
+
+# ==== DATA =================================================================================================
+# Shards -> packed sequences -> batches. A packed sequence ("row") is seq_len tokens of whole documents (cut
+# to max_doc_len), each beginning with the BOS token. Which ones a step sees is decided once, for the whole
+# run, before the first step; ranks and micro-batches only split them. Source: record 32; data/README.md has
+# the file format.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_REMEDY = "delete it and fetch or build it again (data/)"
+BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
+
+
+class Batch(typing.NamedTuple):
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 document numbers in order."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_ids: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(t.to(device, non_blocking=True) for t in self))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A token file, memory-mapped and checked. starts: where its documents begin."""
+
+    tokens: np.ndarray  # uint16
+    starts: np.ndarray
+    bos: int
+    sha256: str
+
+    def ends(self, max_doc_len: int) -> np.ndarray:
+        """Running count of usable tokens after each document, documents cut to max_doc_len."""
+        lengths = np.diff(self.starts, append=len(self.tokens))
+        return np.minimum(lengths, max_doc_len).cumsum()
+
+
+def read_shard_header(path: str) -> tuple[int, int, int]:
+    """(tokens, vocabulary size, BOS token) of a shard whose length agrees; else InputError."""
+    problem, header = None, np.zeros(0, dtype="<i4")
+    try:
+        size = os.path.getsize(path)
+        if os.path.isfile(path):  # a pipe would wait for its writer
+            header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): "
+                         "check the path and its permissions") from None
+    if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
+        problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
+    elif header[2] <= 0:
+        problem = "holds no tokens"
+    elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
+        problem = f"has {size} bytes where its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
+    if problem:
+        raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
+    return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
+
+
+def open_shard(path: str, vocab_size: int) -> Shard:
+    """Map and check a .bin shard; InputError names the file and what is wrong with it."""
+    num_tokens, shard_vocab, bos = read_shard_header(path)
+    if shard_vocab != vocab_size:
+        raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
+                         f"set --vocab_size={shard_vocab} or choose other files")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
+    if tokens.max() >= vocab_size:
+        raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
+                         f"{SHARD_REMEDY}")
+    starts = np.flatnonzero(tokens == bos)
+    if not len(starts):
+        raise InputError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}")
+    return Shard(tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
+
+
+def find_shards(pattern: str, field: str) -> list[str]:
+    """Files of a glob pattern in sorted order; InputError says how to get them."""
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
+                         "for FineWeb, or python data/text.py for your own text")
+    return paths
+
+
+class Row(typing.NamedTuple):
+    """Where a packed sequence lies in a shard: documents first..last, each cut to max_doc_len; or, where it
+    may begin anywhere, tokens first..last."""
+
+    shard: int
+    first: int
+    last: int
+    seq_len: int
+    max_doc_len: int
+
+
+class TrainData:
+    """The packed sequences of a whole run, planned exactly; any rank can build any of them."""
+
+    def __init__(self, cfg: Config, schedule: "Schedule"):
+        self.cfg, self.spans, self.shards, self.rows = cfg, schedule.spans(), [], []
+        self.paths = find_shards(cfg.train_files, "train_files")
+        self._plan(self._walk_shards())
+
+    def first_row(self, step: int) -> int:
+        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
+                   for stage, start, end in self.spans if start < step)
+
+    def _walk_shards(self) -> Iterator[int]:
+        """Numbers of the shards in the order of reading, each opened when first asked for."""
+        for path in tqdm(self.paths, desc="scan shards", unit="file", disable=not show_bar(), leave=False):
+            self.shards.append(open_shard(path, self.cfg.vocab_size))
+            yield len(self.shards) - 1
+        for _ in range(1, self.cfg.epochs):
+            yield from range(len(self.paths))
+
+    def _plan(self, shards: Iterator[int]) -> None:
+        """Walk the shards in order; a packed sequence that a shard cannot fill begins in the next one."""
+        is_anywhere = self.cfg.row_start == "anywhere"
+        find_row = self._find_tokens if is_anywhere else self._find_documents
+        shard, position = next(shards), 0  # the first document, or token, that is still free
+        for stage, start, end in self.spans:
+            ends = self.shards[shard].ends(stage.max_doc_len)
+            for _ in range(self.first_row(end) - self.first_row(start)):
+                while (row := find_row(shard, position, stage, ends)) is None:
+                    shard, position = next(shards, None), 0
+                    if shard is None:
+                        self._report_missing()
+                    ends = self.shards[shard].ends(stage.max_doc_len)
+                self.rows.append(row)
+                position = row.last if is_anywhere else row.last + 1
+
+    def _find_documents(self, shard: int, first: int, stage: Stage, ends: np.ndarray) -> Row | None:
+        """The row that begins with a document, and holds a token more than it needs."""
+        needed = (ends[first - 1] if first else 0) + stage.seq_len + 1
+        last = int(np.searchsorted(ends, needed))
+        return Row(shard, first, last, stage.seq_len, stage.max_doc_len) if last < len(ends) else None
+
+    def _find_tokens(self, shard: int, first: int, stage: Stage, _ends: np.ndarray) -> Row | None:
+        """The row that begins with a token, the last target of the row before."""
+        last = first + stage.seq_len
+        has_room = last < len(self.shards[shard].tokens)
+        return Row(shard, first, last, stage.seq_len, stage.max_doc_len) if has_room else None
+
+    def _report_missing(self) -> typing.NoReturn:
+        """Say how many tokens are missing, and what helps."""
+        have, num_rows = sum(row.seq_len for row in self.rows), self.first_row(self.spans[-1][2])
+        missing = sum((end - start) * stage.tokens_per_step for stage, start, end in self.spans) - have
+        epochs = -(-self.cfg.epochs * num_rows // max(1, len(self.rows)))  # at least
+        again = f", read it again (--epochs={epochs})" if self.rows else ""
+        whole = "; --row_start=anywhere uses documents whole, however long they are"
+        raise InputError(f"--train_files={self.cfg.train_files} is {missing} tokens short of this run: get "
+                         f"more (data/cached_fineweb10B.py N, data/text.py PATH...){again} or lower "
+                         f"--num_iterations{whole if self.cfg.row_start == 'document' else ''}")
+
+    def tokens_of(self, index: int) -> np.ndarray:
+        """The seq_len + 1 tokens of a packed sequence, uint16."""
+        row = self.rows[index]
+        shard = self.shards[row.shard]
+        if self.cfg.row_start == "anywhere":
+            return shard.tokens[row.first : row.last + 1]
+        starts = shard.starts[row.first : row.last + 2].tolist()
+        ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
+        pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
+                  for start, end in zip(starts, ends)]
+        return np.concatenate(pieces)[: row.seq_len + 1]
+
+    def batch(self, rows: range) -> Batch:
+        tokens = np.stack([self.tokens_of(index) for index in rows])  # (rows, seq_len + 1)
+        return make_batch(tokens, self.shards[0].bos, self.cfg.document_mask == "on")
+
+    def batches(self, cfg: Config, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
+        """This rank's micro-batches of steps start..end-1."""
+        for step in range(start, end):
+            first, stage = self.first_row(step), next(span[0] for span in self.spans if step < span[2])
+            accum, per_micro = split_rows(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+            first += rt.rank * accum * per_micro
+            for micro in range(accum):
+                yield self.batch(range(first + micro * per_micro, first + (micro + 1) * per_micro))
+
+
+def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> Batch:
+    """Packed sequences (rows, 1 + their inputs) of any integer type -> one Batch on the CPU.
+
+    They never see each other; documents within one do where has_document_mask is False.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
+    is_start = (inputs == bos) & has_document_mask
+    is_start[:, 0] = True
+    doc_ids = is_start.cumsum(dtype=np.int32)
+    inputs = inputs.ravel().astype(np.int32)
+    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
+
+
+class ValData:
+    """The first val_tokens of the validation files, cut into val_seq_len, documents whole (record 32)."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, num_rows = cfg, cfg.val_tokens // cfg.val_seq_len
+        rows = min(num_rows, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
+        rows = next(n for n in range(rows, 0, -1) if num_rows % n == 0)  # of one batch
+        self.batch_tokens, self.num_batches = rows * cfg.val_seq_len, num_rows // rows
+        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
+        pieces, missing = [], cfg.val_tokens + 1
+        for shard in self.shards:
+            pieces.append(shard.tokens[:missing])
+            missing -= len(pieces[-1])
+        if missing:
+            most = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
+            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
+                             f"--val_tokens={cfg.val_tokens} + 1: give at most --val_tokens={most}")
+        self.tokens = np.concatenate(pieces)
+
+    def batch(self, index: int) -> Batch:
+        span = self.tokens[index * self.batch_tokens :]
+        rows = np.lib.stride_tricks.sliding_window_view(span, self.cfg.val_seq_len + 1)
+        rows = rows[: self.batch_tokens : self.cfg.val_seq_len]  # (rows, val_seq_len + 1)
+        return make_batch(rows, self.shards[0].bos, self.cfg.document_mask == "on")
+
+
+class Prefetcher:
+    """Builds batches ahead in a thread, pinned for CUDA; next() raises what was raised there."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
+
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # threads start on device 0, where pinning would allocate
+        return Batch(*(t.pin_memory() for t in batch))
+
+    def __next__(self) -> Batch:
+        batch = self.pending.popleft().result()
+        assert batch is not None, "the planned batches are used up"
+        self.pending.append(self.executor.submit(self._build))
+        return batch.to(self.device)
+
+    def close(self) -> None:
+        self.executor.shutdown(cancel_futures=True)
+
+
+def read_prefixes(cfg: Config) -> Tensor:
+    """The longest token that each token begins with, itself apart, or -1 (V,): from bytes alone, so that
+    tokens which are no text have none. Source: the record of 2026-07-13."""
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        decode = {char: byte for byte, char in zip(range(256), list_byte_chars())}
+        texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
+                 if text != "<|endoftext|>"}
+        if max(ids.values()) >= cfg.vocab_size:
+            raise ValueError("ids beyond the vocabulary")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be read as ids by token ({error}): get it "
+                         "with python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
+    prefixes = torch.full((cfg.padded_vocab_size,), -1)
+    for text, i in texts.items():
+        lengths = (length for length in range(len(text) - 1, 0, -1) if text[:length] in texts)
+        prefixes[i] = texts.get(text[: next(lengths, 0)], -1)
+    return prefixes
+
+
+def list_byte_chars() -> list[str]:
+    """The printable characters by which GPT-2's vocabulary file writes the bytes 0 to 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def fingerprint(shards: Iterable[Shard]) -> str:
+    return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
+    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
+    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
+                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+
+    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
+    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
+    same bytes.
+    """
+    check_writable(out, "choose another folder, or mend its permissions")
+    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
+    for name, text in texts:
+        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
+    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
+        entries = splits["train"] + splits["val"]
+        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
+                      val=[entry for entry in entries if entry[0][0] < 16])
+    streams, start = {}, np.array([bos], dtype=np.uint16)
+    for split, entries in splits.items():
+        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
+        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
+        if len(streams[split]) <= BLOCK:
+            raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
+                             f"{BLOCK + 1} of one attention block: give more text")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
+                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
+        stale.unlink()
+    written = []
+    for split, stream in streams.items():
+        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
+            path = out / f"{split}_{number:06d}.bin"
+            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
+            written.append(open_shard(str(path), vocab_size))
+    info["fingerprint"] = fingerprint(written)
+    write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    return info
+
+
+def torch_source_name() -> str:
+    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
+    root = Path(torch.__file__).parent
+    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not show_bar(),
+                     leave=False):
+        if name not in left_out:
+            yield name, (root / name).read_bytes()
+
+
+def split_text(text: bytes, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes."""
+    while text:
+        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
+        end = end or limit  # one line longer than the limit
+        yield text[:end]
+        text = text[end:]
+
+
+def encode_bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
+def ensure_corpus(cfg: Config, rt: Runtime) -> None:
+    """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
+    out = Path(EMBEDDED_CORPUS)
+    for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it built
+        if is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS):
+            try:
+                source = json.loads((out / "corpus.json").read_text())["source"]
+            except (OSError, ValueError, KeyError):  # never built, or broken off
+                source = None
+            if source != torch_source_name():
+                write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                             BYTE_BOS)
+        barrier(rt)
+
+
+# ==== SCHEDULES ============================================================================================
+# Everything that changes with the step, as pure functions of the step. Source: record 32.
+
+ROTARY_BASE = 1024  # the lowest rotary frequency is 1/base
+
+
+class StepState(typing.NamedTuple):
+    """The schedule at one step."""
+
+    stage_index: int
+    stage: Stage
+    windows: tuple[int, int]  # long, short
+    lr_factor: float
+    matrix_lr_factor: float
+    decay_factor: float
+    momentum: float
+    frequencies: np.ndarray  # (K/2,) radians per token, after YaRN
+    attention_scale: float
+    loss_weights: tuple[float, ...]  # of the targets in GPT.list_targets()
+
+
+def parse_ramps(text: str) -> list[tuple[float, float]]:
+    """'1 0.5:0' -> [(1, 1), (0.5, 0)]: weights as a stage begins, and towards its end; else ValueError."""
+    ramps = [tuple(map(float, word.split(":"))) for word in text.split()]
+    if not all(len(ramp) <= 2 and all(0 <= value < 1e6 for value in ramp) for ramp in ramps):
+        raise ValueError
+    return [(ramp[0], ramp[-1]) for ramp in ramps]
+
+
+class Schedule:
+    """The stages of a run and what follows from them."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
+        self.scheduled = cfg.num_iterations - cfg.extension_steps
+        durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
+        ends = np.cumsum(durations) * (self.scheduled + 1) / sum(durations)
+        self.ends = [math.ceil(end) for end in ends]  # first step after each stage
+        if cfg.extension_steps:
+            self.ends = [*self.ends[:-1], self.scheduled, self.num_iterations]
+        self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
+        self.windows.append(cfg.val_windows or self.windows[-1])  # of the final validation
+        self.rotary = list(self._extend_rotary())
+
+    def _extend_rotary(self) -> Iterator[tuple[np.ndarray, float]]:
+        """Frequencies and softmax scale of each stage: YaRN, where on, on every change of the window.
+
+        Half of the pairs turn, the others have frequency 0 (record 17).
+        """
+        cfg, quarter = self.cfg, self.cfg.head_dim // 4
+        exponents = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
+        frequencies, scale, old = (1 / ROTARY_BASE) ** exponents, cfg.attention_scale, None
+        for window, _ in self.windows:
+            new = min(window, cfg.yarn_max_window) or 1  # the same always, where there is no YaRN
+            old = old or new
+            rotations = old * frequencies / (2 * math.pi)
+            weight = np.clip((rotations - 1) / (32 - 1), 0, 1)
+            frequencies = frequencies * (old / new + weight * (1 - old / new))
+            scale *= 0.2 * math.log(new / old) + 1
+            old = new
+            yield frequencies, scale
+
+    def spans(self) -> list[tuple[Stage, int, int]]:
+        """(stage, first step, one past its last) of every stage that has steps."""
+        spans = [(stage, start, min(end, self.num_iterations))
+                 for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
+        return [span for span in spans if span[1] < span[2]]
+
+    def total_tokens(self) -> int:
+        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.spans())
+
+    def lr_factor(self, step: int, stage: Stage, is_matrix: bool = False) -> float:
+        """A linear rise over lr_warmup_frac of the run, the stage's value, a linear fall to final_lr_frac.
+
+        The fall takes the last cooldown_frac of the run; final_lr_frac is of the peak, not of the stage.
+        """
+        cfg, left, warmup = self.cfg, max(0.0, 1 - step / self.scheduled), self.cfg.lr_warmup_frac
+        has_own = is_matrix and cfg.matrix_cooldown_frac >= 0
+        cooldown = cfg.matrix_cooldown_frac if has_own else cfg.cooldown_frac
+        if step + 1 < warmup * self.scheduled:
+            return stage.lr_factor * (step + 1) / (warmup * self.scheduled)
+        if cooldown == 0 or left > cooldown:
+            return stage.lr_factor
+        weight = left / cooldown
+        return stage.lr_factor * weight + cfg.final_lr_frac * (1 - weight)
+
+    def at(self, step: int) -> StepState:
+        """The state at a step; at num_iterations, that of the final validation."""
+        assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
+        cfg, index = self.cfg, len(self.ends)
+        if step < self.num_iterations:
+            index = next(i for i, end in enumerate(self.ends) if step < end)
+        index_in_force = min(index, len(self.ends) - 1)
+        stage = self.stages[index_in_force]
+        rise = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            rise = min(rise, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
+        momentum = cfg.momentum_start + rise * (cfg.momentum_end - cfg.momentum_start)
+        lr_factor, matrix_lr_factor = (self.lr_factor(step, stage, is_matrix) for is_matrix in (False, True))
+        decay_factor = dict(constant=1.0, lr=matrix_lr_factor,
+                            cosine=0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations))
+        return StepState(index, stage, self.windows[index], lr_factor, matrix_lr_factor,
+                         decay_factor[cfg.decay_schedule], momentum, *self.rotary[index],
+                         self.loss_weights(step, index_in_force))
+
+    def loss_weights(self, step: int, index: int) -> tuple[float, ...]:
+        """Weights of cfg.num_targets targets at a step of a stage; ramps do not reach their end value."""
+        first = self.ends[index - 1] if index else 0
+        part = (step - first) / max(1, min(self.ends[index], self.num_iterations) - first)
+        weights, (prefix_weight,) = (
+            [start + (end - start) * part for start, end in parse_ramps(text)]
+            for text in (self.stages[index].loss_weights, self.stages[index].prefix_weight))
+        weights += [0.0] * (self.cfg.num_targets - len(weights))
+        return (*weights[:-1], prefix_weight) if self.cfg.has_prefixes else tuple(weights)
+
+
+def make_rotary(state: StepState, positions: Tensor, pairs: str, dtype: torch.dtype
+                ) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 2, 1, P, K) for stacked q and k at positions (T, P), as of P kinds of heads; q's carry
+    the softmax scale, sin the sign of its channel."""
+    angles = positions[..., None].double() * torch.tensor(state.frequencies, device=positions.device)
+    scales = torch.tensor([state.attention_scale, 1.0], dtype=angles.dtype, device=positions.device)  # q, k
+    cos, sin = ((x[:, None, None] * scales.view(2, 1, 1, 1)) for x in (angles.cos(), angles.sin()))
+    if pairs == "halves":
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)
+    else:
+        cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((sin, -sin), -1).flatten(-2)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtime, cfg: Config
+                      ) -> StageInputs:
+    """What the model is told of a stage. Positions start anew with every packed sequence of `period` tokens.
+
+    Tables are float32 on CUDA, where the compiler fuses the product.
+    """
+    dtype, pairs = torch.float32 if rt.device.type == "cuda" else rt.dtype, cfg.rotary_pairs
+    positions = torch.arange(num_tokens, device=rt.device) % period
+    paired = (None, None)
+    if any(spec.paired for spec in cfg.layers):
+        both = 2 * positions[:, None] + torch.arange(2, device=rt.device)  # (T, 2) of even and odd heads
+        paired = make_rotary(state, both, pairs, dtype)
+    is_still = torch.tensor(state.frequencies == 0, device=rt.device)  # (K/2,)
+    is_still = is_still.repeat(2) if pairs == "halves" else is_still.repeat_interleave(2)  # (K,)
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=rt.device)
+    return StageInputs(
+        windows if rt.use_flex else state.windows, *make_rotary(state, positions[:, None], pairs, dtype),
+        *paired, is_still & (positions > 0)[:, None, None], positions == 0,
+        None if rt.use_flex else period)
+
+
+# ==== RUN RECORD ===========================================================================================
+# What a run leaves: the script, a log, a json of its result, measurements on request, and checkpoints. Rank
+# 0 alone writes.
+
+
+def show_bar() -> bool:
+    return sys.stderr.isatty() and env_int("RANK", 0) == 0
+
+
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) -> None:
+    """Write a file, by bytes or a function, under a temporary name, sync it, rename it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            data(file) if callable(data) else file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name survives a power cut only once the folder is synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def check_writable(folder: Path, remedy: str) -> None:
+    """Raise InputError where a folder cannot be made or takes no files: tries it, and leaves nothing."""
+    missing = []
+    for is_last in (*[False] * 9, True):  # another process may take away what it has just tried
+        try:
+            missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"\0")
+            break
+        except OSError as error:
+            if is_last:
+                raise InputError(f"{str(folder)[:200]} cannot be written ({error.strerror}): {remedy}"
+                                 ) from None
+        finally:
+            for path in missing:
+                with suppress(OSError):  # was not made, or another process uses it
+                    path.rmdir()
+
+
+@functools.cache
+def read_script() -> bytes:
+    """This file as it was when the run began: it may be edited meanwhile."""
+    return Path(__file__).read_bytes()
+
+
+def hash_script() -> str:
+    return hashlib.sha256(read_script()).hexdigest()
+
+
+def check_outputs(cfg: Config) -> None:
+    """Raise InputError where a file of this run could not be written, or its record's name is taken."""
+    folders = {"logs_dir": Path(cfg.logs_dir)}
+    if cfg.record:
+        folders["records_dir"] = choose_folder(cfg)
+        script = folders["records_dir"] / "train_gpt.py"
+        if script.exists() and script.read_bytes() != read_script():
+            raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
+                             "choose another name")
+    if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
+        folders["checkpoint_dir"] = name_checkpoints(cfg)
+    for field, folder in folders.items():
+        check_writable(folder, f"choose another folder with --{field}")
+
+
+def choose_folder(cfg: Config) -> Path:
+    if not cfg.record:
+        return Path(cfg.logs_dir)
+    root = Path(cfg.records_dir, cfg.track)
+    taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+    return taken[0] if taken else Path(root, f"{datetime.date.today()}_{cfg.record}")
+
+
+def describe_machine(rt: Runtime) -> dict:
+    """Versions and hardware, as far as they decide a result or its speed."""
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
+                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
+                    simd=torch.backends.cpu.get_cpu_capability(), activations=str(rt.dtype)[6:])
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        hardware["cpu"] = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    if rt.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(rt.device)
+        hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
+        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
+    return dict(versions=versions, hardware=hardware)
+
+
+def read_git_commit() -> str:
+    """The commit of the working tree, or an empty string outside one."""
+    with suppress(OSError):
+        return subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], capture_output=True,
+                              text=True).stdout.strip()
+    return ""
+
+
+def print0(text: str, rt: Runtime) -> None:
+    """Print a line on rank 0, flushed, above the progress bar."""
+    try:
+        if rt.is_main:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+    except OSError:  # nobody reads it any more: training goes on
+        sys.stdout = open(os.devnull, "w")
+
+
+def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """(function that takes numbers by name and their step, function that ends it) of an experiment tracker;
+    InputError where its package does not start."""
+    try:
+        if cfg.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", run_id)))
+            return lambda numbers, step: [writer.add_scalar(name, number, step)
+                                          for name, number in numbers.items()], writer.close
+        module = importlib.import_module(cfg.tracker)
+        module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
+        return lambda numbers, step: module.log(numbers, step=step), module.finish
+    except Exception as error:  # whatever a package raises that is not there, or not logged in
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, or "
+                         "leave it out", of_one_rank=True) from None
+
+
+def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
+    """Numbers in nested dicts as {prefix/key/...: number}; lists of layers by their position."""
+    flat = {}
+    for key, value in facts.items():
+        value = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(value, dict):
+            flat |= flatten_numbers(value, f"{prefix}/{key}")
+        elif not isinstance(value, str):
+            flat[f"{prefix}/{key}"] = value
+    return flat
+
+
+class RunLog:
+    """Log lines and events of a run, appended while it runs; on ranks other than 0 nothing is written."""
+
+    def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
+        self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
+        self.track = self.end_tracking = None
+        self.val_points = resumed["val_points"] if resumed else []
+        self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
+        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
+        self.folder = choose_folder(cfg)
+        if resumed and resumed["script_sha256"] == self.facts["script_sha256"]:
+            if not Path(self.folder, f"{resumed['run_id']}.json").exists():
+                self.run_id = resumed["run_id"]  # the same run: its log continues
+
+    def __enter__(self) -> "RunLog":
+        if self.rt.is_main and self.cfg.tracker != "off":
+            self.track, self.end_tracking = start_tracker(self.cfg, self.run_id)
+        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
+        for suffix in suffixes if self.rt.is_main else ():
+            Path(self.cfg.logs_dir).mkdir(parents=True, exist_ok=True)
+            self.files[suffix] = open(Path(self.cfg.logs_dir, self.run_id + suffix), "ab", buffering=0)
+        if self.files and not self.files[".txt"].tell():
+            self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        """Take the bar off the screen; bad input leaves nothing."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.end_tracking:
+            self.end_tracking()
+        for file in self.files.values():
+            file.close()
+            if kind is not None and issubclass(kind, InputError):
+                Path(file.name).unlink(missing_ok=True)
+
+    def _append(self, suffix: str, line: str) -> None:
+        """Write a line; a full disk is reported once, and training goes on."""
+        file = self.files.get(suffix)
+        try:
+            if file:
+                file.write((line + "\n").encode())
+        except OSError as error:
+            del self.files[suffix]
+            print0(f"{file.name} cannot be written ({error.strerror}): training goes on without it", self.rt)
+
+    def open_bar(self, step: int) -> None:
+        if show_bar():
+            self.bar = tqdm(total=self.cfg.num_iterations, initial=step, unit="step", dynamic_ncols=True)
+
+    def print(self, text: str, to_console: bool = True) -> None:
+        self._append(".txt", text)
+        if to_console:
+            print0(text, self.rt)
+
+    def write_event(self, event: str, step: int, **facts) -> None:
+        self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
+        try:
+            if self.track:
+                self.track(flatten_numbers(facts, event), step)
+        except Exception as error:  # whatever a package raises: training must not depend on it
+            self.track = None
+            self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training goes on without it")
+
+    def log_validation(self, step: int, val_loss: float, train_time: float) -> None:
+        """The line of a validation; the clock stands at train_time seconds."""
+        self.val_points.append([step, val_loss, round(train_time * 1000)])
+        self.write_event("validation", step, val_loss=val_loss, train_time_ms=round(train_time * 1000))
+        self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
+                   f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
+
+    def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
+        """The line of a training step, counted from 1, and the bar. loss() is read only to be shown."""
+        every, is_last = self.cfg.print_every, step == self.cfg.num_iterations
+        self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
+                   f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
+        if self.bar is not None:
+            if is_last or time.monotonic() - self.bar.last_print_t > 0.5:
+                speed = f"{tokens / train_time:,.0f} tok/s"
+                self.bar.set_postfix_str(f"loss {loss():.3f}, {speed}", refresh=False)
+            self.bar.update()
+
+    def finish(self, result: dict) -> None:
+        """Leave the result: script, log and json in one folder; and print the card."""
+        if not self.rt.is_main:
+            return
+        result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
+                      seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
+                      git_commit=read_git_commit())
+        path = self.folder / f"{self.run_id}.json"
+        script = "train_gpt.py" if self.cfg.record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
+        if self.bar is not None:
+            self.bar.close()
+        print0(format_card(result, self.rt, path), self.rt)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / script).exists():
+                write_atomic(self.folder / script, read_script())
+            for suffix, file in self.files.items() if self.cfg.record else ():
+                shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
+            write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        except OSError as error:
+            raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
+                           "is not recorded; its log, as far as the disk took it, is in "
+                           f"{self.cfg.logs_dir}", of_one_rank=True) from error
+
+
+CHECKPOINT_FORMAT = "train_gpt 5"
+
+
+def name_checkpoints(cfg: Config) -> Path:
+    return Path(cfg.checkpoint_dir, f"{cfg.record or cfg.preset}_seed{cfg.seed}")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("step_*.pt") if path.is_file()]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed."""
+    try:
+        if not path.is_file():
+            raise OSError("it is no file" if path.exists() else "it does not exist")
+        damaged = zipfile.ZipFile(path).testzip()  # torch.save() keeps a checksum of every member
+        if damaged:
+            raise OSError(f"it is damaged: the checksum of {damaged} differs")
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+            raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
+        return json.loads(content["facts"]), dict(content["tensors"])
+    except Exception as error:  # whatever a damaged file makes its readers raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason}): name another one, "
+                         "or give --resume=auto for the newest that can") from None
+
+
+def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
+    """What --resume names: (path, facts, tensors); for auto the newest that is whole, or None."""
+    paths = list_checkpoints(name_checkpoints(cfg)) if cfg.resume == "auto" else [Path(cfg.resume)]
+    for i, path in enumerate(paths):
+        try:
+            facts, tensors = read_checkpoint(path)
+        except InputError:
+            if i == len(paths) - 1:
+                raise
+        else:
+            check_same_run(path, facts, cfg)
+            return path, facts, tensors
+    return None
+
+
+def find_result(facts: dict, cfg: Config) -> str:
+    """The json of the run that left a checkpoint after its last step; empty where there is none yet."""
+    places = (Path(cfg.logs_dir), *Path(cfg.records_dir, cfg.track).glob("*"))
+    paths = [path for place in places if (path := place / f"{facts['run_id']}.json").exists()]
+    return str(paths[0]) if paths and facts["progress"]["step"] == cfg.num_iterations else ""
+
+
+def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
+    """Raise InputError where a checkpoint does not fit this run."""
+    ours, theirs, step = plain_dict(cfg), facts["config"], facts["progress"]["step"]
+    for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
+        if not name.startswith("fp8_") and ours[name] != theirs.get(name):
+            shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
+            raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
+                             f"{shown[1]} here: give that run's options, or start anew without --resume")
+    if step > cfg.num_iterations:
+        raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
+                         f"give at least --num_iterations={step}")
+    if cfg.record and facts["script_sha256"] != hash_script():
+        raise InputError(f"{path} was left by another script, which a record does not allow: start --record="
+                         f"{cfg.record} anew without --resume")
+
+
+class Checkpoints:
+    """Writes checkpoints in the background, and keeps the newest two of this run."""
+
+    KEPT = 2
+
+    def __init__(self, cfg: Config, log: RunLog):
+        self.folder, self.log, self.is_broken = name_checkpoints(cfg), log, False
+        self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+
+    def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
+        self.wait()
+        if copies:  # on rank 0
+            self.writing = self.executor.submit(self._write, step, json.dumps(facts), copies)
+
+    def wait(self) -> Path | None:
+        """Wait for the last one; its path, or None where it could not be written."""
+        return self.writing and self.writing.result()
+
+    def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> Path | None:
+        path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = dict(format=CHECKPOINT_FORMAT, facts=facts,
+                           tensors={name: copy.read() for name, copy in copies.items()})
+            write_atomic(path, lambda file: torch.save(content, file))
+            others = [other for other in list_checkpoints(self.folder) if other != path]
+            for old in (*others[self.KEPT - 1 :], *self.folder.glob(".step_*.partial")):  # of killed runs
+                old.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+            if not self.is_broken:
+                self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
+                               "training goes on")
+            self.is_broken = True
+            return None
+        self.is_broken = False
+        self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
+        return path
+
+
+def format_card(result: dict, rt: Runtime, path: Path) -> str:
+    """The result card at the end of a run."""
+    derived, seconds, config = result["config"]["derived"], result["train_time_ms"] / 1000, result["config"]
+    paused = f"; suspended {result['pauses']} times, which counts" if result["pauses"] else ""
+    rows = {
+        "preset": f"{result['preset']}, seed {result['seed']}, "
+                  f"{derived['num_params'] / 1e6:.2f} M parameters",
+        "validation loss": f"{result['final_val_loss']:.4f} after {config['num_iterations']} steps",
+        "training time": f"{seconds:.2f} s, and {result['compile_time_s']:.1f} s of warm-up before the clock"
+                         f"{paused}",
+        "speed": f"{result['tokens_per_s']:,} tokens/s",
+        "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
+               "matmul rate measured here",
+        "peak memory": f"{result['peak_memory_mib']:,} MiB"}
+    if rt.world_size > 1:
+        rows["sent per step"] = (f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least "
+                                 f"possible is {result['minimum_bytes_per_step'] / 1e6:,.2f} MB")
+    rows["left in"] = str(path)
+    width = max(map(len, rows.values()))
+    rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
+    return "\n".join((rule, *(f"| {name:<15} | {value:<{width}} |" for name, value in rows.items()), rule))
+
+
+# ==== TRAINING =============================================================================================
+# Set up, warm up and undo it, start the clock, loop. Guard and Telemetry look on.
+
+
+@dataclass
+class Progress:
+    """Where a run stands, beside its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
+    loss_ema: float = math.nan  # telemetry
+    num_actions: int = 0  # of the guard
+    num_lowered: int = 0  # precisions given up
+    lr_scale: float = 1.0
+    lr_scale_until: int = 0  # step
+
+
+SEGMENTS = 3  # of a model whose gradients travel while it computes
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run, and the steps that use them."""
+
+    def __init__(self, cfg: Config, rt: Runtime):
+        self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
+        torch.manual_seed(cfg.seed)
+        storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
+        model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
+        self.optimizer = Optimizer(model, cfg, rt)
+        self.model, self.progress = model, Progress()
+        self.compile_parts(0 if rt.world_size == 1 else min(SEGMENTS, cfg.num_layers))
+        self.stage_inputs: dict[tuple[int, int], tuple[int, StageInputs]] = {}  # of the stage last asked for
+        self.inspect: Callable[[Batch, StageInputs], None] | None = None  # telemetry's, for the next batch
+
+    def compile_parts(self, num_segments: int) -> None:
+        """One graph for everything (0), or one for each segment and the head, which await their weights."""
+        model, rt, optimizer = self.model, self.rt, self.optimizer
+        if num_segments == 0:
+            model.compute_loss = rt.compile(model.compute_loss)
+            return
+        model.cut(num_segments)
+        names = {param: name for name, param in model.named_parameters()}
+        optimizer.wait_before(model, model.early_parameters())
+        for part in (*model.segments, model.head):
+            optimizer.wait_before(part, [names[param] for param in part.parameters()])
+            part.forward = rt.compile(part.forward)
+
+    def inputs_at(self, state: StepState, num_tokens: int, period: int) -> StageInputs:
+        """The model's inputs at a schedule state; made anew only when the stage or the length changes."""
+        stage_index, made = self.stage_inputs.get((num_tokens, period), (None, None))
+        if stage_index != state.stage_index:
+            made = make_stage_inputs(state, num_tokens, period, self.rt, self.cfg)
+            self.stage_inputs[num_tokens, period] = (state.stage_index, made)
+        return made
+
+    def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
+        """One optimizer step; returns the mean loss of this rank's tokens, still on the device."""
+        tokens_per_step, seq_len = state.stage.tokens_per_step, state.stage.seq_len
+        accum, _ = split_rows(self.cfg, self.rt.world_size, tokens_per_step, seq_len)
+        weights = torch.tensor(state.loss_weights).to(self.rt.device, non_blocking=True)  # nobody waits
+        total, progress = torch.zeros((), device=self.rt.device), self.progress
+        for micro in range(accum):
+            self.optimizer.probe.mark("data wait")
+            batch = next(batches)
+            self.optimizer.probe.mark("forward and backward")
+            if micro == accum - 1:
+                self.optimizer.arm()
+            inputs = self.inputs_at(state, batch.inputs.size(0), seq_len)
+            if self.inspect:
+                self.inspect(batch, inputs)
+            loss = self.model(*batch, inputs, weights)
+            loss.backward()
+            total += loss.detach()
+        lr_scale = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
+        self.optimizer.step(state.lr_factor * lr_scale, state.momentum, tokens_per_step,
+                            state.matrix_lr_factor * lr_scale, state.decay_factor)
+        if "fp8_mlp" in self.model.fp8:
+            advance_scales(self.model, self.rt)
+        self.optimizer.probe.mark("")
+        return total / (tokens_per_step // self.rt.world_size)
+
+    @torch.no_grad()
+    def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
+        """Mean loss over the validation tokens, or some of them, shared out over the ranks."""
+        self.optimizer.finish()
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
+        num_batches = num_batches or data.num_batches
+        for index in range(self.rt.rank, num_batches, self.rt.world_size):
+            batch = data.batch(index).to(self.rt.device)
+            total += self.model(*batch, self.inputs_at(state, data.batch_tokens, self.cfg.val_seq_len))
+        self.model.train()
+        return all_reduce_sum(total, self.rt).item() / (num_batches * data.batch_tokens)
+
+    def lower_precision(self) -> str:
+        """Give up the next low precision; says which, or nothing where none is left."""
+        if "fp8_head" in self.model.fp8:
+            self.model.set_fp8(self.model.fp8 - {"fp8_head"})
+            lowered = "the head leaves FP8"
+        elif self.model.fp8:
+            self.model.set_fp8(frozenset())
+            lowered = "the linears leave FP8"
+        elif self.rt.dtype == torch.bfloat16:
+            self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
+            self.model.dtype, lowered = torch.float32, "activations become float32"
+            self.stage_inputs.clear()
+        else:
+            return ""
+        self.progress.num_lowered += 1
+        return lowered
+
+    def state_dict(self) -> tuple[dict, dict[str, HostCopy]]:
+        """What a checkpoint holds of this run: plain facts, and tensors being copied (rank 0)."""
+        copies = self.optimizer.state_dict()
+        copies["random/cpu"] = HostCopy(torch.get_rng_state())
+        copies |= {f"fp8/{i}": HostCopy(module.scale) for i, module in enumerate(list_scales(self.model))}
+        if self.rt.device.type == "cuda":
+            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
+        facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
+                     optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
+                     script_sha256=hash_script())
+        return facts, copies if self.rt.is_main else {}
+
+    def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
+        """Continue where state_dict() was called; only rank 0 needs the tensors."""
+        self.optimizer.load_state_dict(tensors, facts["optimizer_steps"])
+        self.progress = Progress(**facts["progress"])
+        lowered, self.progress.num_lowered = self.progress.num_lowered, 0
+        for _ in range(lowered):
+            self.lower_precision()
+        for i, module in enumerate(list_scales(self.model)):
+            module.scale.copy_(tensors.get(f"fp8/{i}", module.scale))
+            broadcast(module.scale, self.rt)
+        if "random/cpu" in tensors:
+            torch.set_rng_state(tensors["random/cpu"])
+        if "random/cuda" in tensors and self.rt.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["random/cuda"], self.rt.device)
+
+    def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
+        """Run every shape and window once or more, then put parameters and rule state back exactly."""
+        if not self.cfg.warmup_iterations:
+            return
+        saved = self.optimizer.snapshot()
+        scales = [module.scale.clone() for module in list_scales(self.model)]
+        for _, start, end in self.schedule.spans():
+            steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)  # of every kind
+            batches = Prefetcher(train_data.batches(self.cfg, self.rt, start, start + steps), self.rt.device)
+            for _ in range(steps):
+                self.train_step(batches, self.schedule.at(start))
+            batches.close()
+            self.validate(val_data, self.schedule.at(start), min(self.rt.world_size, val_data.num_batches))
+        self.validate(val_data, self.schedule.at(self.cfg.num_iterations),
+                      min(self.rt.world_size, val_data.num_batches))
+        self.optimizer.restore(saved)
+        write_scales(self.model, scales)
+        del saved
+        if self.rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.rt.device)
+
+
+class Telemetry:
+    """Measures every telemetry_every-th step into <run_id>.jsonl.
+
+    What layers and head see is taken from another forward pass over the step's first micro-batch, so that
+    the graph which trains is the same with and without.
+    """
+
+    SAMPLE = 256  # tokens, and head rows, of which logits and FP8 casts are measured
+    EMA_DECAY = 0.98  # of the training loss, per step
+
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
+        self.losses: list[Tensor] = []  # since the last measurement
+        self.measured: dict = {}  # of layers and head
+        self.measure_layers = trainer.rt.compile(self._measure_layers)
+        trainer.inspect = self._inspect if self.every else None  # in the warm-up, which compiles it
+
+    def start_step(self) -> bool:
+        """Return True, and have the first micro-batch measured, if the coming step is one to measure."""
+        is_measuring = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        self.trainer.inspect = self._inspect if is_measuring else None
+        return is_measuring
+
+    @torch.no_grad()
+    def _inspect(self, batch: Batch, stage: StageInputs) -> None:
+        optimizer = self.trainer.optimizer
+        optimizer.probe.mark("communication")
+        optimizer.finish()  # the pass reads parameters that others may still be sending
+        optimizer.probe.mark("measuring")
+        x, layers = self.measure_layers(*self.trainer.model.look_up(batch.inputs, stage.is_start),
+                                        batch.doc_ids, stage)
+        self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
+                             **self._measure_head(x, batch.targets))
+        optimizer.probe.mark("forward and backward")
+        self.trainer.inspect = None
+
+    def _measure_layers(self, x: Tensor, streams: dict[str, Tensor], doc_ids: Tensor, stage: StageInputs
+                        ) -> tuple[Tensor, Tensor]:
+        """What the head sees (T, D), and mean, std, largest of each layer's output (layers, 3)."""
+        model = self.trainer.model
+        x, streams = model.run_segments(x, streams, doc_ids, stage, save_all=True)
+        outputs = (streams[f"h{layer}"].float() for layer in range(len(model.blocks)))
+        return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
+
+    def _measure_head(self, x: Tensor, targets: Tensor) -> dict:
+        head = self.trainer.model.head
+        x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in (x, targets))
+        w = head.weight.type_as(x)
+        logits = head.cap(x @ w.T)  # (T, V)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets[:, None], x.new_ones(1), head.cap,
+                                            torch.float32, FP8_GRAD_SCALE)
+        rows = w[:: max(1, len(w) // self.SAMPLE)]
+        return dict(
+            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
+            fp8=dict(x=measure_fp8(x, fp8_x_scale(x.size(1)), E4M3),
+                     w=measure_fp8(rows, head.fp8_max / 448, E4M3), grad=measure_fp8(grads, 1.0, E5M2)))
+
+    def end_step(self, loss: Tensor, probe: Probe, train_time: float) -> None:
+        """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
+        if self.every:
+            self.losses.append(loss)
+        if not probe.is_full:
+            return
+        rt, progress = self.trainer.rt, self.trainer.progress
+        losses = (all_reduce_sum(torch.stack(self.losses), rt) / rt.world_size).tolist()
+        norms = all_reduce_sum(probe.sums, rt).sqrt().tolist()
+        self.losses = []
+        for value in losses:
+            ema = value if math.isnan(progress.loss_ema) else progress.loss_ema
+            progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
+        slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
+        groups = {group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
+                              momentum_norm=momentum)
+                  for group, (grad, weight, update, momentum) in zip(probe.rows, norms)}
+        self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
+                             loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
+                             groups=groups, **self.measured, seconds=probe.seconds)
+
+
+class Guard:
+    """Notices that training goes wrong, and restores weights and optimizer state from before it did.
+
+    Step and data keep advancing, so that what did harm is not seen again and the run ends when it should.
+    All ranks judge the same sums, one step late: no GPU waits.
+    """
+
+    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # times the median of the last good steps: too much
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # in that median, at most and at least
+    VAL_RISE = 0.05  # fraction by which validation loss may exceed its best
+    SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps; a snapshot is trusted after so many good ones
+    LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for so many steps
+    MOST_ACTIONS, STATUS = 6, 3  # then the run stops with this exit status
+
+    def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
+        self.trainer, self.log, self.stop, self.is_on = trainer, log, stop, trainer.cfg.guard == "on"
+        # groups that are not updated in every step make no norm to compare from step to step
+        self.steady = torch.tensor([float(trainer.cfg.groups[name].every == 1)
+                                    for name in trainer.optimizer.groups], device=trainer.rt.device)
+        self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
+        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums): not yet judged
+        self.is_snapshot_due = False
+        self.snapshots = [(trainer.progress.step, trainer.optimizer.snapshot())] if self.is_on else []
+
+    def end_step(self, loss: Tensor, probe: Probe) -> None:
+        """Judge the step before this one; take a snapshot where one is due."""
+        if not self.is_on:
+            return
+        trainer, step, squares = self.trainer, self.trainer.progress.step, probe.sums[:, 0]  # by group
+        sums = torch.stack((loss / trainer.rt.world_size, squares @ self.steady, squares.sum()))
+        self.pending.append((step, HostCopy(all_reduce_sum(sums, trainer.rt))))
+        self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
+        if not self.is_snapshot_due or not trainer.optimizer.is_settled():
+            self.judge(but=1)
+        elif self.judge():
+            self.snapshots = [*self.snapshots[-1:], (step, trainer.optimizer.snapshot())]
+            self.is_snapshot_due = False
+            set_timeout(trainer.rt, datetime.timedelta(seconds=trainer.cfg.comm_timeout))
+
+    def judge(self, but: int = 0) -> bool:
+        """Judge all steps but the last few; True if no judged step was bad."""
+        while len(self.pending) > but:
+            step, sums = self.pending.pop(0)
+            loss, square, all_squares = sums.read().tolist()
+            grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
+            fault = self._find_fault(loss, grad_norm)
+            if fault:
+                self._act(step, fault)
+                return False
+            good = self.trainer.progress.good_steps
+            good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
+        return True
+
+    def judge_validation(self, step: int, val_loss: float) -> None:
+        if self.is_on and not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
+            self._act(step, f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}", to_oldest=True)
+        self.best_val_loss = min(self.best_val_loss, val_loss)
+
+    def _find_fault(self, loss: float, grad_norm: float) -> str:
+        good = np.array(self.trainer.progress.good_steps)
+        medians = np.median(good, axis=0) if len(good) >= self.LEAST_STEPS else (math.inf, math.inf)
+        for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
+                                   ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+            if value > limit:
+                return f"{name} {value:.4g} exceeds {limit:.4g}"
+        return ""
+
+    def _act(self, step: int, fault: str, to_oldest: bool = False) -> None:
+        trainer, progress = self.trainer, self.trainer.progress
+        trusted = [i for i, (made, _) in enumerate(self.snapshots)
+                   if progress.step - made >= self.TRIAL_STEPS]
+        index = 0 if to_oldest or not trusted else trusted[-1]
+        made, snapshot = self.snapshots[index]
+        trainer.optimizer.restore(snapshot)
+        self.pending, self.snapshots = [], self.snapshots[: index + 1]
+        progress.num_actions += 1
+        if progress.num_actions > self.MOST_ACTIONS:
+            self.stop.wish, progress.num_actions = self.STATUS, 0  # anew for those who resume it
+            measures = [f"{self.MOST_ACTIONS} actions were not enough"]
+        else:
+            in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
+            progress.lr_scale = in_force * self.LR_FACTOR
+            progress.lr_scale_until = progress.step + self.LR_STEPS
+            set_timeout(trainer.rt, PATIENCE)  # another precision may have to be compiled
+            measures = [trainer.lower_precision(), f"learning rates times {progress.lr_scale:g} until step "
+                                                   f"{progress.lr_scale_until}"]
+        text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
+        self.log.print(f"guard: step {step}: {fault}: {text}")
+        self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
+
+
+@contextmanager
+def explain_memory(cfg: Config):
+    """Turn an out-of-memory error into an InputError that names the option."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        smaller = max(128, cfg.micro_batch_tokens // 2 // 128 * 128)
+        rows = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
+        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
+                         f"--micro_batch_tokens={smaller}{rows} "
+                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})", of_one_rank=True) from error
+
+
+def read_peak_memory_mib(rt: Runtime) -> int:
+    """Most memory in use: while training by the GPU's allocator; on CPU ever by the whole process."""
+    if rt.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(rt.device) >> 20
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+def prepare_outputs(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
+    """Check on rank 0 what this run will write, and read what it resumes, as find_checkpoint(); errors and
+    facts reach all ranks, tensors only rank 0."""
+    found, problem = None, ""
+    try:
+        if rt.is_main:
+            check_outputs(cfg)
+            found = find_checkpoint(cfg) if cfg.resume else None
+    except InputError as error:
+        problem = str(error)
+    path, facts, problem = broadcast_object((*(found or (None, None))[:2], problem), rt)
+    if problem:
+        raise InputError(problem)
+    return path and (path, facts, found[2] if found else {})
+
+
+def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str:
+    """Load a checkpoint; returns a line that says so, and which options that matter are others now."""
+    path, facts, tensors = saved
+    trainer.load_state_dict(facts, tensors)
+    trainer.progress.resumed_at.append(trainer.progress.step)
+    ours, theirs = plain_dict(trainer.cfg), facts["config"]
+    decisive = {"dtype", "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens",
+                "stages", "max_doc_len", "row_start", "document_mask", "train_files",
+                *OptimConfig.__annotations__, *GroupConfig.__annotations__}
+    others = [f"{name} was {theirs.get(name)}" for name in ours
+              if name in decisive and ours[name] != theirs.get(name)]
+    return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
+
+
+def train(cfg: Config, argv: list[str]) -> None:
+    """The whole run: data, log, model, warm-up, loop, result."""
+    rt = start_runtime(cfg)
+    stop, derived = Stop(rt), derive(cfg, rt.world_size)
+    intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
+             f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
+    print0(f"{intro}, in {Path.cwd()}", rt)  # records are published: their logs name no folder
+    saved = prepare_outputs(cfg, rt)
+    if saved and (result := broadcast_object(find_result(saved[1], cfg), rt)):
+        print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
+               "starts anew)", rt)
+        return
+    ensure_corpus(cfg, rt)
+    train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
+    prefixes = read_prefixes(cfg) if cfg.has_prefixes else None
+    rt = choose_precision(cfg, rt)
+    with RunLog(cfg, rt, argv, saved and saved[1]) as log, explain_memory(cfg):
+        log.print(intro, to_console=False)
+        for note in rt.notes:
+            log.print(note)
+        trainer = Trainer(cfg, rt)
+        if prefixes is not None:
+            trainer.model.prefixes.copy_(prefixes)
+        if saved:
+            log.print(resume(trainer, saved))
+        elif cfg.resume:
+            log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
+        start, telemetry = clock(rt.device), Telemetry(trainer, log)
+        trainer.warm_up(train_data, val_data)
+        facts = dict(config={**plain_dict(cfg), "derived": derived},
+                     compile_time_s=round(clock(rt.device) - start, 2),
+                     corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
+        with stop.catch_signals():
+            first_step, before = trainer.progress.step, trainer.optimizer.count_bytes()
+            Run(trainer, train_data, val_data, log, argv, stop, telemetry).run()
+        num_steps = max(1, cfg.num_iterations - first_step)
+        sent = [(now - then) / num_steps for then, now in zip(before, trainer.optimizer.count_bytes())]
+        log.finish({**facts, **measure_run(trainer, derived, sent, stop)})
+    print_sample(trainer.model, cfg, trainer.rt)
+
+
+def measure_run(trainer: Trainer, derived: dict, sent: list[float], stop: Stop) -> dict:
+    """The figures of a finished run; sent: bytes that this rank gave to others in a step, and the least."""
+    rt, progress = trainer.rt, trainer.progress
+    tokens_per_s = derived["train_tokens"] / progress.train_time
+    return dict(
+        train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+        mfu=round(tokens_per_s * derived["flops_per_token"] / (rt.peak_flops * rt.world_size), 4),
+        bytes_per_step=round(sent[0]), minimum_bytes_per_step=round(sent[1]),
+        peak_memory_mib=read_peak_memory_mib(rt), resumed_at=progress.resumed_at, pauses=stop.num_pauses,
+        guard_actions=progress.num_actions)
+
+
+class Run:
+    """The timed loop, from where trainer.progress stands; the clock stands while validating."""
+
+    TIME_LIMIT_STATUS = 124
+    ANNOUNCE_AFTER = 5.0  # seconds of training
+    CAUSES = {128 + signal.SIGINT: "by SIGINT", 128 + signal.SIGTERM: "by SIGTERM",
+              TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
+
+    def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
+                 argv: list[str], stop: Stop, telemetry: Telemetry | None = None):
+        self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
+        self.val_data, self.log, self.argv, self.stop = val_data, log, argv, stop
+        self.checkpoints = Checkpoints(self.cfg, log)
+        batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
+        self.batches = Prefetcher(batches, self.rt.device)
+        self.guard, self.telemetry = Guard(trainer, log, stop), telemetry or Telemetry(trainer, log)
+        self.is_checkpoint_due = self.is_end_announced = False
+        self.val_seconds = 0.0  # of the last validation
+
+    def run(self) -> None:
+        """All steps; RunStopped where a signal, the time limit or the guard ends them early."""
+        cfg, progress = self.cfg, self.progress
+        self.log.open_bar(progress.step)
+        barrier(self.rt)
+        set_timeout(self.rt, datetime.timedelta(seconds=cfg.comm_timeout))
+        self.start_clock()
+        try:
+            while progress.step < cfg.num_iterations:
+                if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
+                    self.guard.judge_validation(progress.step, self.validate())
+                self.train_step()
+                self.save_or_stop()
+            self.stop.collect()
+            self.validate()
+        finally:
+            self.batches.close()
+            self.checkpoints.wait()
+
+    def start_clock(self) -> None:
+        self.started = clock(self.rt.device)
+
+    def stop_clock(self) -> None:
+        self.trainer.optimizer.finish()
+        self.progress.train_time += clock(self.rt.device) - self.started
+
+    def validate(self) -> float:
+        self.stop_clock()
+        start = time.perf_counter()
+        val_loss = self.trainer.validate(self.val_data, self.trainer.schedule.at(self.progress.step))
+        self.val_seconds = time.perf_counter() - start
+        self.log.log_validation(self.progress.step, val_loss, self.progress.train_time)
+        self.start_clock()
+        return val_loss
+
+    def announce_end(self, elapsed: float) -> None:
+        """Say once, after the first seconds of training, how long the rest will take."""
+        if self.is_end_announced or time.perf_counter() - self.started < self.ANNOUNCE_AFTER:
+            return
+        cfg, progress, self.is_end_announced = self.cfg, self.progress, True
+        num_validations = 1 + (cfg.num_iterations - progress.step) // (cfg.val_loss_every or sys.maxsize)
+        tokens_left = self.trainer.schedule.total_tokens() - progress.tokens
+        left = round(tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds)
+        hint = ", --preset=quick takes a quarter of that" if cfg.preset == "laptop" and left > 120 else ""
+        self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
+
+    def train_step(self) -> None:
+        """One step, and all that looks at it."""
+        cfg, rt, progress = self.cfg, self.rt, self.progress
+        state = self.trainer.schedule.at(progress.step)
+        is_measured, optimizer = self.telemetry.start_step(), self.trainer.optimizer
+        probe = optimizer.probe = Probe(optimizer.groups if is_measured or self.guard.is_on else (), rt,
+                                        is_measured)
+        loss = self.trainer.train_step(self.batches, state)
+        optimizer.probe = Probe()
+        progress.step += 1
+        progress.tokens += state.stage.tokens_per_step
+        if cfg.check_ranks_every and progress.step % cfg.check_ranks_every == 0:
+            optimizer.check_ranks()
+        elapsed = progress.train_time + time.perf_counter() - self.started
+        self.log.log_step(progress.step, loss.item, progress.tokens, elapsed)
+        self.announce_end(elapsed)
+        self.guard.end_step(loss, probe)
+        self.telemetry.end_step(loss, probe, elapsed)
+        if cfg.time_limit and time.monotonic() - self.stop.started > cfg.time_limit:
+            self.stop.wish = self.stop.wish or self.TIME_LIMIT_STATUS
+        self.is_checkpoint_due |= bool(cfg.checkpoint_every) and (
+            progress.step % cfg.checkpoint_every == 0 or progress.step == cfg.num_iterations)
+
+    def save_or_stop(self) -> None:
+        """Save a checkpoint where one is due; where all ranks are to stop, save it and raise RunStopped."""
+        step, status = self.progress.step, self.stop.agree()
+        is_last = step == self.cfg.num_iterations
+        if is_last:
+            self.guard.judge()
+        if not (is_last or self.trainer.optimizer.is_settled()):  # else gradients would be lost
+            return
+        if not (status or self.is_checkpoint_due):
+            return
+        self.guard.judge()
+        self.checkpoints.wait()
+        barrier(self.rt)  # patient: a slow disk is no stalled rank
+        self.stop_clock()
+        self.start_clock()  # what saving costs is training time
+        facts, copies = self.trainer.state_dict()
+        facts.update(val_points=self.log.val_points, run_id=self.log.run_id)
+        self.checkpoints.save(step, facts, copies)
+        self.is_checkpoint_due = False
+        if status:
+            self.stop.collect()
+            path = broadcast_object(self.checkpoints.wait(), self.rt)
+            barrier(self.rt)  # a launcher ends all ranks when the first one leaves
+            remedy = f"continue with: {format_resume(self.argv, path, self.rt)}"
+            raise RunStopped(f"stopped {self.CAUSES[status]} after step {step} of "
+                             f"{self.cfg.num_iterations}: {remedy if path else 'no checkpoint'}", status)
+
+
+def format_resume(argv: list[str], path: Path, rt: Runtime) -> str:
+    """The command line that continues from a checkpoint."""
+    per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
+    nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+    nodes = nodes if rt.world_size > per_node else "--standalone"
+    launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
+    rest = [word for before, word in zip(("", *argv), argv)
+            if not word.startswith("--resume") and before != "--resume"]
+    return f"{launcher} {shlex.join([os.path.relpath(__file__), *rest, f'--resume={path}'])}"
+
+
+# ==== SAMPLING =============================================================================================
+# Text from a trained model, token by token; each token is computed from all before it, as in training.
+
+
+class Tokenizer(typing.NamedTuple):
+    """Text to tokens and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+    bos: int
+
+
+def find_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """The tokenizer that belongs to a vocabulary, if it is at hand."""
+    if vocab_size == BYTE_VOCAB_SIZE:
+        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
+    try:
+        import tiktoken  # optional: only text needs it
+        gpt2 = tiktoken.get_encoding("gpt2")  # from its cache, or downloaded
+    except (ImportError, OSError):
+        return None
+    if vocab_size != gpt2.n_vocab:
+        return None
+    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes, gpt2.eot_token)
+
+
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) -> Iterator[int]:
+    """Continue a prompt until the next document or cfg.max_new_tokens.
+
+    Windows and rotary are those of the final validation. The model sees BOS and what follows it, as far back
+    as a training document reaches (max_doc_len).
+    """
+    state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
+    text = list(prompt)
+    for _ in range(cfg.max_new_tokens):
+        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
+        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks; nobody sees what comes after
+        stage = make_stage_inputs(state, len(inputs), len(inputs), rt, cfg)
+        x = model.encode(inputs, torch.zeros_like(inputs), stage)  # (T, D)
+        logits = model.head.logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
+        if not logits.isfinite().all():  # a model that diverged has nothing to say
+            return
+        token = sample_token(logits, cfg.temperature, cfg.top_k, generator)
+        if token == bos:
+            return
+        yield token
+        text.append(token)
+
+
+def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
+    """A short text under the result card, where a tokenizer is at hand; shapes vary, so uncompiled."""
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    if tokenizer is None or not rt.is_main:
+        return
+    model.eval().use_flex = False
+    model.cut(1)
+    cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, use_flex=False)
+    with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
+        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
+    print0(f"sample: {text.decode(errors='replace').strip()}", rt)
+
+
+def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
+    """(model in plain PyTorch, config with these values, runtime, facts) of a checkpoint."""
+    facts, tensors = read_checkpoint(path)
+    plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
+                 device="auto", dtype="float32")
+    cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, **values})
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
+    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
+    with torch.device("meta"):
+        model = GPT(cfg, rt)
+    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
+                          assign=True)
+    model.make_tables()
+    return model.to(rt.device).eval(), cfg, rt, facts
+
+
+def write_sample(values: dict) -> None:
+    """--sample: print the prompt and what the checkpoint makes of it, as it comes."""
+    allowed = {field.name for field in dataclasses.fields(SampleConfig)} | {"seed", "device", "dtype"}
+    if set(values) - allowed:
+        raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
+                         f"{', '.join('--' + name for name in sorted(allowed))}")
+    for name, value in values.items():
+        check_value(name, value)
+    model, cfg, rt, _ = load_model(Path(values["sample"]), {"seed": 0, **values})
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    try:
+        prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
+        if any(not 0 <= token < cfg.vocab_size for token in prompt):
+            raise ValueError
+    except ValueError:
+        raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
+                         "tokenizer is at hand: pip install tiktoken, or give ids") from None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    print(cfg.prompt, end="" if tokenizer else " ", flush=True)
+    for token in generate(model, prompt, tokenizer.bos if tokenizer else 50256, cfg, rt):
+        print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
+    print()
+
+
+# ==== MAIN =================================================================================================
+
+
+def run(argv: list[str]) -> int:
+    """Obey a command line; returns the exit status."""
+    values, flags = parse_argv(argv)
+    if "list_presets" in flags:
+        print(format_presets())
+    elif "print_config" in flags:
+        cfg = make_config(values)
+        print(json.dumps({**plain_dict(cfg), "derived": derive(cfg, env_int("WORLD_SIZE", 1))}, indent=1))
+    elif "sample" in values:
+        if env_int("RANK", 0) == 0:
+            write_sample(values)
+    else:
+        train(make_config(values), argv)
+    return 0
+
+
+def report(error: RunError, program: str) -> int:
+    """Print the line of an error, once on each node; returns the exit status."""
+    if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
+        kind = "" if isinstance(error, RunStopped) else "error: "
+        print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
+        time.sleep(1 if isinstance(error, RunStopped) else 5)
+    return error.status
+
+
+def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
+    """Do it, and turn errors that concern the user into one line; returns the exit status.
+
+    Where other ranks may be gone it does not return: an orderly shutdown would wait for them.
+    """
+    try:
+        status = body()
+    except RunError as error:
+        status = report(error, program)
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        status = 1
+        if not is_lost_contact(error):
+            traceback.print_exc()
+        elif is_first_to_say("lost contact"):
+            print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, "
+                  "was killed, or has stood still for --comm_timeout; torchrun's report below names it "
+                  f"({re.sub(r'^.*?[]] ', '', ' '.join(str(error).split()))[:100]})", file=sys.stderr)
+    if dist.is_initialized():
+        if status:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        dist.destroy_process_group()
+    return status
+
+
+def open_standard_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr an empty one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+
+
+def main(argv: list[str] | None = None) -> int:
+    open_standard_streams()
+    return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
