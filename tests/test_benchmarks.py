@@ -121,6 +121,9 @@ def test_repeats_are_told_by_what_the_same_document_holds():
     doc_ids[9:] = 1
     repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
     assert repeats.nonzero()[0].tolist() == [27, 36, 37]
+    doc_ids = torch.tensor([0] * 12 + [1] * 4, dtype=torch.int32)  # the second eight ends in the next document
+    inputs = torch.tensor([*eight, *eight], dtype=torch.int32)
+    assert not copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9).any()
 
 
 @pytest.mark.slow

@@ -170,8 +170,8 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
 def test_the_fastest_claim_is_one_that_holds(make_record):
     """Below 1.39 with p < 0.01; sooner ones whose mean is above, or whose p is not small, do not count, nor do
     one that never gets there by its curve and those of other machines."""
-    losses = dict(slow=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4, 1.41, 1.42])
-    times = dict(slow=90_000, fast=60_000, unsure=50_000, worse=40_000)
+    losses = dict(careful=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4, 1.41, 1.42])
+    times = dict(careful=90_000, fast=60_000, unsure=50_000, worse=40_000)
     for name in losses:
         folder = make_record(name, losses[name], val_points=[[0, 5.39, 0], [8, 1.0, times[name]]])
     make_record("never", losses["fast"], val_points=[[0, 5.39, 0], [8, 1.5, 1000]])
