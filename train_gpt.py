@@ -57,7 +57,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from tqdm import tqdm
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 try:
     import triton
     import triton.language as tl
@@ -107,7 +111,7 @@ class RunStopped(RunError):
 
 
 def option(default, meaning: str, low=None, high=None, choices=None):
-    """Declare an option; low and high are inclusive."""
+    """Declare an option; low and high are inclusive, choices a tuple or a function that gives one."""
     high = 2**31 - 1 if isinstance(default, int) and high is None else high
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
@@ -172,7 +176,7 @@ class Stage:
 class Group:
     """How the parameters of a group are trained."""
 
-    rule: str = choice("adamw", "update rule", "muon", "normuon", "muonh", "normuonh", "adamh", "adamw")
+    rule: str = option("adamw", "update rule", choices=lambda: tuple(RULES))
     lr: float = option(0.0, "peak learning rate", 0.0)
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas, as a,b (normuon: the second)", 0.0, 0.9999)
     weight_decay: float = option(0.0, "weight decay; 0: none", 0.0)
@@ -385,6 +389,9 @@ class Config(TrainConfig, OptimConfig, ModelConfig, GroupConfig, SampleConfig):
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, GroupConfig, SampleConfig)  # in the order of --help
 OPTIONS = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
+# Options that change neither weights nor losses: they may differ between the seeds of a record
+FREE_OPTIONS = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume",
+                "time_limit", "telemetry_every", "print_every"}
 GRAD_TOKENS = 49_152  # gradients are scaled to a loss summed over so many tokens: the unit of Adam's epsilon
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
@@ -540,7 +547,7 @@ MECHANISMS: dict[str, dict] = {
     "momentum_cooldown": dict(momentum_cooldown_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "polar_express": dict(orthogonalize="newton_schulz"),
-    "variance": dict(matrix_rule="muon"),
+    "variance": dict(matrix_rule=lambda rule: rule.removeprefix("nor")),
     "decay": {f"{name}_weight_decay": 0.0 for name in GROUPS},
     "cautious_decay": dict(decay="decoupled"),
     "adam_odd_steps": {f"{name}_every": 1 for name in GROUPS},
@@ -659,11 +666,14 @@ def parse_value(field: dataclasses.Field, text: str):
         first, second = text.split(",") if text else (None, None)
         return (element(first), element(second)) if text else ()
     except (ValueError, TypeError, RecursionError) as error:
-        kind = {int: "whole number", float: "number"}.get(field.type, "list")
+        kind, example = {int: "whole number", float: "number"}.get(field.type, "list"), field.default
+        if field.name in ("layers", "stages"):  # an object's first three entries show what they are like
+            entries = dataclasses.asdict(example[0] if example else LayerSpec())
+            example = json.dumps([dict(itertools.islice(entries.items(), 3))])
         text = text if len(text) < 100 else f"{text[:100]}..."
-        example = show_value(field.default or (LayerSpec(),))
-        raise InputError(f"--{field.name}={text} is not a {kind}: give one like {example} "
-                         f"({str(error)[:200]})") from None
+        reason = f" ({str(error)[:200]})" if kind == "list" else ""
+        raise InputError(f"--{field.name}={text} is not a {kind}{reason}: give one like "
+                         f"{show_value(example)}") from None
 
 
 def show_value(value) -> str:
@@ -672,9 +682,15 @@ def show_value(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def list_choices(field: dataclasses.Field) -> tuple[str, ...]:
+    choices = field.metadata["choices"] or ()
+    return choices() if callable(choices) else choices
+
+
 def check_value(name: str, value) -> None:
     """Raise InputError where a value leaves its option's range or choices."""
-    low, high, choices = (OPTIONS[name].metadata[key] for key in ("low", "high", "choices"))
+    low, high = (OPTIONS[name].metadata[key] for key in ("low", "high"))
+    choices = list_choices(OPTIONS[name])
     if choices and value not in choices:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
@@ -717,7 +733,7 @@ class Parser(argparse.ArgumentParser):
     @staticmethod
     def describe(field: dataclasses.Field) -> dict:
         meta, is_json = field.metadata, field.name in ("layers", "stages")
-        kind = "|".join(meta["choices"] or ()) or getattr(field.type, "__name__", "str").upper()
+        kind = "|".join(list_choices(field)) or getattr(field.type, "__name__", "str").upper()
         shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
         shown += [f"{word} {bound}" for word, bound in (("at least", meta["low"]), ("at most", meta["high"]))
                   if bound not in (None, 2**31 - 1)]
@@ -771,12 +787,22 @@ def make_config(overrides: dict) -> Config:
         values = {**preset, **overrides, "preset": name}
     elif "matrix_lr" not in overrides:
         values["matrix_lr"] = choose_lr(values, preset)
-    if not values["layers"] or "num_layers" in overrides and "layers" not in overrides:
-        values["layers"] = build_layers(values["num_layers"], values["num_value_embeds"])
+    if values["layers"] and "layers" not in overrides and len(values["layers"]) != values["num_layers"]:
+        raise InputError(f"--num_layers={values['num_layers']}: preset {name} has {len(values['layers'])} "
+                         "layers, each with mechanisms of its own: give the others with --layers, too")
+    values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
+    before = dict(values)
     for mechanism in choose_mechanisms(values):
-        for key, change in MECHANISMS[mechanism].items():
-            if key not in overrides or callable(change):
-                values[key] = change(values[key]) if callable(change) else change
+        changes = {key: change if callable(change) else lambda _value, new=change: new
+                   for key, change in MECHANISMS[mechanism].items()
+                   if key not in overrides or callable(change)}
+        if len(changes) == len(MECHANISMS[mechanism]) and all(
+                change(before[key]) == before[key] for key, change in changes.items()):
+            if mechanism in split_names(values["without"]):
+                raise InputError(f"--without={values['without']}: preset {name} has no {mechanism}: leave "
+                                 "it out")
+            continue
+        values.update({key: change(values[key]) for key, change in changes.items()})
     for key, value in values.items():
         check_value(key, value)
     cfg = Config(**values)
@@ -955,16 +981,21 @@ def count_flops(cfg: Config) -> int:
     return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
 
 
-def plain_dict(cfg: Config) -> dict:
-    """Every option as plain JSON types."""
-    return json.loads(json.dumps({name: getattr(cfg, name) for name in OPTIONS}, default=vars))
+def plain_dict(cfg: ModelConfig) -> dict:
+    """Every option of a config, or of a part of it, as plain JSON types."""
+    return json.loads(json.dumps({name: getattr(cfg, name) for name in OPTIONS if hasattr(cfg, name)},
+                                 default=vars))
 
 
 def config_from_dict(values: dict) -> Config:
-    """The inverse of plain_dict(), for what a checkpoint says; unknown names are left out."""
-    return Config(**{name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
-                     tuple(value) if isinstance(value, list) else value
-                     for name, value in values.items() if name in OPTIONS})
+    """The inverse of plain_dict(), for what a checkpoint or a result says: names that are no options here
+    are left out, options that were not there yet have their defaults; InputError for what is no value."""
+    known = {name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
+             tuple(value) if isinstance(value, list) else value
+             for name, value in values.items() if name in OPTIONS}
+    for name, value in known.items():
+        check_value(name, value)
+    return Config(**known)
 
 
 # ==== RUNTIME ==============================================================================================
@@ -1006,6 +1037,21 @@ def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def check_environment() -> None:
+    """Raise InputError where what torchrun says in the environment makes no sense. Called before anything
+    else reads it."""
+    for name, default in dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
+        text = os.environ.get(name, default)
+        least = 1 if name.endswith("WORLD_SIZE") else 0
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            raise InputError(f"{name}={text} in the environment is not a whole number of at least {least}: "
+                             "unset it, or start with torchrun", of_one_rank=True)
+    rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise InputError(f"RANK={rank} in the environment is not below WORLD_SIZE={world_size}: unset both, "
+                         "or start with torchrun", of_one_rank=True)
+
+
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
     """Join the process group, unless told to stay alone; choose_precision() then adds precision."""
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
@@ -1027,17 +1073,29 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
     if world_size > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise InputError(f"WORLD_SIZE={world_size} in the environment, but no {name}: start with "
+                                 "torchrun, or unset WORLD_SIZE", of_one_rank=True)
         with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: no rank outlives its launcher
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
-        dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
-                                timeout=PATIENCE)
-        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        try:
+            dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
+                                    timeout=PATIENCE)
+            control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        except (ValueError, RuntimeError) as error:
+            raise InputError(f"rank {rank} does not find the others at MASTER_ADDR="
+                             f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
+                             f"({str(error)[:200]}): start with torchrun", of_one_rank=True) from None
     return Runtime(device, rank, local_rank, world_size, control=control)
 
 
-def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
-    """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all."""
-    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
+def choose_precision(cfg: Config, rt: Runtime, activations: str = "") -> Runtime:
+    """Decide precision, compilation, FP8 and kernels by short real launches; rank 0 decides for all.
+
+    activations: their type in the run that this one continues, or in the first one of its record.
+    """
+    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device, activations)
     use_compile, note = choose_compile(cfg, rt.device)
     use_kernels, kernels_note = choose_kernels(cfg, rt.device, dtype, use_compile)
     fp8 = {field: choose_fp8(cfg, rt.device, field, use_compile) for field in FP8_OPTIONS}
@@ -1099,30 +1157,30 @@ def computes_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def lacks_bfloat16() -> bool:
-    """Whether this processor says that it multiplies no bfloat16: then even a probe costs more than it is
-    worth. PyTorch before 2.13 cannot say."""
+def multiplies_bfloat16() -> bool:
+    """Whether this processor says that it multiplies bfloat16; PyTorch before 2.13 cannot tell."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
-    is_known = has.get("architecture") == "x86_64"
-    return is_known and not any(has.get(name, True) for name in ("avx512_bf16", "amx_bf16"))
+    return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
-    """(dtype of activations, FLOP/s of a large matmul in it, one line): bfloat16 where that is faster."""
-    has_bf16, names = computes_bfloat16(device), {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if cfg.dtype == "bfloat16" and not has_bf16:
-        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
-    name, reason = cfg.dtype, "chosen by --dtype"
-    if name == "auto" and device.type == "cuda":
-        name, reason = ("bfloat16", "on a GPU that has it") if has_bf16 else ("float32", "below Ampere")
-    elif name == "auto" and lacks_bfloat16():
-        name, reason = "float32", "this processor does not multiply bfloat16"
-    elif name == "auto":  # small: where it is emulated it takes a hundred times longer
-        rates = [measure_matmul(device, dtype, 192) for dtype in names.values()]
-        name = "bfloat16" if rates[1] > 1.5 * rates[0] else "float32"
-        reason = f"bfloat16 multiplies at {rates[1] / rates[0]:.2f} times the rate of float32"
-    rate = measure_matmul(device, names[name], 8192 if device.type == "cuda" else 1024)
-    return names[name], rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
+def choose_dtype(cfg: Config, device: torch.device, first: str = "") -> tuple[torch.dtype, float, str]:
+    """(dtype of activations, FLOP/s of a large matmul in it, one line): for auto what the device says of
+    itself; or first, what this run, or the first one of its record, began with."""
+    is_cuda, has_bf16 = device.type == "cuda", computes_bfloat16(device)
+    if not has_bf16 and "bfloat16" in (cfg.dtype, first):
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto; what "
+                         "began in bfloat16 goes on where it can")
+    if cfg.dtype != "auto":
+        name, reason = cfg.dtype, "chosen by --dtype"
+    elif first:
+        name, reason = first, "as this run, or the first one of its record, began"
+    elif has_bf16 if is_cuda else multiplies_bfloat16():
+        name, reason = "bfloat16", f"this {'GPU' if is_cuda else 'processor'} multiplies it"
+    else:
+        name, reason = "float32", f"this {'GPU' if is_cuda else 'processor'} does not multiply bfloat16"
+    dtype = getattr(torch, name)
+    rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
+    return dtype, rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
 
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
@@ -1240,12 +1298,13 @@ class Stop:
 
     @contextmanager
     def catch_signals(self):
-        """Turn SIGINT and SIGTERM into a wish; SIGINT again after a second interrupts."""
+        """Turn SIGINT, SIGTERM and SIGHUP, a lost terminal, into a wish; SIGINT again after a second
+        interrupts. What is ignored, as SIGHUP under nohup, stays ignored."""
         first_at = math.inf
 
         def handle(signum: int, _frame) -> None:
             nonlocal first_at
-            if signum not in (signal.SIGINT, signal.SIGTERM):
+            if signal.Signals(signum).name == "SIGCONT":
                 self.num_pauses += 1
                 return
             if signum == signal.SIGINT and time.monotonic() > first_at + 1:
@@ -1253,7 +1312,8 @@ class Stop:
             first_at = min(first_at, time.monotonic())
             self.wish = self.wish or 128 + signum
 
-        names = [name for name in ("SIGINT", "SIGTERM", "SIGCONT") if hasattr(signal, name)]  # Windows: two
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGCONT")  # Windows has two of them
+                 if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
         old = {name: signal.signal(getattr(signal, name), handle) for name in names}
         try:
             yield
@@ -1738,7 +1798,12 @@ def to_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
 
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor,
                   out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """(a * scale_a) @ (b * scale_b).T in FP8. a (M, K), b (N, K), both row-major -> (M, N)."""
+    """(a * scale_a) @ (b * scale_b).T of FP8 tensors. a (M, K), b (N, K), both row-major -> (M, N).
+
+    On a CPU their exact products are summed in float32: its FP8 operation can take a thousand times longer.
+    """
+    if a.device.type == "cpu":
+        return (a.float() @ b.float().T * (scale_a * scale_b)).to(out_dtype)
     scales = (scale if isinstance(scale, Tensor) else torch.full(
         (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
     return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
@@ -2048,6 +2113,7 @@ class Rule:
     """An update rule, put together from the functions above."""
 
     direction: Callable
+    moments: tuple[str, ...]  # what the direction keeps: of the parameter's shape, zero at first
     is_normalized: bool
     apply: Callable
     lr: float  # to begin with, of 12 layers
@@ -2065,9 +2131,8 @@ class Rule:
     def init_state(self, param: Tensor, is_wide: bool = False) -> dict[str, Tensor]:
         """The state for parameters (M, ...): moments like the parameter, or wide, and then a bfloat16 matrix
         has its other 16 bits, too; all else in float32."""
-        names = ("momentum",) if self.direction is nesterov_orthogonalize else ("exp_avg", "exp_avg_sq")
         dtype = wide_dtype(param) if is_wide else param.dtype
-        state = {name: torch.zeros_like(param, dtype=dtype) for name in names}
+        state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
         if is_wide and self.per_matrix and param.dtype == torch.bfloat16:
             state["mantissa"] = torch.zeros_like(param, dtype=torch.int16)
         if self.is_normalized:
@@ -2091,13 +2156,14 @@ class Rule:
         self.apply(param, update, state, lr, decay, hyper)
 
 
+MUON, ADAM = (nesterov_orthogonalize, ("momentum",)), (adam_direction, ("exp_avg", "exp_avg_sq"))
 RULES = {
-    "muon": Rule(nesterov_orthogonalize, False, apply_spectral_update, 0.05),
-    "normuon": Rule(nesterov_orthogonalize, True, apply_spectral_update, 0.05),
-    "muonh": Rule(nesterov_orthogonalize, False, hyperball_step, 0.02),
-    "normuonh": Rule(nesterov_orthogonalize, True, hyperball_step, 0.02),
-    "adamh": Rule(adam_direction, False, hyperball_step, 0.005),
-    "adamw": Rule(adam_direction, False, apply_update, 0.0018),
+    "muon": Rule(*MUON, False, apply_spectral_update, 0.05),
+    "normuon": Rule(*MUON, True, apply_spectral_update, 0.05),
+    "muonh": Rule(*MUON, False, hyperball_step, 0.02),
+    "normuonh": Rule(*MUON, True, hyperball_step, 0.02),
+    "adamh": Rule(*ADAM, False, hyperball_step, 0.005),
+    "adamw": Rule(*ADAM, False, apply_update, 0.0018),
 }
 
 # ==== OPTIMIZER ============================================================================================
@@ -3042,17 +3108,31 @@ class Batch(typing.NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A token file, memory-mapped and checked. starts: where its documents begin."""
+    """A token file, checked and kept open: one that takes its name meanwhile changes nothing. It is read and
+    not mapped, because a map of a file that was cut short ends the process (SIGBUS)."""
 
-    tokens: np.ndarray  # uint16
-    starts: np.ndarray
+    file: typing.BinaryIO
+    num_tokens: int
+    starts: np.ndarray  # where its documents begin
     bos: int
     sha256: str
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def ends(self, max_doc_len: int) -> np.ndarray:
         """Running count of usable tokens after each document, documents cut to max_doc_len."""
-        lengths = np.diff(self.starts, append=len(self.tokens))
+        lengths = np.diff(self.starts, append=self.num_tokens)
         return np.minimum(lengths, max_doc_len).cumsum()
+
+    def read(self, first: int, end: int) -> np.ndarray:
+        """Tokens first..end-1, uint16; RunError where the file no longer has them."""
+        end = min(end, self.num_tokens)
+        with self.lock:
+            self.file.seek(SHARD_HEADER_BYTES + 2 * first)
+            data = self.file.read(2 * (end - first))
+        if len(data) != 2 * (end - first):
+            raise RunError(f"{self.file.name} was cut short while this run was reading it, it ends before "
+                           f"token {end}: {SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
+        return np.frombuffer(data, dtype="<u2")
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
@@ -3077,19 +3157,20 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
 
 
 def open_shard(path: str, vocab_size: int) -> Shard:
-    """Map and check a .bin shard; InputError names the file and what is wrong with it."""
+    """Open and check a .bin shard; InputError names the file and what is wrong with it."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     if shard_vocab != vocab_size:
         raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
                          f"set --vocab_size={shard_vocab} or choose other files")
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(num_tokens,))
+    file = open(path, "rb", buffering=0)
+    tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
         raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
                          f"{SHARD_REMEDY}")
     starts = np.flatnonzero(tokens == bos)
     if not len(starts):
         raise InputError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}")
-    return Shard(tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
+    return Shard(file, num_tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
@@ -3157,7 +3238,7 @@ class TrainData:
     def _find_tokens(self, shard: int, first: int, stage: Stage, _ends: np.ndarray) -> Row | None:
         """The row that begins with a token, the last target of the row before."""
         last = first + stage.seq_len
-        has_room = last < len(self.shards[shard].tokens)
+        has_room = last < self.shards[shard].num_tokens
         return Row(shard, first, last, stage.seq_len, stage.max_doc_len) if has_room else None
 
     def _report_missing(self) -> typing.NoReturn:
@@ -3176,10 +3257,11 @@ class TrainData:
         row = self.rows[index]
         shard = self.shards[row.shard]
         if self.cfg.row_start == "anywhere":
-            return shard.tokens[row.first : row.last + 1]
+            return shard.read(row.first, row.last + 1)
         starts = shard.starts[row.first : row.last + 2].tolist()
-        ends = [*starts[1:], len(shard.tokens)][: row.last + 1 - row.first]
-        pieces = [shard.tokens[start : min(end, start + row.max_doc_len)]
+        ends = [*starts[1:], shard.num_tokens][: row.last + 1 - row.first]
+        tokens = shard.read(starts[0], min(ends[-1], starts[len(ends) - 1] + row.max_doc_len))
+        pieces = [tokens[start - starts[0] : min(end, start + row.max_doc_len) - starts[0]]
                   for start, end in zip(starts, ends)]
         return np.concatenate(pieces)[: row.seq_len + 1]
 
@@ -3221,7 +3303,7 @@ class ValData:
         self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
         pieces, missing = [], cfg.val_tokens + 1
         for shard in self.shards:
-            pieces.append(shard.tokens[:missing])
+            pieces.append(shard.read(0, missing))
             missing -= len(pieces[-1])
         if missing:
             most = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
@@ -3543,6 +3625,32 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
 # 0 alone writes.
 
 
+@contextmanager
+def lock_folder(folder: Path, message: str, is_patient: bool = False):
+    """Make a folder and keep other processes from locking it, too; InputError, or patience, where one has. A
+    folder made here that is left empty is taken away again.
+
+    The lock ends with the process, however it ends. Where there are no locks, as on Windows, nobody waits.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
+    try:
+        with suppress(OSError):  # of a file system without locks
+            try:
+                if fcntl:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if is_patient else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise InputError(message, of_one_rank=True) from None
+        yield
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        if fcntl:
+            os.close(descriptor)
+
+
 def show_bar() -> bool:
     return sys.stderr.isatty() and env_int("RANK", 0) == 0
 
@@ -3594,19 +3702,48 @@ def hash_script() -> str:
     return hashlib.sha256(read_script()).hexdigest()
 
 
-def check_outputs(cfg: Config) -> None:
-    """Raise InputError where a file of this run could not be written, or its record's name is taken."""
-    folders = {"logs_dir": Path(cfg.logs_dir)}
+def check_outputs(cfg: Config) -> str:
+    """Raise InputError where a file of this run could not be written, or its record's name is taken; returns
+    what check_record() does."""
+    folders, activations = {"logs_dir": Path(cfg.logs_dir)}, ""
     if cfg.record:
         folders["records_dir"] = choose_folder(cfg)
-        script = folders["records_dir"] / "train_gpt.py"
-        if script.exists() and script.read_bytes() != read_script():
-            raise InputError(f"--record={cfg.record} is taken by another script ({script}): "
-                             "choose another name")
+        activations = check_record(cfg, folders["records_dir"])
     if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
         folders["checkpoint_dir"] = name_checkpoints(cfg)
     for field, folder in folders.items():
         check_writable(folder, f"choose another folder with --{field}")
+    return activations
+
+
+def check_record(cfg: Config, folder: Path) -> str:
+    """Raise InputError where a record folder holds runs of another script, or of other options than these;
+    returns the type of its activations, or nothing where there is no run yet."""
+    script = folder / "train_gpt.py"
+    if script.exists() and script.read_bytes() != read_script():
+        raise InputError(f"--record={cfg.record} is taken by another script ({script}): choose another name")
+    for path in sorted(folder.glob("*.json"))[:1]:
+        try:
+            result = json.loads(path.read_text())
+            others = list_differences(result["config"], cfg, FREE_OPTIONS)
+            activations = result["hardware"]["activations"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path} is no result of a run ({type(error).__name__}: {error}): mend it, or "
+                             f"choose another name than --record={cfg.record}") from None
+        if others:
+            raise InputError(f"--record={cfg.record} is taken by runs with other options ({path}: "
+                             f"{', '.join(others)}): choose another name, or give theirs")
+        return activations
+    return ""
+
+
+def list_differences(theirs: dict, cfg: Config, but: Iterable[str], of: Iterable[str] = OPTIONS
+                     ) -> list[str]:
+    """'head_lr was 0.008, here 0.01' for all options in which this config differs from an earlier one."""
+    ours, theirs = plain_dict(cfg), plain_dict(config_from_dict(theirs))
+    return [f"{name} were others" if name in ("layers", "stages") else
+            f"{name} was {str(theirs[name])[:60]}, here {str(ours[name])[:60]}"
+            for name in of if name not in but and ours[name] != theirs[name]]
 
 
 def choose_folder(cfg: Config) -> Path:
@@ -3642,12 +3779,15 @@ def read_git_commit() -> str:
 
 
 def print0(text: str, rt: Runtime) -> None:
-    """Print a line on rank 0, flushed, above the progress bar."""
-    try:
-        if rt.is_main:
-            tqdm.write(text, file=sys.stdout)
+    """Print a line on rank 0, flushed, above the progress bar. Who reads it may go: training goes on."""
+    for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.is_main else ():
+        try:
+            write(text)
             sys.stdout.flush()
-    except OSError:  # nobody reads it any more: training goes on
+            return
+        except OSError:  # at first perhaps only of the terminal that shows the bar
+            pass
+    if rt.is_main:
         sys.stdout = open(os.devnull, "w")
 
 
@@ -3686,6 +3826,7 @@ class RunLog:
 
     def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
         self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
+        self.shown_at, self.shown_loss = 0.0, None  # of the bar
         self.track = self.end_tracking = None
         self.val_points = resumed["val_points"] if resumed else []
         self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
@@ -3706,16 +3847,22 @@ class RunLog:
             self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
         return self
 
-    def __exit__(self, kind: type | None, *_) -> None:
-        """Take the bar off the screen; bad input leaves nothing."""
-        if self.bar is not None:
-            self.bar.close()
+    def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
+        """Take the bar off the screen, and log why a run ends early; bad input leaves nothing."""
+        self.close_bar()
         if self.end_tracking:
             self.end_tracking()
+        if isinstance(error, RunError):
+            self._append(".txt", str(error))
         for file in self.files.values():
             file.close()
-            if kind is not None and issubclass(kind, InputError):
+            if isinstance(error, InputError):
                 Path(file.name).unlink(missing_ok=True)
+
+    def close_bar(self) -> None:
+        with suppress(OSError):  # its terminal may be gone
+            if self.bar is not None:
+                self.bar.close()
 
     def _append(self, suffix: str, line: str) -> None:
         """Write a line; a full disk is reported once, and training goes on."""
@@ -3752,16 +3899,22 @@ class RunLog:
         self.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
                    f"train_time:{train_time * 1000:.0f}ms step_avg:{train_time * 1000 / max(step, 1):.2f}ms")
 
-    def log_step(self, step: int, loss: Callable[[], float], tokens: int, train_time: float) -> None:
-        """The line of a training step, counted from 1, and the bar. loss() is read only to be shown."""
+    def log_step(self, step: int, loss: Tensor, tokens: int, train_time: float) -> None:
+        """The line of a step, counted from 1, and the bar, which shows the loss of a step before."""
         every, is_last = self.cfg.print_every, step == self.cfg.num_iterations
         self.print(f"step:{step}/{self.cfg.num_iterations} train_time:{train_time * 1000:.0f}ms "
                    f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
-        if self.bar is not None:
-            if is_last or time.monotonic() - self.bar.last_print_t > 0.5:
-                speed = f"{tokens / train_time:,.0f} tok/s"
-                self.bar.set_postfix_str(f"loss {loss():.3f}, {speed}", refresh=False)
-            self.bar.update()
+        try:
+            if self.bar is not None:
+                if time.monotonic() - self.shown_at > 0.5 or is_last:
+                    speed = f"{tokens / train_time:,.0f} tok/s"
+                    shown = f"loss {self.shown_loss.read().item():.3f}, " if self.shown_loss else ""
+                    self.bar.set_postfix_str(shown + speed, refresh=False)
+                    # shown the next time: by then it is there, and nobody waits for the device
+                    self.shown_at, self.shown_loss = time.monotonic(), HostCopy(loss)
+                self.bar.update()
+        except OSError:  # its terminal is gone
+            self.bar = None
 
     def finish(self, result: dict) -> None:
         """Leave the result: script, log and json in one folder; and print the card."""
@@ -3770,22 +3923,36 @@ class RunLog:
         result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
                       seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
                       git_commit=read_git_commit())
-        path = self.folder / f"{self.run_id}.json"
-        script = "train_gpt.py" if self.cfg.record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
-        if self.bar is not None:
-            self.bar.close()
-        print0(format_card(result, self.rt, path), self.rt)
+        self.close_bar()
+        problem = self._leave(self.folder, result)
+        name = f"{self.run_id}.json"
+        if problem and self.cfg.record and not self._leave(Path(self.cfg.logs_dir), result):
+            problem += f"; it is left in {Path(self.cfg.logs_dir, name)} instead"
+        print0(format_card(result, self.rt, "nowhere: see below" if problem else str(self.folder / name)),
+               self.rt)
+        if problem:
+            raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
+
+    def _leave(self, folder: Path, result: dict) -> str:
+        """Write script and json into a folder, and move the log of a record run there; returns what went
+        wrong. Other runs may have taken the record's name while this one trained."""
+        is_record = folder != Path(self.cfg.logs_dir)
+        script = "train_gpt.py" if is_record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / script).exists():
-                write_atomic(self.folder / script, read_script())
-            for suffix, file in self.files.items() if self.cfg.record else ():
-                shutil.move(file.name, self.folder / f"{self.run_id}{suffix}")
-            write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+            with lock_folder(folder, "", is_patient=True):
+                if is_record:
+                    check_record(self.cfg, folder)
+                if not (folder / script).exists():
+                    write_atomic(folder / script, read_script())
+                for suffix, file in self.files.items() if is_record else ():
+                    shutil.move(file.name, folder / f"{self.run_id}{suffix}")
+                write_atomic(folder / f"{self.run_id}.json", (json.dumps(result, indent=1) + "\n").encode())
         except OSError as error:
-            raise RunError(f"the result could not be written to {self.folder} ({error.strerror}): this run "
-                           "is not recorded; its log, as far as the disk took it, is in "
-                           f"{self.cfg.logs_dir}", of_one_rank=True) from error
+            return (f"{folder} cannot be written ({error.strerror}); the log, as far as the disk took it, "
+                    f"is in {self.cfg.logs_dir}")
+        except InputError as error:
+            return str(error)
+        return ""
 
 
 CHECKPOINT_FORMAT = "train_gpt 5"
@@ -3800,7 +3967,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict, dict[str, Tensor]]:
     """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed."""
     try:
         if not path.is_file():
@@ -3811,11 +3978,45 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
             raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
-        return json.loads(content["facts"]), dict(content["tensors"])
+        facts, tensors = json.loads(content["facts"]), dict(content["tensors"])
+        Progress(**facts["progress"])
+        for name in ("config", "optimizer_steps", "world_size", "script_sha256", "val_points", "run_id"):
+            facts[name]
+        return facts, tensors
     except Exception as error:  # whatever a damaged file makes its readers raise
-        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason}): name another one, "
-                         "or give --resume=auto for the newest that can") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:100]})"
+                         f": {remedy}") from None
+
+
+def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config) -> None:
+    """Raise InputError where a checkpoint holds another model than this config: other options, or a
+    mechanism that this script lacks."""
+    theirs, names = facts["config"], [field.name for field in dataclasses.fields(ModelConfig)
+                                      if not field.name.startswith("fp8_")]
+    for name, default in facts.get("model_defaults", {}).items():
+        if name not in OPTIONS and theirs.get(name) != default:
+            raise InputError(f"{path} is of a script with --{name}={str(theirs.get(name))[:60]}, which this "
+                             "one lacks: use that script (beside its log)")
+    try:
+        others = list_differences(theirs, cfg, (), [*names, "matrix_rule"])
+    except InputError as error:
+        raise InputError(f"{path} is of a script that has what this one lacks ({error}): use that script "
+                         "(beside its log)") from None
+    if others:
+        raise InputError(f"{path} is a checkpoint of another model: {', '.join(others)}: give that run's "
+                         "options, or start anew without --resume")
+    with torch.device("meta"):
+        ours = {name: param.shape for name, param in GPT(cfg).named_parameters()}
+    held = {name: getattr(tensor, "shape", None) for name, tensor in tensors.items() if "/" not in name}
+    for name in sorted(ours.keys() | held.keys()):
+        if ours.get(name) != held.get(name):
+            raise InputError(f"{path} has {name} {show_shape(held.get(name))}, the model here "
+                             f"{show_shape(ours.get(name))}: use the script that left it (beside its log)")
+
+
+def show_shape(shape: torch.Size | None) -> str:
+    return "not at all" if shape is None else f"of shape {tuple(shape)}"
 
 
 def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
@@ -3823,11 +4024,13 @@ def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
     paths = list_checkpoints(name_checkpoints(cfg)) if cfg.resume == "auto" else [Path(cfg.resume)]
     for i, path in enumerate(paths):
         try:
-            facts, tensors = read_checkpoint(path)
+            facts, tensors = read_checkpoint(path, "name another one, or give --resume=auto for the newest "
+                                                   "that can")
         except InputError:
             if i == len(paths) - 1:
                 raise
         else:
+            check_model(path, facts, tensors, cfg)
             check_same_run(path, facts, cfg)
             return path, facts, tensors
     return None
@@ -3841,29 +4044,50 @@ def find_result(facts: dict, cfg: Config) -> str:
 
 
 def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
-    """Raise InputError where a checkpoint does not fit this run."""
-    ours, theirs, step = plain_dict(cfg), facts["config"], facts["progress"]["step"]
-    for name in (*(field.name for field in dataclasses.fields(ModelConfig)), "matrix_rule"):
-        if not name.startswith("fp8_") and ours[name] != theirs.get(name):
-            shown = [value if name != "layers" else "others" for value in (theirs.get(name), ours[name])]
-            raise InputError(f"{path} is a checkpoint of another model: --{name} is {shown[0]} there, "
-                             f"{shown[1]} here: give that run's options, or start anew without --resume")
+    """Raise InputError where this run may not go on from a checkpoint of its model."""
+    step = facts["progress"]["step"]
     if step > cfg.num_iterations:
         raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
                          f"give at least --num_iterations={step}")
     if cfg.record and facts["script_sha256"] != hash_script():
         raise InputError(f"{path} was left by another script, which a record does not allow: start --record="
                          f"{cfg.record} anew without --resume")
+    result = find_result(facts, cfg)
+    others = list_differences(facts["config"], cfg, FREE_OPTIONS - {"seed"}) if result else ()
+    if others:
+        raise InputError(f"{path} is the end of a finished run with other options ({result}: "
+                         f"{', '.join(others)}): leave --resume out to start anew, or give theirs")
 
 
 class Checkpoints:
-    """Writes checkpoints in the background, and keeps the newest two of this run."""
+    """Writes checkpoints in the background, and keeps the newest two of this run.
+
+    A folder belongs to one run at a time. A second one that is to write or to go on there is refused; one
+    that was stopped, and had not asked for checkpoints, leaves it in a folder of its own.
+    """
 
     KEPT = 2
 
     def __init__(self, cfg: Config, log: RunLog):
         self.folder, self.log, self.is_broken = name_checkpoints(cfg), log, False
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+        self.locks = ExitStack()
+        self.is_expected = bool(cfg.checkpoint_every or cfg.time_limit or cfg.resume)
+
+    def __enter__(self) -> "Checkpoints":
+        if self.log.rt.is_main and self.is_expected:
+            self._lock(self.folder)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.executor.shutdown()
+        self.locks.close()
+
+    def _lock(self, folder: Path) -> None:
+        self.locks.enter_context(lock_folder(folder, (
+            f"{folder} is in use by another run of this name and seed: wait for it, or give another "
+            "--checkpoint_dir")))
+        self.is_expected = True
 
     def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
         self.wait()
@@ -3875,9 +4099,16 @@ class Checkpoints:
         return self.writing and self.writing.result()
 
     def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> Path | None:
-        path, start = self.folder / f"step_{step:06d}.pt", time.perf_counter()
+        start = time.perf_counter()
         try:
+            if not self.is_expected:
+                try:
+                    self._lock(self.folder)
+                except InputError:
+                    self.folder = self.folder.with_name(f"{self.folder.name}_{self.log.run_id}")
+                    self._lock(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"step_{step:06d}.pt"
             content = dict(format=CHECKPOINT_FORMAT, facts=facts,
                            tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
@@ -3897,8 +4128,8 @@ class Checkpoints:
         return path
 
 
-def format_card(result: dict, rt: Runtime, path: Path) -> str:
-    """The result card at the end of a run."""
+def format_card(result: dict, rt: Runtime, place: str) -> str:
+    """The result card at the end of a run, which lies at a place."""
     derived, seconds, config = result["config"]["derived"], result["train_time_ms"] / 1000, result["config"]
     paused = f"; suspended {result['pauses']} times, which counts" if result["pauses"] else ""
     rows = {
@@ -3914,7 +4145,7 @@ def format_card(result: dict, rt: Runtime, path: Path) -> str:
     if rt.world_size > 1:
         rows["sent per step"] = (f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least "
                                  f"possible is {result['minimum_bytes_per_step'] / 1e6:,.2f} MB")
-    rows["left in"] = str(path)
+    rows["left in"] = place
     width = max(map(len, rows.values()))
     rule = f"+{'-' * 17}+{'-' * (width + 2)}+"
     return "\n".join((rule, *(f"| {name:<15} | {value:<{width}} |" for name, value in rows.items()), rule))
@@ -4041,7 +4272,8 @@ class Trainer:
         copies |= {f"fp8/{i}": HostCopy(module.scale) for i, module in enumerate(list_scales(self.model))}
         if self.rt.device.type == "cuda":
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
-        facts = dict(config=plain_dict(self.cfg), progress=dataclasses.asdict(self.progress),
+        facts = dict(config=plain_dict(self.cfg), model_defaults=plain_dict(ModelConfig()),
+                     progress=dataclasses.asdict(self.progress),
                      optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
                      script_sha256=hash_script())
         return facts, copies if self.rt.is_main else {}
@@ -4281,33 +4513,36 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def prepare_outputs(cfg: Config, rt: Runtime) -> tuple[Path, dict, dict[str, Tensor]] | None:
-    """Check on rank 0 what this run will write, and read what it resumes, as find_checkpoint(); errors and
-    facts reach all ranks, tensors only rank 0."""
-    found, problem = None, ""
+def prepare_outputs(cfg: Config, rt: Runtime
+                    ) -> tuple[tuple[Path, dict, dict[str, Tensor]] | None, str]:
+    """Check on rank 0 what this run will write, and read what it resumes: (what find_checkpoint() returns,
+    type of activations of the run it continues or of its record's first). Errors and facts reach all ranks,
+    tensors only rank 0."""
+    found, activations, problem = None, "", ""
     try:
         if rt.is_main:
-            check_outputs(cfg)
+            activations = check_outputs(cfg)
             found = find_checkpoint(cfg) if cfg.resume else None
     except InputError as error:
         problem = str(error)
-    path, facts, problem = broadcast_object((*(found or (None, None))[:2], problem), rt)
+    path, facts, activations, problem = broadcast_object(
+        (*(found or (None, None))[:2], activations, problem), rt)
     if problem:
         raise InputError(problem)
-    return path and (path, facts, found[2] if found else {})
+    saved = (path, facts, found[2] if found else {}) if path else None
+    return saved, (facts.get("activations", "") if saved else "") or activations
 
 
 def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str:
-    """Load a checkpoint; returns a line that says so, and which options that matter are others now."""
+    """Load a checkpoint; returns a line that says so, and which options are others now."""
     path, facts, tensors = saved
-    trainer.load_state_dict(facts, tensors)
+    try:
+        trainer.load_state_dict(facts, tensors)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read as a checkpoint (nothing in it fits {str(error)[:100]}): "
+                         "name another one", of_one_rank=True) from error
     trainer.progress.resumed_at.append(trainer.progress.step)
-    ours, theirs = plain_dict(trainer.cfg), facts["config"]
-    decisive = {"dtype", "num_iterations", "seed", "tokens_per_step", "seq_len", "micro_batch_tokens",
-                "stages", "max_doc_len", "row_start", "document_mask", "train_files",
-                *OptimConfig.__annotations__, *GroupConfig.__annotations__}
-    others = [f"{name} was {theirs.get(name)}" for name in ours
-              if name in decisive and ours[name] != theirs.get(name)]
+    others = list_differences(facts["config"], trainer.cfg, FREE_OPTIONS - {"seed"})
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
@@ -4318,7 +4553,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
              f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
     print0(f"{intro}, in {Path.cwd()}", rt)  # records are published: their logs name no folder
-    saved = prepare_outputs(cfg, rt)
+    saved, activations = prepare_outputs(cfg, rt)
     if saved and (result := broadcast_object(find_result(saved[1], cfg), rt)):
         print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
                "starts anew)", rt)
@@ -4326,8 +4561,9 @@ def train(cfg: Config, argv: list[str]) -> None:
     ensure_corpus(cfg, rt)
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     prefixes = read_prefixes(cfg) if cfg.has_prefixes else None
-    rt = choose_precision(cfg, rt)
-    with RunLog(cfg, rt, argv, saved and saved[1]) as log, explain_memory(cfg):
+    rt = choose_precision(cfg, rt, activations)
+    with (RunLog(cfg, rt, argv, saved and saved[1]) as log, Checkpoints(cfg, log) as checkpoints,
+          explain_memory(cfg)):
         log.print(intro, to_console=False)
         for note in rt.notes:
             log.print(note)
@@ -4345,7 +4581,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
         with stop.catch_signals():
             first_step, before = trainer.progress.step, trainer.optimizer.count_bytes()
-            Run(trainer, train_data, val_data, log, argv, stop, telemetry).run()
+            Run(trainer, train_data, val_data, log, checkpoints, argv, stop, telemetry).run()
         num_steps = max(1, cfg.num_iterations - first_step)
         sent = [(now - then) / num_steps for then, now in zip(before, trainer.optimizer.count_bytes())]
         log.finish({**facts, **measure_run(trainer, derived, sent, stop)})
@@ -4369,14 +4605,15 @@ class Run:
 
     TIME_LIMIT_STATUS = 124
     ANNOUNCE_AFTER = 5.0  # seconds of training
-    CAUSES = {128 + signal.SIGINT: "by SIGINT", 128 + signal.SIGTERM: "by SIGTERM",
-              TIME_LIMIT_STATUS: "at its time limit", Guard.STATUS: "by the guard"}
+    CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", TIME_LIMIT_STATUS: "at its time limit",
+              Guard.STATUS: "by the guard"}
 
     def __init__(self, trainer: Trainer, train_data: TrainData, val_data: ValData, log: RunLog,
-                 argv: list[str], stop: Stop, telemetry: Telemetry | None = None):
+                 checkpoints: Checkpoints, argv: list[str], stop: Stop, telemetry: Telemetry | None = None):
         self.cfg, self.rt, self.trainer, self.progress = trainer.cfg, trainer.rt, trainer, trainer.progress
         self.val_data, self.log, self.argv, self.stop = val_data, log, argv, stop
-        self.checkpoints = Checkpoints(self.cfg, log)
+        self.checkpoints, self.first_tokens = checkpoints, self.progress.tokens
+        self.first_time = self.progress.train_time
         batches = train_data.batches(self.cfg, self.rt, self.progress.step, self.cfg.num_iterations)
         self.batches = Prefetcher(batches, self.rt.device)
         self.guard, self.telemetry = Guard(trainer, log, stop), telemetry or Telemetry(trainer, log)
@@ -4424,8 +4661,10 @@ class Run:
             return
         cfg, progress, self.is_end_announced = self.cfg, self.progress, True
         num_validations = 1 + (cfg.num_iterations - progress.step) // (cfg.val_loss_every or sys.maxsize)
-        tokens_left = self.trainer.schedule.total_tokens() - progress.tokens
-        left = round(tokens_left * elapsed / progress.tokens + num_validations * self.val_seconds)
+        tokens_left = sum((end - max(start, progress.step)) * stage.tokens_per_step
+                          for stage, start, end in self.trainer.schedule.spans() if end > progress.step)
+        seconds_per_token = (elapsed - self.first_time) / (progress.tokens - self.first_tokens)
+        left = round(tokens_left * seconds_per_token + num_validations * self.val_seconds)
         hint = ", --preset=quick takes a quarter of that" if cfg.preset == "laptop" and left > 120 else ""
         self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
 
@@ -4443,7 +4682,7 @@ class Run:
         if cfg.check_ranks_every and progress.step % cfg.check_ranks_every == 0:
             optimizer.check_ranks()
         elapsed = progress.train_time + time.perf_counter() - self.started
-        self.log.log_step(progress.step, loss.item, progress.tokens, elapsed)
+        self.log.log_step(progress.step, loss, progress.tokens, elapsed)
         self.announce_end(elapsed)
         self.guard.end_step(loss, probe)
         self.telemetry.end_step(loss, probe, elapsed)
@@ -4468,7 +4707,8 @@ class Run:
         self.stop_clock()
         self.start_clock()  # what saving costs is training time
         facts, copies = self.trainer.state_dict()
-        facts.update(val_points=self.log.val_points, run_id=self.log.run_id)
+        facts.update(val_points=self.log.val_points, run_id=self.log.run_id,
+                     activations=self.log.facts["hardware"]["activations"])
         self.checkpoints.save(step, facts, copies)
         self.is_checkpoint_due = False
         if status:
@@ -4570,12 +4810,13 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
     plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
     cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, **values})
+    check_model(path, facts, tensors, cfg)
     dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
     rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
     with torch.device("meta"):
         model = GPT(cfg, rt)
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
-                          assign=True)
+                          assign=True)  # buffers are made below
     model.make_tables()
     return model.to(rt.device).eval(), cfg, rt, facts
 
@@ -4609,7 +4850,12 @@ def write_sample(values: dict) -> None:
 
 def run(argv: list[str]) -> int:
     """Obey a command line; returns the exit status."""
+    check_environment()
     values, flags = parse_argv(argv)
+    for field in dataclasses.fields(SampleConfig):
+        if field.name in values and "sample" not in values:
+            raise InputError(f"--{field.name} has no meaning without --sample: leave it out, or name a "
+                             "checkpoint with --sample")
     if "list_presets" in flags:
         print(format_presets())
     elif "print_config" in flags:
@@ -4627,7 +4873,8 @@ def report(error: RunError, program: str) -> int:
     """Print the line of an error, once on each node; returns the exit status."""
     if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
         kind = "" if isinstance(error, RunStopped) else "error: "
-        print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # its reader may be gone
+            print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
         time.sleep(1 if isinstance(error, RunStopped) else 5)
     return error.status
@@ -4640,15 +4887,23 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """
     try:
         status = body()
+        sys.stdout.flush()
     except RunError as error:
         status = report(error, program)
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # who read the output has read enough
+        status = 128 + 13  # SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        if not dist.is_initialized():
+        status, is_lost = 1, is_lost_contact(error)
+        if isinstance(error, (OSError, UnicodeError)) and not is_lost:  # of a file that setting up needs
+            name, reason = getattr(error, "filename", None), getattr(error, "strerror", None) or error
+            status = report(InputError(f"{f'{name}: ' if name else ''}{reason}: check the path, its "
+                                       "permissions and the room on its disk", of_one_rank=True), program)
+        elif not dist.is_initialized():
             raise
-        status = 1
-        if not is_lost_contact(error):
+        elif not is_lost:
             traceback.print_exc()
         elif is_first_to_say("lost contact"):
             print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, "
@@ -4664,13 +4919,17 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
 
 
 def open_standard_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr an empty one."""
+    """Give a process that was started without stdin, stdout or stderr an empty one; what the encoding of a
+    console lacks is shown as '?'."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def main(argv: list[str] | None = None) -> int:
