@@ -3123,9 +3123,9 @@ class Shard:
         lengths = np.diff(self.starts, append=self.num_tokens)
         return np.minimum(lengths, max_doc_len).cumsum()
 
-    def read(self, first: int, end: int) -> np.ndarray:
-        """Tokens first..end-1, uint16; RunError where the file no longer has them."""
-        end = min(end, self.num_tokens)
+    def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
+        """Tokens first..end-1, by default all, uint16; RunError where the file no longer has them."""
+        end = self.num_tokens if end is None else min(end, self.num_tokens)
         with self.lock:
             self.file.seek(SHARD_HEADER_BYTES + 2 * first)
             data = self.file.read(2 * (end - first))
@@ -3824,6 +3824,8 @@ def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
 class RunLog:
     """Log lines and events of a run, appended while it runs; on ranks other than 0 nothing is written."""
 
+    BAR_SECONDS = 0.5  # between two losses on the progress bar
+
     def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
         self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
         self.shown_at, self.shown_loss = 0.0, None  # of the bar
@@ -3906,7 +3908,7 @@ class RunLog:
                    f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=every > 0 and step % every == 0)
         try:
             if self.bar is not None:
-                if time.monotonic() - self.shown_at > 0.5 or is_last:
+                if time.monotonic() - self.shown_at >= self.BAR_SECONDS or is_last:
                     speed = f"{tokens / train_time:,.0f} tok/s"
                     shown = f"loss {self.shown_loss.read().item():.3f}, " if self.shown_loss else ""
                     self.bar.set_postfix_str(shown + speed, refresh=False)

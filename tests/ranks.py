@@ -136,6 +136,19 @@ def equality(out: str, cases: str) -> None:
         dist.destroy_process_group()
 
 
+def scales(out: str) -> None:
+    """FP8 scales after a step in which rank r has seen a largest entry of 5 + 2 r; both ranks' go to the file."""
+    rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
+    module = gpt.DelayedScale()
+    module(torch.tensor([1.0, 5.0 + 2 * rt.rank]))
+    gpt.advance_scales(torch.nn.ModuleList([module]), rt)
+    found = gpt.gather_shards(module.scale.view(1), rt)
+    if rt.is_main:
+        torch.save(found, out)
+    gpt.barrier(rt)
+    dist.destroy_process_group()
+
+
 def fail(mode: str, at_rank: str, *argv: str) -> int:
     """A real run in which one rank fails (mode "none": does not), in the second step after the three of the warm-up.
 

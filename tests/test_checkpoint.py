@@ -135,7 +135,7 @@ def test_other_options_are_named_when_a_run_goes_on_with_them(shards, here, caps
         shards, "--num_iterations=8", "--resume=checkpoints/smoke_seed0/step_000006.pt", "--head_lr=0.01"
     )
     assert points[-1][0] == 8
-    assert "after step 6: num_iterations was 6, head_lr was 0.008\n" in capsys.readouterr().out
+    assert "after step 6: num_iterations was 6, here 8, head_lr was 0.008, here 0.01\n" in capsys.readouterr().out
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_no_room_for_the_log(shards, here):
     assert done.returncode == 1
     assert done.stdout.count("cannot be written (File too large): training goes on without it") == 1
     assert done.stderr.startswith(
-        "train_gpt.py: error: the result could not be written to logs (File too large)"
+        "train_gpt.py: error: this run is not recorded: logs cannot be written (File too large)"
     )
     assert done.stderr.count("\n") == 1
     assert "step:6/6 val_loss" in done.stdout and "| validation loss |" in done.stdout
@@ -424,7 +424,7 @@ def test_folders_that_change_while_training(shards, here, monkeypatch, capsys, h
         assert len(list(Path("logs").glob("*.json"))) == 1
         assert [p.name for p in Path("checkpoints/smoke_seed0").iterdir()].count("step_000009.pt") == 1
     else:
-        assert status == 1 and "error: the result could not be written to logs" in errors
+        assert status == 1 and "error: this run is not recorded: logs cannot be written" in errors
         assert out.count("no checkpoint of step 6: checkpoints/smoke_seed0 cannot be written") == 1
         assert out.count("no checkpoint") == 1 and "step:9/9 val_loss" in out
 
@@ -484,14 +484,14 @@ FILE = "--resume=checkpoints/smoke_seed0/step_000006.pt"
 OPTIONS = {  # arguments: words of the message
     ("--resume=nowhere.pt",): "nowhere.pt cannot be read as a checkpoint",
     ("--resume=.",): ". cannot be read as a checkpoint",
-    (FILE, "--num_layers=3"): "another model: --num_layers is 2 there, 3 here",
-    (FILE, "--model_dim=128", "--head_dim=64"): "another model: --head_dim is 32 there, 64 here",
-    (FILE, "--attention_gate_dim=0"): "another model: --attention_gate_dim is 12 there, 0 here",
-    (FILE, "--mlp_ratio=2"): "another model: --mlp_ratio is 4 there, 2 here",
-    (FILE, "--embed_dtype=bfloat16"): "another model: --embed_dtype is float32 there, bfloat16 here",
-    (FILE, "--matrix_rule=adamw"): "another model: --matrix_rule is muon there, adamw here",
-    ("--resume=auto", "--num_layers=3"): "another model: --num_layers is 2 there, 3 here",
-    (FILE, "--layers=[{}, {}]"): "another model: --layers is others there, others here",
+    (FILE, "--num_layers=3"): "another model: num_layers was 2, here 3",
+    (FILE, "--model_dim=128", "--head_dim=64"): "another model: head_dim was 32, here 64",
+    (FILE, "--attention_gate_dim=0"): "another model: attention_gate_dim was 12, here 0",
+    (FILE, "--mlp_ratio=2"): "another model: mlp_ratio was 4, here 2",
+    (FILE, "--embed_dtype=bfloat16"): "another model: embed_dtype was float32, here bfloat16",
+    (FILE, "--matrix_rule=adamw"): "another model: matrix_rule was muon, here adamw",
+    ("--resume=auto", "--num_layers=3"): "another model: num_layers was 2, here 3",
+    (FILE, "--layers=[{}, {}]"): "another model: layers were others: give",
     (FILE, "--num_iterations=5"): "has made 6 steps, more than --num_iterations=5",
     ("--checkpoint_every=-1",): "--checkpoint_every=-1 is too small: give at least 0",
     ("--checkpoint_every=often",): "--checkpoint_every=often is not a whole number",

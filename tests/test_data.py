@@ -251,7 +251,7 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
     streams = {
         split: np.concatenate(
             [
-                gpt.open_shard(str(path), VOCAB).tokens
+                gpt.open_shard(str(path), VOCAB).read()
                 for path in sorted((tmp_path / "mine").glob(f"{split}_*"))
             ]
         )

@@ -9,7 +9,7 @@ LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adam
 
 
 def test_the_table():
-    assert list(gpt.RULES) == list(LRS) == list(gpt.OPTIONS["matrix_rule"].metadata["choices"])
+    assert list(gpt.RULES) == list(LRS) == list(gpt.list_choices(gpt.OPTIONS["matrix_rule"]))
     assert SPHERES == ["muonh", "normuonh", "adamh"]
     assert [name for name, rule in gpt.RULES.items() if not rule.per_matrix] == ["adamw"]
 

@@ -1,0 +1,267 @@
+"""The calls that join things: what a comparison of the script with itself, and of whole runs, cannot see."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import BOS, data_args, gpt, make_runtime, smoke_config
+from ranks import run_ranks
+
+TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(shards, *args, preset=TINY) -> dict:
+    """A run in this process; returns its json."""
+    before = set(Path("logs").glob("*.json"))
+    assert gpt.main([*preset, *data_args(shards), *args]) == 0
+    (path,) = set(Path("logs").glob("*.json")) - before
+    return json.loads(path.read_text())
+
+
+def make_trainer(shards, **changes):
+    """A trainer in its first steps, and the function that makes one more."""
+    cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
+    trainer = gpt.Trainer(cfg, make_runtime(fp8=frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())))
+    batches = trainer_batches(trainer)
+
+    def step():
+        loss = trainer.train_step(batches, trainer.schedule.at(trainer.progress.step))
+        trainer.progress.step += 1
+        return loss
+
+    return trainer, step, batches.close
+
+
+def trainer_batches(trainer):
+    data = gpt.TrainData(trainer.cfg, trainer.schedule)
+    return gpt.Prefetcher(
+        data.batches(trainer.cfg, trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
+    )
+
+
+# ---- clock, result ----------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_counts_steps_and_neither_validations_nor_checkpoints_of_others(shards, here, monkeypatch):
+    """Every step takes two seconds of a clock that only they and validations, a hundred seconds each, advance."""
+    now = [1000.0]
+    monkeypatch.setattr(gpt.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
+
+    def advance(name, seconds):
+        real = getattr(gpt.Trainer, name)
+
+        def wrapped(self, *args):
+            now[0] += seconds
+            return real(self, *args)
+
+        monkeypatch.setattr(gpt.Trainer, name, wrapped)
+
+    advance("train_step", 2.0)
+    advance("validate", 100.0)
+    result = run(shards, "--num_iterations=6", "--val_loss_every=2")
+    assert [[step, time] for step, _, time in result["val_points"]] == [[0, 0], [2, 4000], [4, 8000], [6, 12_000]]
+    assert result["train_time_ms"] == 12_000 and result["tokens_per_s"] == 6 * 512 // 12
+
+
+def test_the_result_is_the_last_validation_and_not_the_best(shards, here, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0])
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: next(losses))
+    result = run(shards, "--num_iterations=4", "--val_loss_every=2")
+    assert result["final_val_loss"] == 4.0 and [point[1] for point in result["val_points"]] == [5.0, 3.0, 4.0]
+
+
+def test_seeds_are_other_runs_and_a_seed_is_the_same(shards, here):
+    points = [
+        [point[:2] for point in run(shards, "--num_iterations=4", f"--seed={seed}")["val_points"]] for seed in (0, 1, 0)
+    ]
+    assert points[0] == points[2] != points[1]
+
+
+# ---- guard ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_guard_hears_of_a_validation_loss_that_rises(shards, here, monkeypatch, capsys):
+    losses = iter([6.0, 5.0, 9.0, 4.0])
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: next(losses))
+    run(shards, "--num_iterations=6", "--val_loss_every=2", "--guard=on")
+    out = capsys.readouterr().out
+    assert out.count("guard: ") == 1
+    assert "guard: step 4: validation loss 9.0000 after 5.0000: weights of step 0" in out
+
+
+def test_no_fault_of_the_step_before_is_saved(shards, here, monkeypatch, capsys):
+    """A NaN in a gradient of the step that is saved: the guard, which judges a step late, judges it before."""
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        bucket = self.optimizer.bucket_of["blocks.1.mlp.up_down"]
+        if self.progress.step == 5:
+            arm = self.optimizer.arm
+            self.optimizer.arm = lambda: (bucket.grads[0, 0].fill_(math.nan), arm())
+        loss = real(self, *args)
+        self.optimizer.__dict__.pop("arm", None)
+        return loss
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    run(shards, "--num_iterations=8", "--checkpoint_every=6", "--guard=on")
+    assert "guard: step 6: gradient norm is nan" in capsys.readouterr().out
+    for step in (6, 8):
+        _, tensors = gpt.read_checkpoint(Path(f"checkpoints/smoke_seed0/step_{step:06d}.pt"))
+        assert [name for name, tensor in tensors.items() if not tensor.isfinite().all()] == []
+
+
+# ---- copies, random state, tables -------------------------------------------------------------------------------------
+
+
+def test_a_copy_on_its_way_does_not_change_with_its_tensor():
+    tensor = torch.arange(5.0)
+    copy = gpt.HostCopy(tensor)
+    tensor.zero_()
+    assert copy.read().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_random_state_goes_on_where_it_was_saved(shards):
+    trainer, step, close = make_trainer(shards, num_iterations=2)
+    step()
+    facts, copies = trainer.state_dict()
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    trainer.load_state_dict(facts, {name: copy.read() for name, copy in copies.items()})
+    assert torch.equal(torch.rand(3), expected)
+    close()
+
+
+def test_a_resumed_run_knows_the_prefixes(shards, here):
+    """The table is no part of a checkpoint: made from the file again, its loss is that of the run that went through."""
+    Path("vocab.json").write_text(json.dumps({chr(97 + i): 97 + i for i in range(26)} | {"ab": 3, "abc": 4, "bc": 5}))
+    stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":"0.5"}]'
+    args = [stages, "--vocab_file=vocab.json", "--num_iterations=6", "--checkpoint_every=3"]
+    whole = run(shards, *args)["val_points"]
+    saved = Path("checkpoints/smoke_seed0/step_000003.pt")
+    again = run(shards, *args, f"--resume={saved}", "--checkpoint_dir=other")["val_points"]
+    assert [point[:2] for point in again] == [point[:2] for point in whole]
+    for name in ("logs", "other"):  # and it matters
+        for path in Path(name).rglob("*.json"):
+            path.unlink()
+    prefixes = gpt.read_prefixes(gpt.make_config({"preset": "smoke", "device": "cpu", "vocab_file": "vocab.json"}))
+    assert (prefixes[3], prefixes[4], prefixes[5], prefixes[97]) == (97, 3, 98, -1)
+
+
+# ---- masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_masks_of_paired_heads_see_two_rows_of_every_token():
+    """Under FlexAttention and dense: a token is two rows, and a window of tokens one of rows."""
+    layers = (gpt.LayerSpec(paired=True), gpt.LayerSpec("long"))
+    cfg = smoke_config(num_layers=2, layers=layers, seq_len=256)
+    doc_ids, state = torch.arange(256) // 100, gpt.Schedule(cfg).at(0)
+    (long, short), rows = state.windows, torch.arange(512)
+    masks = {}
+    for use_flex in (True, False):
+        rt = make_runtime(use_flex=use_flex)
+        segment = gpt.Segment(cfg, gpt.GPT(cfg).blocks, range(2), use_flex)
+        made, _ = segment.build_masks(doc_ids, gpt.make_stage_inputs(state, 256, 256, rt, cfg), torch.float32)
+        assert set(made) == {("short", True), ("long", False)}
+        masks[use_flex] = made
+    for (kind, paired), window, ids in (
+        (("short", True), short, doc_ids.repeat_interleave(2)),
+        (("long", False), long, doc_ids),
+    ):
+        at = rows[: len(ids)]
+        expected = (at <= at[:, None]) & (at[:, None] - at <= window) & (ids == ids[:, None])
+        flex = masks[True][kind, paired].mask_mod(0, 0, at[:, None], at)
+        assert torch.equal(flex, expected) and masks[True][kind, paired].shape[-2:] == (len(ids), len(ids))
+        q, k = torch.randn(2, len(ids), 1, 8)
+        scores = (q[:, 0] @ k[:, 0].T).masked_fill(~expected, -math.inf).softmax(-1)
+        v = torch.randn(len(ids), 1, 8)
+        y = gpt.attend(q, k, v, masks[False][kind, paired])
+        assert torch.allclose(y[:, 0], scores @ v[:, 0], atol=1e-5)
+
+
+# ---- scales of FP8 ----------------------------------------------------------------------------------------------------
+
+
+def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards):
+    """Of a step whose first micro-batch has the larger entry; and the next step begins anew."""
+    trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
+    (module,), seen = gpt.list_scales(trainer.model), []
+    sizes = iter([5.0, 3.0, 2.0, 4.0])
+    module.register_forward_pre_hook(lambda _, args: (seen.append(args[0].max()), args[0].clamp(max=0) + next(sizes))[1])
+    for expected in (5.0, 4.0):
+        step()
+        assert module.scale.item() == pytest.approx(expected * 1.8 / 448, rel=1e-6)
+    close()
+    assert len(seen) == 4 and module.largest == 0
+
+
+def test_a_delayed_scale_is_the_largest_of_all_ranks(tmp_path):
+    ends, out, errors = run_ranks("scales", 2, tmp_path / "scales.pt")
+    assert all(status == 0 for status, _ in ends), errors[-2000:]
+    assert torch.load(tmp_path / "scales.pt", weights_only=True).tolist() == pytest.approx([7 * 1.8 / 448] * 2)
+
+
+# ---- what is read while training --------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_is_cut_short_meanwhile(tmp_path):
+    """Reading what is gone says so, where a map would end the process; a new file of the name changes nothing."""
+    tokens = np.arange(5000, dtype=np.uint16) % 256
+    tokens[::100] = BOS
+    path = tmp_path / "train_0.bin"
+    gpt.write_shard(path, tokens, 257, BOS)
+    shard = gpt.open_shard(str(path), 257)
+    gpt.write_shard(path, tokens[:1000], 257, BOS)
+    assert np.array_equal(shard.read(4000, 5000), tokens[4000:])
+    shard = gpt.open_shard(str(path), 257)
+    with open(path, "r+b") as file:
+        file.truncate(1024 + 2 * 600)
+    assert np.array_equal(shard.read(100, 600), tokens[100:600])
+    with pytest.raises(gpt.RunError, match="train_0.bin was cut short while this run was reading it"):
+        shard.read(500, 601)
+
+
+def test_a_run_whose_shard_is_cut_short_ends_with_a_line(shards, here, monkeypatch, capsys):
+    path = here / "train_0.bin"
+    path.write_bytes((shards / "train_1.bin").read_bytes())
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.progress.step == 3:
+            with open(path, "r+b") as file:
+                file.truncate(2000)
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    args = [f"--train_files={path}", f"--val_files={shards}/val_*.bin", "--num_iterations=30"]
+    assert gpt.main([*TINY, *args]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "train_0.bin was cut short" in err
+
+
+def test_the_bar_shows_the_loss_of_a_step_before(shards, here, monkeypatch):
+    """With a terminal: loss and speed stand on it while the run goes on, and nobody waits for the newest loss."""
+    shown, losses = [], []
+    monkeypatch.setattr(gpt, "show_bar", lambda: True)
+    monkeypatch.setattr(gpt.tqdm, "set_postfix_str", lambda _bar, text, refresh: shown.append(text))
+    monkeypatch.setattr(gpt.RunLog, "BAR_SECONDS", 0.0)
+    real_step = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        loss = real_step(self, *args)
+        losses.append(loss.item())
+        return loss
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    run(shards, "--num_iterations=5", "--val_loss_every=0")
+    assert [text.split(",")[0] for text in shown[1:]] == [f"loss {loss:.3f}" for loss in losses[:-1]]
+    assert "tok/s" in shown[0] and len(shown) == 5
