@@ -553,8 +553,8 @@ MECHANISMS: dict[str, dict] = {
     "adam_odd_steps": {f"{name}_every": 1 for name in GROUPS},
     "mantissas": dict(matrix_dtype="float32"),
     "qk_groups": dict(qk_group_heads=0),
-    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
     "tied_head": dict(tie_head="off"),
+    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
     "zero_init": dict(zero_init="off"),
     "qk_norm": dict(qk_norm="off"),
     "yarn": dict(yarn_max_window=0),
@@ -583,7 +583,7 @@ MECHANISMS: dict[str, dict] = {
     "document_mask": dict(document_mask="off"),
     "document_rows": dict(row_start="anywhere"),
     "softcap": dict(softcap=0.0),
-    "logit_shift": dict(softcap=30.0, softcap_shift=0.0),
+    "logit_shift": dict(softcap=lambda top: 30.0 if top else top, softcap_shift=0.0),
     "fp8_head": dict(fp8_head="off"),
     "fp8_mlp": dict(fp8_mlp="off"),
 }
@@ -795,7 +795,7 @@ def make_config(overrides: dict) -> Config:
     for mechanism in choose_mechanisms(values):
         changes = {key: change if callable(change) else lambda _value, new=change: new
                    for key, change in MECHANISMS[mechanism].items()
-                   if key not in overrides or callable(change)}
+                   if key not in overrides or key in ("layers", "stages")}
         if len(changes) == len(MECHANISMS[mechanism]) and all(
                 change(before[key]) == before[key] for key, change in changes.items()):
             if mechanism in split_names(values["without"]):
@@ -3725,7 +3725,7 @@ def check_record(cfg: Config, folder: Path) -> str:
     for path in sorted(folder.glob("*.json"))[:1]:
         try:
             result = json.loads(path.read_text())
-            others = list_differences(result["config"], cfg, FREE_OPTIONS)
+            others = list_differences(config_from_dict(result["config"]), cfg, FREE_OPTIONS)
             activations = result["hardware"]["activations"]
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path} is no result of a run ({type(error).__name__}: {error}): mend it, or "
@@ -3737,10 +3737,10 @@ def check_record(cfg: Config, folder: Path) -> str:
     return ""
 
 
-def list_differences(theirs: dict, cfg: Config, but: Iterable[str], of: Iterable[str] = OPTIONS
+def list_differences(earlier: Config, cfg: Config, but: Iterable[str], of: Iterable[str] = OPTIONS
                      ) -> list[str]:
     """'head_lr was 0.008, here 0.01' for all options in which this config differs from an earlier one."""
-    ours, theirs = plain_dict(cfg), plain_dict(config_from_dict(theirs))
+    ours, theirs = plain_dict(cfg), plain_dict(earlier)
     return [f"{name} were others" if name in ("layers", "stages") else
             f"{name} was {str(theirs[name])[:60]}, here {str(ours[name])[:60]}"
             for name in of if name not in but and ours[name] != theirs[name]]
@@ -3991,20 +3991,24 @@ def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict,
                          f": {remedy}") from None
 
 
-def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config) -> None:
-    """Raise InputError where a checkpoint holds another model than this config: other options, or a
-    mechanism that this script lacks."""
-    theirs, names = facts["config"], [field.name for field in dataclasses.fields(ModelConfig)
-                                      if not field.name.startswith("fp8_")]
-    for name, default in facts.get("model_defaults", {}).items():
-        if name not in OPTIONS and theirs.get(name) != default:
-            raise InputError(f"{path} is of a script with --{name}={str(theirs.get(name))[:60]}, which this "
-                             "one lacks: use that script (beside its log)")
+def read_config(path: Path, facts: dict) -> Config:
+    """The config of a checkpoint; InputError where it has an option or a value that this script lacks."""
+    values, defaults = facts["config"], facts.get("model_defaults", {})
+    lacking = [f"--{name}={str(values.get(name))[:60]}" for name, default in defaults.items()
+               if name not in OPTIONS and values.get(name) != default]
     try:
-        others = list_differences(theirs, cfg, (), [*names, "matrix_rule"])
+        if lacking:
+            raise InputError(lacking[0])
+        return config_from_dict(values)
     except InputError as error:
-        raise InputError(f"{path} is of a script that has what this one lacks ({error}): use that script "
-                         "(beside its log)") from None
+        raise InputError(f"{path} is of a script that has what this one lacks ({error}): use that script, "
+                         "which lies beside its log") from None
+
+
+def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config) -> None:
+    """Raise InputError where a checkpoint holds another model than this config's."""
+    names = [field.name for field in dataclasses.fields(ModelConfig) if not field.name.startswith("fp8_")]
+    others = list_differences(read_config(path, facts), cfg, (), [*names, "matrix_rule"])
     if others:
         raise InputError(f"{path} is a checkpoint of another model: {', '.join(others)}: give that run's "
                          "options, or start anew without --resume")
@@ -4014,7 +4018,8 @@ def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config
     for name in sorted(ours.keys() | held.keys()):
         if ours.get(name) != held.get(name):
             raise InputError(f"{path} has {name} {show_shape(held.get(name))}, the model here "
-                             f"{show_shape(ours.get(name))}: use the script that left it (beside its log)")
+                             f"{show_shape(ours.get(name))}: use the script that left it, which lies beside "
+                             "its log")
 
 
 def show_shape(shape: torch.Size | None) -> str:
@@ -4055,7 +4060,7 @@ def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
         raise InputError(f"{path} was left by another script, which a record does not allow: start --record="
                          f"{cfg.record} anew without --resume")
     result = find_result(facts, cfg)
-    others = list_differences(facts["config"], cfg, FREE_OPTIONS - {"seed"}) if result else ()
+    others = list_differences(read_config(path, facts), cfg, FREE_OPTIONS - {"seed"}) if result else ()
     if others:
         raise InputError(f"{path} is the end of a finished run with other options ({result}: "
                          f"{', '.join(others)}): leave --resume out to start anew, or give theirs")
@@ -4544,7 +4549,7 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
         raise InputError(f"{path} cannot be read as a checkpoint (nothing in it fits {str(error)[:100]}): "
                          "name another one", of_one_rank=True) from error
     trainer.progress.resumed_at.append(trainer.progress.step)
-    others = list_differences(facts["config"], trainer.cfg, FREE_OPTIONS - {"seed"})
+    others = list_differences(read_config(path, facts), trainer.cfg, FREE_OPTIONS - {"seed"})
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
@@ -4811,7 +4816,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
     facts, tensors = read_checkpoint(path)
     plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
-    cfg = dataclasses.replace(config_from_dict(facts["config"]), **{**plain, **values})
+    cfg = dataclasses.replace(read_config(path, facts), **{**plain, **values})
     check_model(path, facts, tensors, cfg)
     dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
     rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)

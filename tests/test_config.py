@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
-from conftest import at_most, data_args, gpt, run_script
+from conftest import SCRIPT, at_most, data_args, gpt, run_script
 
 
 def test_parameters_of_track_1_term_by_term():
@@ -140,6 +142,15 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier layer"),
         (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
         (["--layers=[{}]"], "1 layers", "--num_layers=1"),
+        (["--preset=quick", "--num_layers=5"], "quick has 4 layers", "give the others with --layers"),
+        (["--preset=frontier", "--num_layers=12"], "frontier has 11 layers", "give the others with --layers"),
+        (["--depth=4", "--num_layers=6"], "--num_layers=6", "4 layers"),
+        (["--seed=1e3"], "--seed=1e3 is not a whole number:", "give one like 0\n"),
+        (["--grad_grid=x"], "--grad_grid=x is not a number:", "give one like 0.0\n"),
+        (["--layers=[{"], "(Expecting property name", 'give one like [{"attention": "short", "mlp": true, '),
+        (["--layers=" + "x" * 600], "x" * 100 + "... is not a list (Expecting value", '"value_embed": null}]\n'),
+        (["--prompt=def"], "--prompt has no meaning without --sample", "with --sample"),
+        (["--top_k=0", "--print_config"], "--top_k has no meaning without --sample", "leave it out"),
         (["--record=../x"], "../x", "lower-case"),
         (["--record=" + "x" * 150], "x" * 50, "at most 100"),
         (["--record=" + "x" * 300], "x" * 50, "255"),
@@ -158,6 +169,68 @@ def test_bad_options_end_with_status_2_and_one_line(args, value, remedy, capsys,
     assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
     assert value in err and remedy in err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_layers_that_a_preset_has_may_be_said():
+    """Its layers stay, each with its mechanisms; record 32's pattern exists at any depth."""
+    for name in ("quick", "frontier", "track_2"):
+        cfg = gpt.make_config({"preset": name})
+        assert gpt.make_config({"preset": name, "num_layers": cfg.num_layers}) == cfg
+    assert len(gpt.make_config({"preset": "track_1", "num_layers": 6}).layers) == 6
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment, but no RANK: start with torchrun"),
+        (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+        (dict(WORLD_SIZE="2", RANK="5"), "RANK=5 in the environment is not below WORLD_SIZE=2"),
+        (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
+        (dict(WORLD_SIZE="0"), "WORLD_SIZE=0 in the environment is not a whole number of at least 1"),
+        (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is not a whole number of at least 0"),
+        (dict(WORLD_SIZE="two"), "WORLD_SIZE=two in the environment is not a whole number"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 does not find the others"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_no_launcher_leaves(environment, words, shards, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with at_most(60):
+        assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and words in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reader", ["head -1", "true"])
+@pytest.mark.parametrize("argument", ["--list_presets", "--print_config", "--help"])
+def test_a_reader_that_has_read_enough(argument, reader, tmp_path):
+    """No traceback, and the status of a program that nobody listens to."""
+    words = f"{sys.executable} {SCRIPT} {argument} | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.strip() in ("0", "141")
+
+
+def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatch):
+    """Whatever it is: one line that names it, and status 2."""
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device", "somewhere/file.bin")
+
+    monkeypatch.setattr(gpt, "ensure_corpus", fail)
+    assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "error: somewhere/file.bin: No space left on device: check the path" in err
+
+
+def test_a_console_that_lacks_letters(shards, tmp_path):
+    """The sample of a run, in an encoding without its letters: they are shown as '?', and the run ends well."""
+    code = ("import sys; sys.path.insert(0, {!r}); import train_gpt as gpt; gpt.open_standard_streams(); "
+            "gpt.print0('a\u4e2db', gpt.Runtime())").format(str(SCRIPT.parent))  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
+    assert (done.returncode, done.stdout.strip()) == (0, b"a?b"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -320,10 +320,10 @@ def test_fp8_of_the_mlp():
     assert torch.equal(mlp.eval()(x[0]), plain.eval()(x[0]))  # validation is in bfloat16
 
 
-ABSENT = {"dropped_mlp", "momentum_warmup"}  # those the recipe, or a run of 20 steps, does not have
+ABSENT = {"dropped_mlp", "momentum_warmup"}  # what this recipe does not have
 
 
-@pytest.mark.parametrize("mechanism", sorted(gpt.MECHANISMS))
+@pytest.mark.parametrize("mechanism", sorted(set(gpt.MECHANISMS) - ABSENT))
 def test_without(mechanism, monkeypatch):
     """Every mechanism can be taken from the newest recipe, and two steps of what is left are finite."""
     torch.manual_seed(0)
@@ -338,7 +338,7 @@ def test_without(mechanism, monkeypatch):
     options = dict(preset="small", device="cpu")
     base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": mechanism})
     before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
-    assert {name for name in after if after[name] != before[name]} - {"without"} or mechanism in ABSENT
+    assert {name for name in after if after[name] != before[name]} - {"without"}
     trainer = gpt.Trainer(cfg, make_runtime(fp8={"fp8_mlp"} if cfg.fp8_mlp == "on" else set()))
     batch, _ = make_tokens(0, length=128)
     for step in (18, 19):  # Adam's is among them

@@ -166,23 +166,28 @@ def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
 
 
 @pytest.mark.parametrize(
-    "says, is_probed",
+    "says, name",
     [
-        (dict(architecture="x86_64", avx512_bf16=False, amx_bf16=False), False),
-        (dict(architecture="x86_64", avx512_bf16=True, amx_bf16=False), True),
-        (dict(architecture="aarch64", bf16=True), True),
-        ({}, True),  # says nothing
+        (dict(architecture="x86_64", avx512_bf16=False, amx_bf16=False), "float32"),
+        (dict(architecture="x86_64", avx512_bf16=True, amx_bf16=False), "bfloat16"),
+        (dict(architecture="x86_64", avx512_bf16=False, amx_bf16=True), "bfloat16"),
+        (dict(architecture="aarch64", bf16=True), "bfloat16"),
+        ({}, "float32"),  # says nothing
     ],
 )
-def test_bfloat16_is_not_probed_where_the_processor_lacks_it(monkeypatch, says, is_probed):
-    """Emulated, the probe alone took 14 seconds on an older processor."""
-    measured = []
+def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, says, name):
+    """Nothing is timed for it: the same machine must choose the same every time. What a run or a record began with
+    it keeps, and --dtype overrules both."""
+    rates = iter([1.0, 1e9] * 4)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: says, raising=False)
-    monkeypatch.setattr(gpt, "measure_matmul", lambda _device, dtype, _size: measured.append(dtype) or 1e12)
-    dtype, _, note = gpt.choose_dtype(smoke_config(dtype="auto"), torch.device("cpu"))
-    assert (torch.bfloat16 in measured) == is_probed
-    assert dtype == torch.float32  # as fast as bfloat16 in either case
-    assert ("does not multiply bfloat16" in note) != is_probed
+    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: next(rates))
+    choose = lambda dtype, first="": gpt.choose_dtype(smoke_config(dtype=dtype), torch.device("cpu"), first)
+    assert [str(choose("auto")[0])[6:] for _ in range(2)] == [name] * 2
+    assert ("does not multiply bfloat16" in choose("auto")[2]) == (name == "float32")
+    for first in ("float32", "bfloat16"):
+        dtype, _, note = choose("auto", first)
+        assert str(dtype)[6:] == first and f"{first} (as this run, or the first one of its record, began" in note
+    assert choose("float32", "bfloat16")[0] == torch.float32
 
 
 def test_training_with_the_kernels_is_training_without(shards):

@@ -1,5 +1,6 @@
 """Text from a checkpoint: token by token it is what a forward pass says, and the options do what they say."""
 
+import json
 import os
 import sys
 import types
@@ -196,6 +197,79 @@ def test_gpt2_tokens_with_and_without_a_tokenizer(gpt2_checkpoint, capsys, monke
 def test_sampling_refuses(checkpoint, capsys, args, words):
     errors = sample(capsys, checkpoint, *args, status=2)
     assert words in errors and errors.count("\n") == 1
+
+
+def rewrite(path, out, change) -> None:
+    """A copy of a checkpoint whose facts and tensors a function has changed."""
+    content = torch.load(path, weights_only=True)
+    facts, tensors = json.loads(content["facts"]), content["tensors"]
+    change(facts, tensors)
+    torch.save({**content, "facts": json.dumps(facts), "tensors": tensors}, out)
+
+
+MISFITS = {  # what is done to facts and tensors: words of the message, of sampling and of a resumed run
+    "another option of the model": (
+        lambda facts, _: facts["model_defaults"].update(gears=1) or facts["config"].update(gears=2),
+        "is of a script that has what this one lacks (--gears=2)",
+    ),
+    "another parameter": (
+        lambda _, tensors: tensors.update({"blocks.0.gear": torch.ones(2)}),
+        "has blocks.0.gear of shape (2,), the model here not at all",
+    ),
+    "a parameter less": (
+        lambda _, tensors: tensors.pop("blocks.1.attention.qk"),
+        "has blocks.1.attention.qk not at all, the model here of shape",
+    ),
+    "another field of the layers": (
+        lambda facts, _: facts["config"]["layers"][0].update(gear=True),
+        "is of a script that has what this one lacks (--layers=",
+    ),
+    "another update rule": (
+        lambda facts, _: facts["config"].update(matrix_rule="gears"),
+        "is of a script that has what this one lacks (--matrix_rule=gears is not one of",
+    ),
+    "no config": (lambda facts, _: facts.pop("config"), "cannot be read as a checkpoint (it has no 'config')"),
+    "another progress": (
+        lambda facts, _: facts["progress"].update(gears=3),
+        "cannot be read as a checkpoint (Progress.__init__() got an unexpected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_this_script_lacks_is_not_dropped(name, checkpoint, shards, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change, words = MISFITS[name]
+    rewrite(checkpoint, "other.pt", change)
+    errors = sample(capsys, "other.pt", status=2)
+    assert words in errors and errors.count("\n") == 1 and "--resume" not in errors
+    assert gpt.main([*TRAIN, *data_args(shards), "--num_iterations=40", "--resume=other.pt"]) == 2
+    errors = capsys.readouterr().err
+    assert words in errors and errors.count("\n") == 1
+
+
+def test_options_at_their_defaults_are_no_other_model(checkpoint, shards, capsys, tmp_path, monkeypatch):
+    """Of a script that had one more, or one less, of the model or of a layer."""
+    monkeypatch.chdir(tmp_path)
+
+    def change(facts, _):
+        facts["model_defaults"]["gears"] = facts["config"]["gears"] = 1
+        del facts["config"]["gate_hidden"], facts["config"]["layers"][0]["xsa"]
+
+    rewrite(checkpoint, "other.pt", change)
+    assert sample(capsys, "other.pt", "--prompt=abc") == sample(capsys, checkpoint, "--prompt=abc")
+    args = ["--num_iterations=31", "--checkpoint_every=0", "--resume=other.pt"]
+    assert gpt.main([*TRAIN, *data_args(shards), *args]) == 0
+    assert "resumed other.pt after step 30" in capsys.readouterr().out
+
+
+def test_state_that_does_not_fit_is_named(checkpoint, shards, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for change in (lambda _, t: t.pop("embed/exp_avg"), lambda _, t: t.update({"embed/exp_avg": torch.ones(3)})):
+        rewrite(checkpoint, "other.pt", change)
+        assert gpt.main([*TRAIN, *data_args(shards), "--num_iterations=40", "--resume=other.pt"]) == 2
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1 and "other.pt cannot be read as a checkpoint (nothing in it fits" in errors
 
 
 def test_a_checkpoint_that_is_not_there(capsys, tmp_path, monkeypatch):
