@@ -3845,20 +3845,21 @@ class RunLog:
         for suffix in suffixes if self.rt.is_main else ():
             Path(self.cfg.logs_dir).mkdir(parents=True, exist_ok=True)
             self.files[suffix] = open(Path(self.cfg.logs_dir, self.run_id + suffix), "ab", buffering=0)
+        self.made = [file.name for file in self.files.values() if not file.tell()]  # not continued
         if self.files and not self.files[".txt"].tell():
             self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
-        """Take the bar off the screen, and log why a run ends early; bad input leaves nothing."""
+        """Take the bar off the screen, and log why a run ends early; bad input leaves nothing new."""
         self.close_bar()
         if self.end_tracking:
             self.end_tracking()
-        if isinstance(error, RunError):
+        if isinstance(error, RunError) and not isinstance(error, InputError):
             self._append(".txt", str(error))
         for file in self.files.values():
             file.close()
-            if isinstance(error, InputError):
+            if isinstance(error, InputError) and file.name in self.made:
                 Path(file.name).unlink(missing_ok=True)
 
     def close_bar(self) -> None:

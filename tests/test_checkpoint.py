@@ -1,5 +1,6 @@
 """Checkpoints: a run that was stopped or killed goes on as if it had not been, and damage is refused in one line."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -12,13 +13,14 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, data_args, gpt, slow_but
+from conftest import ROOT, SCRIPT, at_most, data_args, gpt, slow_but
 from ranks import ENVIRONMENT, run_ranks
 
 TINY = [
@@ -261,6 +263,99 @@ def test_a_signal_saves_and_the_printed_command_goes_on(shards, here, signum, st
     )  # one clock through both lives
 
 
+def test_a_lost_terminal_saves_and_stops(shards, here):
+    """As when ssh breaks off: SIGHUP, and a bar that can no longer be drawn. The line is in the log."""
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))  # rows, columns
+    words = [sys.executable, str(SCRIPT), *TINY, *data_args(shards), "--num_iterations=4000", "--epochs=10",
+             "--val_loss_every=0"]  # fmt: skip
+    child = subprocess.Popen(
+        words, stdin=its, stdout=its, stderr=its, env=ENVIRONMENT, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its)
+    shown = b""
+    with at_most(60):
+        while not re.search(rb"loss \d\.\d+, [\d,]+ tok/s", shown):  # the bar, long before the last step
+            shown += os.read(ours, 10_000)
+    os.close(ours)
+    assert child.wait(60) == 129
+    (path,) = Path("checkpoints/smoke_seed0").iterdir()
+    (log,) = Path("logs").glob("*.txt")
+    step = gpt.read_checkpoint(path)[0]["progress"]["step"]
+    assert log.read_text().splitlines()[-1].startswith(f"stopped by SIGHUP after step {step} of 4000: continue with: ")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(shards, here, monkeypatch):
+    """As SIGHUP under nohup: the run goes on to its end."""
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return real(self, *args)
+
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    try:
+        assert run(shards, "--num_iterations=2")[-1][0] == 2
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+# ---- two runs at once -----------------------------------------------------------------------------------------------
+
+
+def at_the_third_step(monkeypatch, act) -> None:
+    """Have a run in this process do something, once, in its third step: another run, for one."""
+    real, is_done = gpt.Trainer.train_step, []
+
+    def train_step(self, *args):
+        if self.progress.step == 2 and not is_done:
+            is_done.append(True)
+            act()
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+
+
+def test_two_runs_leave_one_anothers_checkpoints_alone(shards, here, monkeypatch, capsys):
+    """Of one preset and seed: who asks for the same folder is refused, and changes nothing in it."""
+    args, seen = ["--num_iterations=6", "--checkpoint_every=2"], []
+
+    def start_another():
+        while not Path("checkpoints/smoke_seed0/step_000002.pt").exists():  # written in the background
+            time.sleep(0.01)
+        before = sorted(Path(".").rglob("*"))
+        for more in ([], ["--resume=auto"], ["--checkpoint_every=0", "--time_limit=100"]):
+            capsys.readouterr()
+            seen.append(gpt.main([*TINY, *data_args(shards), *args, *more]))
+            errors = capsys.readouterr().err
+            assert errors.count("\n") == 1 and "checkpoints/smoke_seed0 is in use by another run" in errors
+        assert sorted(Path(".").rglob("*")) == before
+        assert gpt.main([*TINY, *data_args(shards), *args, "--checkpoint_dir=other"]) == 0
+
+    at_the_third_step(monkeypatch, start_another)
+    run(shards, *args)
+    assert seen == [2, 2, 2]
+    for folder in ("checkpoints", "other"):
+        assert sorted(path.name for path in Path(folder, "smoke_seed0").iterdir()) == ["step_000004.pt", "step_000006.pt"]
+    run(shards, *args, "--num_iterations=8", "--resume=auto")  # and the next one may
+
+
+def test_a_run_that_is_stopped_beside_another_leaves_a_folder_of_its_own(shards, here, monkeypatch, capsys):
+    def stop_another():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpt.Stop, "agree", lambda _: 143)
+            assert gpt.main([*TINY, *data_args(shards), "--num_iterations=400", "--val_loss_every=0"]) == 143
+
+    at_the_third_step(monkeypatch, stop_another)
+    run(shards, "--num_iterations=6", "--checkpoint_every=2")
+    own, other = sorted(Path("checkpoints").iterdir())
+    assert own.name == "smoke_seed0" and re.fullmatch(r"smoke_seed0_\d{8}-\d{6}_seed0_\w{4}", other.name)
+    assert [path.name for path in sorted(own.iterdir())] == ["step_000004.pt", "step_000006.pt"]
+    assert f"--resume=checkpoints/{other.name}/step_000001.pt" in capsys.readouterr().err
+
+
 def test_the_time_limit_saves_and_stops(shards, here, capsys):
     assert run(shards, "--num_iterations=400", "--val_loss_every=0", "--time_limit=3", status=124) is None
     errors = capsys.readouterr().err
@@ -305,6 +400,34 @@ def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
     monkeypatch.setattr(gpt.Trainer, "train_step", real[0])
     monkeypatch.setattr(gpt.Trainer, "validate", signal_at(8, real[1]))
     assert run(shards, *args, "--resume=auto") == points
+
+
+def test_a_finished_run_is_not_done_again_but_other_options_are_heard(shards, here, capsys):
+    args = ["--num_iterations=6", "--checkpoint_every=6"]
+    run(shards, *args)
+    assert run(shards, *args, "--resume=auto", "--telemetry_every=2") is None
+    assert "nothing to do" in capsys.readouterr().out
+    for option in ("--head_lr=0.01", "--num_iterations=6 --val_tokens=2048", "--guard=on"):
+        assert run(shards, *args, "--resume=auto", *option.split(), status=2) is None
+        errors = capsys.readouterr().err
+        assert "is the end of a finished run with other options" in errors and errors.count("\n") == 1
+        name, _, value = option.split()[-1][2:].partition("=")
+        assert f" {name} was " in errors and f", here {value})" in errors
+
+
+def test_a_resumed_run_keeps_its_precision(shards, here, capsys, monkeypatch):
+    """What auto meant when it began, whatever the processor says of itself now; and an option overrules it."""
+    args = ["--num_iterations=6", "--checkpoint_every=3", "--dtype=auto"]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    points = run(shards, *args)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+    capsys.readouterr()
+    saved = "--resume=checkpoints/smoke_seed0/step_000003.pt"
+    again = run(shards, *args, saved, "--checkpoint_dir=other")
+    assert "activations: bfloat16 (as this run, or the first one of its record, began" in capsys.readouterr().out
+    assert again == points
+    run(shards, *args, saved, "--checkpoint_dir=third", "--dtype=float32")
+    assert "activations: float32 (chosen by --dtype" in capsys.readouterr().out
 
 
 def test_one_run_is_one_result_however_often_it_was_stopped(shards, here, capsys):

@@ -80,15 +80,6 @@ def test_json_has_the_keys_of_the_contract(smoke):
     assert re.search(r"\| validation loss \| \d\.\d{4} after 12 steps", smoke["stdout"])
 
 
-@pytest.mark.slow
-def test_same_seed_same_bits_other_seed_other_bits(smoke, shards, tmp_path):
-    again = smoke_run(shards, tmp_path)
-    other = smoke_run(shards, tmp_path, "--seed=1")
-    points = lambda run: [p[:2] for p in run["val_points"]]
-    assert points(again) == points(smoke) != points(other)
-    assert again["corpus_fingerprint"] == smoke["corpus_fingerprint"]
-
-
 def test_warm_up_leaves_no_trace(smoke, shards, tmp_path):
     """The preset warms up one step per stage; without, and with more, every loss is the same to the last bit."""
     for steps in (0, 3):
@@ -190,6 +181,64 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
         and "taken by another script" in done.stderr
         and len(list(folder.iterdir())) == 7
     )
+
+
+def record(shards, *args, status=0) -> str:
+    """A record run of three steps in this process; returns what went to stderr."""
+    words = ["--preset=smoke", "--device=cpu", "--num_iterations=3", "--val_loss_every=0", "--record=mine"]
+    assert gpt.main([*words, *data_args(shards), *args]) == status
+    return ""
+
+
+def test_a_record_is_of_one_config_and_precision(shards, tmp_path, monkeypatch, capsys):
+    """Other options are refused at start, and leave nothing; seeds, folders and checkpoints may differ."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    record(shards, "--dtype=auto")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for option in ("--head_lr=0.01", "--dtype=float32", "--val_tokens=2048"):
+        capsys.readouterr()
+        record(shards, "--dtype=auto", option, status=2)
+        errors = capsys.readouterr().err
+        assert "--record=mine is taken by runs with other options (records/laptop/" in errors and errors.count("\n") == 1
+        assert f"{option[2:].partition('=')[0]} was " in errors and sorted(tmp_path.rglob("*")) == before
+    record(shards, "--dtype=auto", "--seed=1", "--checkpoint_every=2", "--telemetry_every=3")
+    assert "activations: bfloat16 (as this run, or the first one of its record, began" in capsys.readouterr().out
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("records/*/*/*.json")]
+    assert sorted((run["seed"], run["hardware"]["activations"]) for run in runs) == [(0, "bfloat16"), (1, "bfloat16")]
+    (path, _) = tmp_path.glob("records/*/*/*.json")
+    path.with_name("0.json").write_text("[]")
+    record(shards, "--dtype=auto", "--seed=2", status=2)
+    assert "0.json is no result of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["script", "options"])
+def test_two_runs_that_take_one_name_at_once(how, shards, tmp_path, monkeypatch, capsys):
+    """Both are refused nothing at start; who ends second keeps its result in logs/, says so, and has status 1."""
+    monkeypatch.chdir(tmp_path)
+    real, begun = gpt.Trainer.train_step, []
+
+    def train_step(self, *args):
+        if not begun:
+            begun.append(True)
+            with pytest.MonkeyPatch.context() as patch:
+                if how == "script":
+                    patch.setattr(gpt, "read_script", lambda: b"# another script")
+                record(shards, *(["--head_lr=0.01"] if how == "options" else []))
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    record(shards, "--seed=1", status=1)
+    out, errors = capsys.readouterr()
+    words = "taken by another script" if how == "script" else "taken by runs with other options"
+    assert "this run is not recorded: --record=mine is " + words in errors and errors.count("\n") == 1
+    (kept,), (first,) = tmp_path.glob("logs/*.json"), tmp_path.glob("records/laptop/*/*.json")
+    assert f"it is left in logs/{kept.name} instead" in errors and "| left in         | nowhere: see below" in out
+    assert (json.loads(kept.read_text())["seed"], json.loads(first.read_text())["seed"]) == (1, 0)
+    script = (first.parent / "train_gpt.py").read_bytes()
+    assert (script == b"# another script") == (how == "script")
+    assert next(tmp_path.glob("logs/train_gpt_*.py")).read_bytes() == SCRIPT.read_bytes()
 
 
 @pytest.mark.slow
