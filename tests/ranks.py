@@ -90,9 +90,9 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
     return notes
 
 
-def equality(out: str, cases: str) -> None:
+def equality(out: str, cases: str, num_threads: str = "1") -> None:
     """The steps of each case; rank 0 saves the parameters, what each rank sent, and what overlapped."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(num_threads))
     cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
     rt, results, sent = gpt.start_runtime(next(iter(cfgs.values()))), {}, defaultdict(float)
     if rt.world_size > 1:

@@ -1,8 +1,10 @@
 """The table of rules as options: what is refused, what presets and depth make of it, and that every rule trains."""
 
+import json
+
 import pytest
 import torch
-from conftest import gpt, make_runtime, smoke_config
+from conftest import SCRIPT, VAL_LINE, data_args, gpt, make_runtime, run_script, smoke_config
 from test_update_rules import RULES_AND_METHODS, SPHERES
 
 LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.002)
@@ -102,6 +104,38 @@ def train_briefly(shards, name, lr, method="newton_schulz"):
 def test_every_rule_trains(name, method, shards, frozen_losses):
     """Embeddings and head learn which bytes there are; only the matrices can learn what comes next."""
     assert train_briefly(shards, name, LRS[name], method) < frozen_losses[name in SPHERES] - 0.01
+
+
+LION = '''
+def lion_direction(grad, state, hyper):
+    """The sign of an average that leans to the newest gradient. Source: Lion, arXiv 2302.06675."""
+    momentum, (beta1, beta2) = state["momentum"], hyper.betas
+    direction = (momentum * beta1 + grad * (1 - beta1)).sign()
+    momentum.lerp_(grad, 1 - beta2)
+    return direction
+
+
+'''
+
+
+def test_a_new_rule_is_a_function_and_a_line(shards, tmp_path):
+    """As README says: known on the command line, with its state in checkpoints, and it learns."""
+    place, line = "@dataclass(frozen=True)\nclass Rule:", '    "adamw": Rule('
+    source = SCRIPT.read_text()
+    assert source.count(place) == source.count(line) == 1
+    source = source.replace(place, f"{LION.lstrip()}{place}")
+    source = source.replace(line, f'    "lion": Rule(lion_direction, ("momentum",), False, apply_update, 0.0003),\n{line}')
+    script = tmp_path / "train_gpt.py"
+    script.write_text(source)
+    args = ["--preset=smoke", "--matrix_rule=lion", "--matrix_betas=0.9,0.99", "--checkpoint_every=12", *data_args(shards)]
+    done = run_script([*args, "--num_iterations=24"], tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    losses = [float(match[2]) for match in VAL_LINE.findall(done.stdout)]
+    assert losses[0] == pytest.approx(5.9506, abs=1e-3) and losses[-1] < 2.6  # ln 26: without what went before, 3.26
+    again = run_script([*args, "--num_iterations=24", "--resume=checkpoints/smoke_seed0/step_000012.pt"], tmp_path, script)
+    assert VAL_LINE.findall(again.stdout)[-1][2] == VAL_LINE.findall(done.stdout)[-1][2]
+    config = run_script([*args, "--print_config"], tmp_path, script)
+    assert json.loads(config.stdout)["matrix_lr"] == 0.0003  # what the line suggests
 
 
 @pytest.fixture(scope="module")
