@@ -3064,7 +3064,7 @@ class GPT(nn.Module):
         """The learned numbers (T, size) of every layer, by name.
 
         So their gradients are summed row by row, then over rows in their own precision, all in one kernel:
-        more exact than sums in bfloat16, and the same to the last bit on any number of CPU threads.
+        more exact than sums in bfloat16.
         """
         numbers: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         for group, param in self.numbers.items():
