@@ -123,10 +123,29 @@ def test_the_norm_and_its_gradient():
     plain = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     grad = torch.randn_like(x)
     (expected,) = torch.autograd.grad(plain, x, grad)
-    for keeps_input in (False, True):
-        y = gpt.rms_norm(x, keeps_input)
-        assert torch.allclose(y, plain, atol=1e-6)  # the mean is taken in float32
-        assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, atol=1e-6)
+    y = gpt.rms_norm(x)
+    assert torch.allclose(y, plain, rtol=0, atol=1e-13)
+    assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_norm_and_rotary_and_their_gradient(pairs, has_norm, is_paired):
+    """Each step by itself, differentiated by autograd, in float64; q carries a softmax scale of 0.1, k none."""
+    torch.manual_seed(0)
+    cfg = smoke_config(rotary_pairs=pairs, num_heads=2, layers=(gpt.LayerSpec(paired=is_paired),), num_layers=1)
+    stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 12, 12, make_runtime(dtype=torch.float64), cfg)
+    cos, sin = (stage.paired_cos, stage.paired_sin) if is_paired else (stage.cos, stage.sin)
+    shape = (12, 2, 1, 2, 32) if is_paired else (12, 2, 2, 1, 32)
+    x, grad = torch.randn(2, *shape, dtype=torch.float64)
+    x.requires_grad_()
+    normed = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() if has_norm else x
+    plain = gpt.apply_rotary(normed, cos, sin, pairs)
+    y = gpt.NormRotary.apply(x, cos, sin, pairs, has_norm)
+    assert torch.allclose(y, plain, rtol=0, atol=1e-13) and (y[5, 0] - 0.1 * normed[5, 0]).abs().max() > 0.01
+    expected, ours = (torch.autograd.grad(out, x, grad)[0] for out in (plain, y))
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-13) and expected.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2)], ids=str)

@@ -374,3 +374,33 @@ def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
     optimizer.step(0.5, 0.9, 2048, 0.25, 1.0)
     assert torch.allclose(model.head.weight, torch.tensor(1 - acts * 0.1 * 0.5 * 0.5 * 0.5))
     assert torch.allclose(matrix, before * (1 - 0.1 * 0.25 * 0.5 * 0.25))
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_the_fused_form_of_adam_is_the_rule(dtype, error, monkeypatch):
+    """Over five steps, with decay and a gradient that is zero for half the rows; and only where it can be."""
+    results, calls, kernel = [], [], torch._fused_adamw_
+    for is_fused in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_fused_adamw_", lambda *args, **more: calls.append(is_fused) or kernel(*args, **more))
+            if not is_fused:
+                patch.setattr(gpt, "can_fuse_adamw", lambda *_: False)
+            generator = torch.Generator().manual_seed(1)
+            param = torch.randn(64, 3, generator=generator).to(dtype).flatten()
+            state = gpt.RULES["adamw"].init_state(param)
+            for step in range(1, 6):
+                grad = torch.randn(64, 3, generator=generator).to(dtype)
+                grad[::2] = 0
+                hyper = make_hyper(step, (0.8, 0.95), grad_scale=3.0)
+                hyper = hyper._replace(**{name: getattr(hyper, name).to(dtype) for name in ("bias_correction1", "bias_correction2")})
+                lr, decay = torch.tensor([0.02]).to(dtype), torch.tensor([0.001]).to(dtype)
+                gpt.RULES["adamw"].update(param, grad.flatten(), state, lr, decay, hyper)
+            results.append((param, state["exp_avg"], state["exp_avg_sq"]))
+    assert calls == [True] * 5
+    for ours, plain in zip(*results):
+        assert torch.allclose(ours, plain, rtol=error, atol=error)
+    assert not torch.equal(results[0][0], torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).flatten())
+    fits = lambda rule="adamw", lr=1, like=param, **changes: gpt.can_fuse_adamw(
+        gpt.RULES[rule], like, gpt.RULES["adamw"].init_state(like), torch.ones(lr), make_hyper(**changes))  # fmt: skip
+    assert fits() and not fits(decay="cautious") and not fits(lr=2) and not fits("adamh") and not fits("muon")
+    assert not fits(like=param.bfloat16())
