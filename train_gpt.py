@@ -62,8 +62,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:  # before PyTorch loads OpenMP
-    # threads that wait yield their core soon: beside a busy process that saves a third of the time and more
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # Threads that wait give up their core soon, which beside a busy process saves a third of the time and
+    # more; where this process is the only one that runs they wait longer, and work begins sooner.
+    try:
+        num_running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except OSError:  # not Linux
+        num_running = 2
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000" if num_running > 1 else "100000")
 
 import numpy as np
 import torch
@@ -1461,6 +1466,26 @@ class NormRotary(torch.autograd.Function):
         return apply_rotary(grad, cos, sin, ctx.pairs, is_inverse=True).type_as(y), None, None, None, None
 
 
+class WeightedSum(torch.autograd.Function):
+    """a x + b y, or x + b y, of rows x, y (T, D) and their weights a, b (T, 1); the gradient of a weight is
+    one pass over memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, a: Tensor | None, y: Tensor, b: Tensor) -> Tensor:
+        x = x if a is None else x.contiguous()  # backward would read rows that lie apart
+        ctx.save_for_backward(*((y, b) if a is None else (y, b, x, a)))
+        return torch.addcmul(x if a is None else x * a, y, b)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        y, b, *rest = ctx.saved_tensors
+        grad_y, grad_b = grad * b, torch.linalg.vecdot(grad, y)[..., None]
+        if not rest:
+            return grad, None, grad_y, grad_b
+        x, a = rest
+        return grad * a, torch.linalg.vecdot(grad, x)[..., None], grad_y, grad_b
+
+
 def subtract_own_value(y: Tensor, v: Tensor, strength: Tensor) -> Tensor:
     """Exclusive self attention: take tanh(strength) of its part along a token's own value out of y.
 
@@ -1798,10 +1823,11 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, c
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
     weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
     losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
+    weights = weights / (grad_scale * cap.width if cap.top else grad_scale)
     grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
-    if cap.top:
-        grads.mul_(capped).mul_((cap.top - capped).mul_(1 / (cap.top * cap.width)))  # the slope of the cap
-    return losses, (grads if grad_scale == 1 else grads / grad_scale).to(grad_dtype)
+    if cap.top:  # the slope of the cap, but for its width
+        grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / cap.top))
+    return losses, grads.to(grad_dtype)
 
 
 # ==== FP8 ==================================================================================================
@@ -2718,7 +2744,7 @@ def add_weighted(x: Tensor, terms: dict[str, Tensor], coefficients: dict[str, Te
     """x plus every term (T, D) that has a coefficient (T, 1) of that kind and its name."""
     for name, term in terms.items():
         if kind + name in coefficients:
-            x = torch.addcmul(x, term, coefficients[kind + name])
+            x = WeightedSum.apply(x, None, term, coefficients[kind + name])
     return x
 
 
@@ -2788,6 +2814,8 @@ class Attention(nn.Module):
         table = streams.get(f"ve{self.spec.value_embed}")  # (T, D)
         if table is None and mixed is None:
             return v, c.get("value")
+        if mixed is None and "value" in c and "value_embed" in c:
+            return WeightedSum.apply(v.flatten(1), c["value"], table, c["value_embed"]).view_as(v), None
         v = v * c["value"][..., None] if "value" in c else v
         if table is not None:
             if self.value_gate is not None:  # source: the records of 2025-12-29 and 2026-02-03
@@ -2904,7 +2932,7 @@ class Block(nn.Module):
         if "skip" in c:
             skip = torch.sigmoid(c["skip"])
             skip = skip * c["skip_gate"] if "skip_gate" in c else skip
-            x = torch.addcmul(x, streams[f"h{spec.skip_from}"], skip)
+            x = WeightedSum.apply(x, None, streams[f"h{spec.skip_from}"], skip)
         if not self.is_after:
             x = add_weighted(x * c["x"] if "x" in c else x, streams, c)
         if spec.mudd_in:
@@ -2925,7 +2953,7 @@ class Block(nn.Module):
 
     def add_output(self, x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
         y = self.scale(y, f"{part}_out")
-        return torch.addcmul(x * c[f"{part}_residual"], y, c[part]) if part in c else x + y
+        return WeightedSum.apply(x, c[f"{part}_residual"], y, c[part]) if part in c else x + y
 
     def scale(self, x: Tensor, name: str) -> Tensor:
         return x * self.gains[name].type_as(x) if name in self.gains else x
