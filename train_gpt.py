@@ -2449,7 +2449,7 @@ class Probe:
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
+    return torch.linalg.vector_norm(x, dtype=wide_dtype(x)).square()
 
 
 def round_to_grid(x: Tensor, grid: float) -> Tensor:
