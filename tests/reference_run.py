@@ -103,7 +103,6 @@ class Schedule:
             self.first.append(self.scheduled)
         self.end = self.first[1:] + [self.steps]
         assert config["lr_warmup_frac"] == 0
-        assert config["matrix_cooldown_frac"] in (-1, config["cooldown_frac"])
 
     def number(self, step):
         return max(i for i, first in enumerate(self.first) if step >= first)
@@ -112,16 +111,26 @@ class Schedule:
         value = self.stages[self.number(step)][name]
         return self.config[name] if value is None else value
 
-    def lr_factor(self, step):
+    def lr_factor(self, step, cooldown):
         floor = self.config["final_lr_frac"]
         if step >= self.scheduled:
             return floor
         value, x = self.stages[self.number(step)]["lr_factor"], step / self.scheduled
-        cooldown = self.config["cooldown_frac"]
         if x < 1 - cooldown:
             return value
         w = (1 - x) / cooldown
         return value * w + floor * (1 - w)
+
+    def lr_factors(self, step):
+        """Of matrices, and of all else."""
+        cooldown, of_matrices = self.config["cooldown_frac"], self.config["matrix_cooldown_frac"]
+        of_matrices = cooldown if of_matrices == -1 else of_matrices
+        return self.lr_factor(step, of_matrices), self.lr_factor(step, cooldown)
+
+    def decay_factor(self, step, lr_factor):
+        kind = self.config["decay_schedule"]
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
+        return {"constant": 1.0, "lr": lr_factor, "cosine": cosine}[kind]
 
     def momentum(self, step):
         low, high = self.config["momentum_start"], self.config["momentum_end"]
@@ -252,7 +261,7 @@ def orthogonalize(config, U):
     return X.T if U.shape[0] > U.shape[1] else X
 
 
-def update_matrix(config, W, G, state, factor, momentum, lr_mul):
+def update_matrix(config, W, G, state, factor, decay_factor, momentum, lr_mul):
     """Muon or NorMuon, in place, of one matrix or of one group of heads."""
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
     X = orthogonalize(config, (1 - momentum) * G + momentum * M)
@@ -265,11 +274,10 @@ def update_matrix(config, W, G, state, factor, momentum, lr_mul):
     else:
         lr_mul = lr_mul * max(1, W.shape[0] / W.shape[1]) ** 0.5
     eta = config["matrix_lr"] * factor * lr_mul
-    decay = decay_of(config, config["matrix_weight_decay"], factor)
-    W -= eta * X + eta * decay * W * decay_mask(config, X * W >= 0)
+    W -= eta * X + eta * config["matrix_weight_decay"] * decay_factor * W * decay_mask(config, X * W >= 0)
 
 
-def update_adam(config, p, G, state, name, factor):
+def update_adam(config, p, G, state, name, factor, decay_factor):
     group, lr_mul, decays = adam_group(config, name)
     b1, b2 = config[group + "_betas"]
     t = state["t"] = state.get("t", 0) + 1
@@ -277,13 +285,8 @@ def update_adam(config, p, G, state, name, factor):
     v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * G * G
     lr = config[group + "_lr"] * lr_mul * factor
     u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + config["adam_eps"])
-    decay = decay_of(config, config[group + "_weight_decay"] * lr_mul * decays, factor)
+    decay = config[group + "_weight_decay"] * lr_mul * decays * decay_factor
     p -= u + lr * decay * p * decay_mask(config, u * p > 0)
-
-
-def decay_of(config, weight_decay, factor):
-    assert config["decay_schedule"] in ("constant", "lr")
-    return weight_decay * factor if config["decay_schedule"] == "lr" else weight_decay
 
 
 def decay_mask(config, towards):
@@ -335,11 +338,11 @@ def parts_of(config, name, W):
 
 def train(config, params):
     """Trains in place; gives the training loss per token of each step and [step, loss] of each validation."""
-    schedule, shards = Schedule(config), read_shards(config["train_files"])
-    packer, untie_step = Packer(*shards), schedule.untie_step()
+    schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
+    packer, untie_step = Packer(shards * config["epochs"], document_start), schedule.untie_step()
     prefixes = None
     if any(stage["prefix_weight"] != "0" for stage in config["stages"]):
-        prefixes = prefix_of(config, len(params["head"]), shards[1])
+        prefixes = prefix_of(config, len(params["head"]), document_start)
     names = [name for name in params if name != "signs"]
     params = {name: value.detach().requires_grad_(name != "signs") for name, value in params.items()}
     states, sums, losses, points = {}, {}, [], []
@@ -364,13 +367,13 @@ def train(config, params):
             loss = cross_entropies(config, params, row, schedule.windows(step), weights, prefix_weight,
                                    prefixes)
             found = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
-            for grad, new in zip(grads, found):                 # the mean over the step's sequences
-                if new is not None:
-                    grad += new / (tokens // length)
+            for grad, new in zip(grads, found):
+                if new is not None:                             # epsilon is for a loss summed over 49,152 tokens
+                    grad += new * 49152 / config["tokens_per_step"]
             total += float(loss.detach())
         losses.append(total / tokens)
 
-        factor, momentum = schedule.lr_factor(step), schedule.momentum(step)
+        (matrix_factor, factor), momentum = schedule.lr_factors(step), schedule.momentum(step)
         for name, grad in zip(names, grads):                    # gradients are summed between two updates
             sums[name] = sums[name] + grad if name in sums else grad
         tied = step <= untie_step
@@ -384,9 +387,11 @@ def train(config, params):
             if group == "matrix":
                 for i, (W, G) in enumerate(zip(parts_of(config, name, value), parts_of(config, name, grad))):
                     state = states.setdefault((name, i), {})
-                    update_matrix(config, W, G, state, factor, momentum, lr_factor_of_matrix(config, name))
+                    update_matrix(config, W, G, state, matrix_factor, schedule.decay_factor(step, matrix_factor),
+                                  momentum, lr_factor_of_matrix(config, name))
             else:
-                update_adam(config, value, grad, states.setdefault(name, {}), name, factor)
+                update_adam(config, value, grad, states.setdefault(name, {}), name, factor,
+                            schedule.decay_factor(step, factor))
         if tied and "head" not in sums:
             params["embed"].detach().copy_(params["head"].detach())
         if step == untie_step:
