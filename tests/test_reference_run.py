@@ -1,0 +1,181 @@
+"""Whole runs of train() against a second writing of them, in float64 (reference_run.py): every loss."""
+
+import dataclasses
+import json
+
+import frontier_reference
+import numpy as np
+import pytest
+import reference_run
+import torch
+from conftest import gpt
+from test_frontier import read_parameters
+
+VOCAB, BOS, HEADS, HEAD_DIM = 50, 49, 4, 12
+SHAPE = frontier_reference.Shape(52, 48, HEADS, HEAD_DIM, 96, 101, gpt.SIGN_ROWS, gate_hidden=8)
+COMMON = dict(
+    device="cpu",
+    dtype="float32",
+    fp8_head="off",
+    fp8_mlp="off",
+    embed_dtype="float32",
+    matrix_dtype="float32",
+    vocab_size=VOCAB,
+    vocab_multiple=4,
+    num_heads=HEADS,
+    head_dim=HEAD_DIM,
+    model_dim=48,
+    mlp_ratio=2,
+    tokens_per_step=512,
+    seq_len=256,
+    max_doc_len=90,
+    micro_batch_tokens=256,
+    val_tokens=512,
+    val_seq_len=128,
+    val_loss_every=3,
+    val_windows=(130, 50),
+    momentum_warmup_steps=5,
+    adam_eps=1.0,  # large enough to matter
+    telemetry_every=1,
+    epochs=2,
+)
+RECORD_32 = dict(
+    preset="track_1",
+    num_layers=6,
+    num_iterations=10,
+    matrix_cooldown_frac=0.8,
+    matrix_weight_decay=0.5,
+    embed_weight_decay=0.1,
+    decay_schedule="cosine",
+    warmup_iterations=2,
+    stages=(
+        gpt.Stage(3, 40, 16, tokens_per_step=256, max_doc_len=30, seq_len=128),
+        gpt.Stage(4, 64, 24, tokens_per_step=384, lr_factor=1.5, seq_len=128),
+        gpt.Stage(3, 96, 40, max_doc_len=60),
+    ),
+)
+NEWEST = dict(
+    preset="frontier",
+    num_iterations=12,
+    extension_steps=2,
+    bigram_rows=SHAPE.bigram_rows,
+    gate_hidden=SHAPE.gate_hidden,
+    momentum_cooldown_steps=4,
+    matrix_cooldown_frac=0.8,
+    yarn_max_window=100,
+    warmup_iterations=1,
+    guard="on",
+    stages=(
+        gpt.Stage(3, 40, 16, 256, 30, 1.0, 128, "1 0.5 0.25:0", "0.25"),
+        gpt.Stage(4, 64, 24, 384, None, 1.52, 128, "1 0.5:0", "0.25:0"),
+        gpt.Stage(3, 96, 40, max_doc_len=60, lr_factor=1.73),
+        gpt.Stage(1, 110, 50, lr_factor=1.73),
+    ),
+)
+
+
+def write_data(folder):
+    """Four training shards and two of validation; the names of the tokens, some of which begin with others."""
+    rng = np.random.default_rng(0)
+    for name, size in (("train_0", 1500), ("train_1", 900), ("train_2", 1900), ("train_3", 4000),
+                       ("val_0", 300), ("val_1", 400)):  # fmt: skip
+        documents = [[BOS, *np.cumsum(rng.integers(0, 4, rng.integers(2, 150))) % BOS] for _ in range(100)]
+        tokens = np.concatenate(documents)[:size].astype(np.uint16)
+        gpt.write_shard(folder / f"{name}.bin", tokens, VOCAB, BOS)
+    names = [a + b + c for a in "xyz" for b in ("", "x", "y", "z") for c in ("", "x", "y", "z")]
+    names = [*dict.fromkeys(names)][: VOCAB - 2]
+    ids = {**{name: i for i, name in enumerate(names)}, "<": len(names), "<|endoftext|>": BOS}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+
+
+def make_record_32(cfg, generator):
+    """Parameters of record 32 with the reference's names; no path is closed by a zero."""
+    def normal(mean, std, *size):
+        return mean + std * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    dim, hidden, table = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim, (cfg.padded_vocab_size, cfg.model_dim)
+    p = {"embed": normal(0, 1, *table), "head": normal(0, 0.3, *table)}
+    for i in range(cfg.num_value_embeds):
+        p[f"ve.{i}"] = normal(0, 1, *table)
+    for i, layer in enumerate(cfg.layers):
+        p[f"a.{i}"], p[f"b.{i}"] = normal(1, 0.1), normal(0, 0.1)
+        if layer.skip_from is not None:
+            p[f"skip.{i}"] = normal(-1.5, 0.3)
+        if layer.attention != "none":
+            p.update({f"{name}.{i}": normal(0, 0.5 * dim**-0.5, dim, dim) for name in "qkvo"})
+            p[f"gate.{i}"], p[f"s0.{i}"] = normal(0, 0.3, cfg.num_heads, 12), normal(0.5, 0.1)
+            if layer.value_embed is not None:
+                p[f"s1.{i}"] = normal(0.5, 0.1)
+        if layer.mlp:
+            p.update({f"{name}.{i}": normal(0, 0.5 * dim**-0.5, dim, hidden) for name in ("up", "down")})
+    return p
+
+
+def read_record_32(model, p):
+    """The same by the model's names, in its layout."""
+    values = {"embed": p["embed"], "head.weight": p["head"]}
+    values.update({f"value_embeds.{i}": p[f"ve.{i}"] for i in model.value_embeds})
+    numbers = dict(x="a", x0="b", skip="skip", value="s0", value_embed="s1")
+    values["numbers.scalar"] = torch.stack([p[f"{numbers[c.name]}.{c.layer}"] for c in model.coefficients])
+    for i, block in enumerate(model.blocks):
+        if block.attention is not None:
+            values[f"blocks.{i}.attention.qk"] = torch.stack((p[f"q.{i}"], p[f"k.{i}"]))
+            values[f"blocks.{i}.attention.vo"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
+            values[f"blocks.{i}.attention.gate"] = p[f"gate.{i}"]
+        if block.mlp is not None:
+            values[f"blocks.{i}.mlp.up_down"] = torch.stack((p[f"up.{i}"], p[f"down.{i}"]))
+    return values
+
+
+@pytest.fixture
+def float64(monkeypatch):
+    """New tensors and activations in float64; the choice of precision itself goes on as it is."""
+    choose_precision = gpt.choose_precision
+    monkeypatch.setattr(gpt, "choose_precision", lambda cfg, rt: dataclasses.replace(
+        choose_precision(cfg, rt), dtype=torch.float64))  # fmt: skip
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run_both(cfg, p, read, monkeypatch):
+    """(training losses, validation points) of train() and of the reference, from the same parameters."""
+    make_model = gpt.GPT
+
+    def make_same_model(*args):
+        model = make_model(*args).double()
+        if not model.embed.is_meta:  # on which parameters are only counted
+            values = {**read(model, p), **({"signs": p["signs"]} if "signs" in p else {})}
+            assert values.keys() >= dict(model.named_parameters()).keys()
+            with torch.no_grad():
+                for name, value in values.items():
+                    model.get_parameter(name).copy_(value) if name != "signs" else model.signs.copy_(value)
+        return model
+
+    monkeypatch.setattr(gpt, "GPT", make_same_model)
+    gpt.train(cfg, [])
+    (result,) = gpt.Path("logs").glob("*.json")
+    result = json.loads(result.read_text())
+    events = [json.loads(line) for line in next(gpt.Path("logs").glob("*.jsonl")).read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "telemetry"]
+    theirs = reference_run.train(json.loads(json.dumps(gpt.plain_dict(cfg))), p)
+    return (losses, [point[:2] for point in result["val_points"]]), (theirs["train_losses"], theirs["val_points"])
+
+
+@pytest.mark.parametrize("recipe", [RECORD_32, NEWEST], ids=["record_32", "newest"])
+def test_whole_run(recipe, tmp_path, monkeypatch, float64):
+    """The training loss of every step and every validation loss, to 1e-8."""
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+    files = dict(train_files="train_*.bin", val_files="val_*.bin", vocab_file="vocab.json")
+    cfg, generator = gpt.make_config({**COMMON, **files, **recipe}), torch.Generator().manual_seed(0)
+    if recipe is NEWEST:
+        p = frontier_reference.init_params(SHAPE, generator)
+        p["embed"].detach().copy_(p["head"].detach())  # tied
+        read = lambda model, p: read_parameters(model, SHAPE, p)
+    else:
+        p, read = make_record_32(cfg, generator), read_record_32
+    (losses, points), (expected_losses, expected_points) = run_both(cfg, p, read, monkeypatch)
+    assert [step for step, _ in points] == [step for step, _ in expected_points]
+    assert losses == pytest.approx(expected_losses, abs=1e-8)
+    assert [loss for _, loss in points] == pytest.approx([loss for _, loss in expected_points], abs=1e-8)
