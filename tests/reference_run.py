@@ -307,8 +307,10 @@ def adam_group(config, name):
         return "residual", 1.0, 1
     if first in ("attn_out", "mlp_out"):
         return "mix", 1.0, 1
-    if first in ("smear_gate", "ve_gate"):
-        return ("gate", 0.01, 0) if first == "smear_gate" else ("gate", 1.0, 1)
+    if first == "smear_gate":
+        return "gate", 0.01, 0
+    if first == "ve_gate":
+        return "gate", 1.0, 1
     if first in ("mudd", "out"):
         return "gate", 0.25, decays
     assert first in ("pre", "post", "gate_scale"), name
@@ -337,7 +339,7 @@ def parts_of(config, name, W):
 # ---------------------------------------------------------------- the run
 
 def train(config, params):
-    """Trains in place; gives the training loss per token of each step and [step, loss] of each validation."""
+    """Trains in place; gives the training loss per token of each step, [step, loss] of each validation."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
     packer, untie_step = Packer(shards * config["epochs"], document_start), schedule.untie_step()
     prefixes = None
@@ -368,7 +370,7 @@ def train(config, params):
                                    prefixes)
             found = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
             for grad, new in zip(grads, found):
-                if new is not None:                             # epsilon is for a loss summed over 49,152 tokens
+                if new is not None:                             # as Adam's epsilon: of 49,152 tokens
                     grad += new * 49152 / config["tokens_per_step"]
             total += float(loss.detach())
         losses.append(total / tokens)
@@ -386,9 +388,9 @@ def train(config, params):
             value, grad = params[name].detach(), sums.pop(name)
             if group == "matrix":
                 for i, (W, G) in enumerate(zip(parts_of(config, name, value), parts_of(config, name, grad))):
-                    state = states.setdefault((name, i), {})
-                    update_matrix(config, W, G, state, matrix_factor, schedule.decay_factor(step, matrix_factor),
-                                  momentum, lr_factor_of_matrix(config, name))
+                    update_matrix(config, W, G, states.setdefault((name, i), {}), matrix_factor,
+                                  schedule.decay_factor(step, matrix_factor), momentum,
+                                  lr_factor_of_matrix(config, name))
             else:
                 update_adam(config, value, grad, states.setdefault(name, {}), name, factor,
                             schedule.decay_factor(step, factor))
