@@ -3472,46 +3472,100 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> No
     write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
 
 
+def read_corpus(out: Path) -> tuple[str | None, list[Path], list[Path]]:
+    """(the source of a folder's corpus, None unless it is whole; its shards; other shards in the folder).
+
+    Its shards are those that corpus.json lists. An older version listed none: then they are those with the
+    names that write_corpus() gives, if they hold as many tokens as corpus.json says.
+    """
+    # found before the list is read: who builds a corpus writes the list first
+    shards = sorted((*out.glob("train_*.bin"), *out.glob("val_*.bin")))
+    try:
+        info = json.loads((out / "corpus.json").read_text())
+    except (OSError, ValueError):  # never built, or damaged
+        info = None
+    info = info if isinstance(info, dict) else {}
+    files = info.get("files")
+    is_listed = isinstance(files, list)
+    own = [path for path in shards
+           if (path.name in files if is_listed else re.fullmatch(r"(train|val)_\d{6}\.bin", path.name))]
+    sizes = {split: sum((path.stat().st_size - SHARD_HEADER_BYTES) // 2 for path in own
+                        if path.name.startswith(split)) for split in ("train", "val")}
+    is_whole = sizes == info.get("tokens")
+    own = own if is_listed or is_whole else []
+    return info.get("source") if is_whole else None, own, [path for path in shards if path not in own]
+
+
 def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
                  encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
                  shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
     """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
 
-    One file in sixteen, by the hash of its name, is for validation; of few files, one document in sixteen.
-    Texts are cut into documents, and those ordered by a hash, which mixes folders; the same texts give the
-    same bytes.
+    Replaces the shards of the corpus that is there, once all new ones are written, and refuses a folder with
+    any other. Documents are ordered by a hash, which mixes folders; the same texts give the same bytes.
     """
-    check_writable(out, "choose another folder, or mend its permissions")
-    splits: dict[str, list[tuple[bytes, np.ndarray]]] = {"train": [], "val": []}
-    for name, text in texts:
-        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
-        for number, piece in enumerate(split_text(text, doc_bytes)):
-            splits[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), encode(piece)))
-    if not all(splits.values()):  # too few files to give whole ones away: their documents are shared out
-        entries = splits["train"] + splits["val"]
-        splits = dict(train=[entry for entry in entries if entry[0][0] >= 16],
-                      val=[entry for entry in entries if entry[0][0] < 16])
-    streams, start = {}, np.array([bos], dtype=np.uint16)
-    for split, entries in splits.items():
-        documents = [tokens for _, tokens in sorted(entries, key=lambda entry: entry[0])]
-        streams[split] = np.concatenate([start[:0], *itertools.chain(*((start, d) for d in documents))])
-        if len(streams[split]) <= BLOCK:
-            raise InputError(f"{source}: the {split} split has {len(streams[split])} tokens, fewer than the "
-                             f"{BLOCK + 1} of one attention block: give more text")
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())),
-                tokens={split: len(stream) for split, stream in streams.items()}, fingerprint="")
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in (*out.glob("train_*.bin"), *out.glob("val_*.bin")):
-        stale.unlink()
-    written = []
-    for split, stream in streams.items():
-        for number, begin in enumerate(range(0, len(stream), shard_tokens)):
-            path = out / f"{split}_{number:06d}.bin"
-            write_shard(path, stream[begin : begin + shard_tokens], vocab_size, bos)
-            written.append(open_shard(str(path), vocab_size))
-    info["fingerprint"] = fingerprint(written)
-    write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    _, own, others = read_corpus(out)
+    if others:
+        raise InputError(f"{others[0]} is in the way: {out}/corpus.json does not list it, so it is not "
+                         "replaced: choose another folder, or move it away")
+    remedy = "free space or mend its permissions, or choose another folder (data/text.py --out DIR)"
+    check_writable(out, remedy)
+    splits = split_documents(texts, encode, bos, doc_bytes)
+    sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
+    if min(sizes.values()) <= BLOCK:
+        raise InputError(f"{source}: {sum(sizes.values())} tokens cannot be shared out between training and "
+                         f"validation in documents of {doc_bytes} bytes: give more text "
+                         f"({2 * doc_bytes + 4 * BLOCK} tokens always suffice) or cut shorter documents")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
+                files=[], fingerprint="")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
+            for split, documents in splits.items():
+                stream = np.concatenate(documents)
+                begins = [begin for begin in range(0, len(stream), shard_tokens)
+                          if bos in stream[begin : begin + shard_tokens]]  # some document's start
+                for number, tokens in enumerate(np.split(stream, begins[1:])):
+                    info["files"].append(f"{split}_{number:06d}.bin")
+                    write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
+            written = (open_shard(f"{folder}/{name}", vocab_size) for name in info["files"])
+            info["fingerprint"] = fingerprint(written)
+            # what is broken off from here on can be written again: all that may then be there is listed
+            listed = sorted({*info["files"], *(path.name for path in own)})
+            write_atomic(out / "corpus.json", json.dumps(dict(files=listed)).encode())
+            for name in info["files"]:
+                os.replace(Path(folder, name), out / name)
+        for path in own:
+            if path.name not in info["files"]:
+                path.unlink(missing_ok=True)
+        write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    except OSError as error:
+        raise InputError(f"{out} cannot be written ({error.strerror}): {remedy}") from None
     return info
+
+
+def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes], np.ndarray], bos: int,
+                    doc_bytes: int) -> dict[str, list[np.ndarray]]:
+    """The documents of texts, each behind BOS, in the order of a hash: for training, and for validation.
+
+    One file in sixteen, by the hash of its name, is for validation. Where that leaves either less than one
+    attention block, as of few files, validation has the first sixteenth of all documents, at least a block.
+    """
+    entries: list[tuple[bytes, str, np.ndarray]] = []
+    for name, text in texts:
+        split = "val" if hashlib.sha256(os.fsencode(name)).digest()[0] < 16 else "train"
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            tokens = np.concatenate([np.array([bos], dtype=np.uint16), encode(piece)])
+            entries.append((hashlib.sha256(os.fsencode(f"{number} {name}")).digest(), split, tokens))
+    entries.sort(key=lambda entry: entry[0])
+    splits = {split: [tokens for _, place, tokens in entries if place == split]
+              for split in ("train", "val")}
+    if min(sum(map(len, documents)) for documents in splits.values()) <= BLOCK:
+        documents = [tokens for _, _, tokens in entries]
+        ends = np.cumsum([len(tokens) for tokens in documents])
+        cut = 1 + np.searchsorted(ends, max(BLOCK + 1, ends.max(initial=0) // 16))
+        splits = dict(train=documents[cut:], val=documents[:cut])
+    return splits
 
 
 def torch_source_name() -> str:
@@ -3544,17 +3598,13 @@ def encode_bytes(text: bytes) -> np.ndarray:
 
 
 def ensure_corpus(cfg: Config, rt: Runtime) -> None:
-    """Build the embedded corpus where a run asks for it and it is missing or of another PyTorch."""
+    """Build the embedded corpus where a run asks for it and it is not whole, or of another PyTorch."""
     out = Path(EMBEDDED_CORPUS)
     for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it built
-        if is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS):
-            try:
-                source = json.loads((out / "corpus.json").read_text())["source"]
-            except (OSError, ValueError, KeyError):  # never built, or broken off
-                source = None
-            if source != torch_source_name():
-                write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
-                             BYTE_BOS)
+        if (is_turn and cfg.train_files.startswith(EMBEDDED_CORPUS)
+                and read_corpus(out)[0] != torch_source_name()):
+            write_corpus(read_torch_source(), out, torch_source_name(), encode_bytes, BYTE_VOCAB_SIZE,
+                         BYTE_BOS)
         barrier(rt)
 
 
