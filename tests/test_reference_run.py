@@ -132,8 +132,8 @@ def read_record_32(model, p):
 def float64(monkeypatch):
     """New tensors and activations in float64; the choice of precision itself goes on as it is."""
     choose_precision = gpt.choose_precision
-    monkeypatch.setattr(gpt, "choose_precision", lambda cfg, rt: dataclasses.replace(
-        choose_precision(cfg, rt), dtype=torch.float64))  # fmt: skip
+    monkeypatch.setattr(gpt, "choose_precision", lambda *args: dataclasses.replace(
+        choose_precision(*args), dtype=torch.float64))  # fmt: skip
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
