@@ -1545,13 +1545,13 @@ def build_dense_mask(doc_ids: Tensor, window: int, row_len: int | None = None, s
         size, spans = row_len, 1
     num_keys, reach, like = spans * size, (spans - 1) * size, dict(dtype=dtype, device=doc_ids.device)
     starts = torch.arange(0, num_tokens, size, device=doc_ids.device).view(-1, 1, 1)
-    if doc_ids.device.type == "cuda":  # where the compiler makes one kernel of it
+    if torch.compiler.is_compiling():  # which makes one kernel of it
         q_idx = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
         kv_idx = starts + torch.arange(-reach, size, device=doc_ids.device)  # (T/C, 1, M * C)
         visible = (kv_idx >= 0) & make_mask_mod(doc_ids, window)(None, None, q_idx, kv_idx.clamp(min=0))
         return torch.zeros(visible.shape, **like).masked_fill(~visible, -math.inf)
-    # On a CPU a sixth of the time: what the window hides is the same in every block; what lies before the
-    # first key of a query's document is a row of a triangle.
+    # Otherwise in a sixth of the time: what the window hides is the same in every block; what lies before
+    # the first key of a query's document is a row of a triangle.
     square = torch.full((num_keys, num_keys), -math.inf, **like)
     hidden = square[:size].triu(reach + 1) + square[:size].tril(reach - window - 1)  # (C, M * C)
     first = torch.searchsorted(doc_ids, doc_ids).view(-1, size) - (starts[..., 0] - reach)  # (T/C, C)

@@ -1,12 +1,13 @@
 """What the tests share: the module, small shards, and running the script as a user does."""
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # here and in what tests start: threads that spin slow others
@@ -140,13 +141,19 @@ def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1
     return launch([str(script), "--device=cpu", *args], cwd, nproc)
 
 
-def smoke_run(shards: Path, cwd: Path, *args: str, **kwargs) -> dict:
-    """A smoke run that must succeed; returns its json, with "stdout" added."""
-    before = set(cwd.rglob("*.json"))
-    done = run_script(["--preset=smoke", *data_args(shards), *args], cwd, **kwargs)
-    assert done.returncode == 0, done.stderr[-2000:]
+def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
+    """A smoke run that must succeed, of one rank in this process; returns its json, with "stdout" added."""
+    before, words = set(cwd.rglob("*.json")), ["--preset=smoke", *data_args(shards), *args]
+    if nproc > 1:
+        done = run_script(words, cwd, nproc=nproc)
+        assert done.returncode == 0, done.stderr[-2000:]
+        text = done.stdout
+    else:
+        with chdir(cwd), redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as out:
+            assert gpt.main(["--device=cpu", *words]) == 0
+        text = out.buffer.getvalue().decode()
     (result,) = set(cwd.rglob("*.json")) - before
-    return {**json.loads(result.read_text()), "stdout": done.stdout, "path": result}
+    return {**json.loads(result.read_text()), "stdout": text, "path": result}
 
 
 VAL_LINE = re.compile(

@@ -86,6 +86,16 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
             assert rows.tolist() == seen[:, column].nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
+def test_flex_attention_equals_the_definition(num_tokens, window, mean_length):
+    """Not compiled, with the blocks and the mask function that training gives it."""
+    doc_ids = make_doc_ids(num_tokens, mean_length)
+    q, k, v = torch.randn(3, num_tokens, 2, 16, dtype=torch.float64)
+    mask = gpt.build_block_mask(doc_ids, torch.tensor(window))
+    expected = attend_naive(q, k, v, brute_force_mask(doc_ids, window))
+    assert torch.allclose(gpt.attend(q, k, v, mask), expected, atol=1e-12)
+
+
 def attend_flex_on_copies(q, k, v, mask):
     q, k, v = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))
     return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
@@ -94,15 +104,17 @@ def attend_flex_on_copies(q, k, v, mask):
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
 )
-@pytest.mark.parametrize("num_segments", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_segments", [1, 3])
 def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, monkeypatch):
     """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form.
 
     On whole tensors: the CPU form of FlexAttention ignores where a view begins (test_gpu has the views).
     """
     monkeypatch.setattr(gpt, "attend_flex", attend_flex_on_copies)
+    layers = (gpt.LayerSpec("long", False, 0), *[gpt.LayerSpec("short", True, 0, 0)] * num_segments)
     cfg = smoke_config(
-        num_layers=6, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
+        num_layers=len(layers), layers=layers, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
     )
     torch.manual_seed(0)
     flex, dense = gpt.GPT(cfg, make_runtime(use_flex=True)).eval(), gpt.GPT(cfg).eval()

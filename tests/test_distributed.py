@@ -35,7 +35,7 @@ CASES = {
     "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
     "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
 }
-RULES_AND_CASES = [(rule, "exact") for rule in gpt.RULES] + [
+RULES_AND_CASES = [(rule, "exact") for rule in gpt.RULES] + [  # what differs between rules are their states
     (rule, case) for rule in ("muon", "adamw") for case in ("tied", "bfloat16", "rounded")
 ]
 

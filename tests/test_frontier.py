@@ -7,7 +7,7 @@ import frontier_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, run_script, slow_but, smoke_run
+from conftest import gpt, make_runtime, slow_but, smoke_run
 
 SMALL = dict(
     preset="frontier",
@@ -131,12 +131,12 @@ def test_forward_and_losses(step):
     """Every stage, every change of YaRN, the final validation: logits, training and validation loss."""
     cfg, (shape, p) = gpt.make_config(SMALL), make_reference()
     model, state = make_model(cfg, shape, p), gpt.Schedule(cfg).at(step)
-    batch, starts = make_tokens(step, length=512)
+    batch, starts = make_tokens(step, length=416)
     prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
     model.prefixes.copy_(prefixes)
     is_final = step == cfg.num_iterations
     stage = reference.stage_at(min(step, 1284), 16, final_validation=is_final)
-    inputs = gpt.make_stage_inputs(state, 1024, 512, make_runtime(dtype=torch.float64), cfg)
+    inputs = gpt.make_stage_inputs(state, 832, 416, make_runtime(dtype=torch.float64), cfg)
     expected = reference.forward(p, shape, batch.inputs, starts, batch.doc_ids, stage)
     logits = model.head.logits(model.encode(batch.inputs, batch.doc_ids, inputs))
     assert (logits - expected).abs().max() < 1e-9
@@ -149,7 +149,7 @@ def test_forward_and_losses(step):
         )
         assert model(*batch, inputs, weights).item() == pytest.approx(loss.item(), rel=1e-12)
     val_loss = reference.val_loss(p, shape, batch.inputs, batch.targets, starts, batch.doc_ids, stage)
-    assert model.eval()(*batch, inputs).item() / 1024 == pytest.approx(val_loss.item(), rel=1e-12)
+    assert model.eval()(*batch, inputs).item() / 832 == pytest.approx(val_loss.item(), rel=1e-12)
 
 
 def test_schedule():
@@ -355,7 +355,7 @@ def whole_run(shards, tmp_path_factory):
     return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER)
 
 
-def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_run):
+def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_run, capsys):
     """Two ranks, a checkpoint while the head is tied, one after: each ends with the loss of one rank in one go."""
     two = smoke_run(shards, tmp_path, *FRONTIER, "--checkpoint_every=2", nproc=2)
     assert two["final_val_loss"] == whole_run["final_val_loss"]
@@ -366,16 +366,16 @@ def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_ru
     for step in (6, 10):
         stopped = tmp_path / str(step)
         stopped.mkdir()
-        done = run_script([*FRONTIER, *data_args(shards), f"--checkpoint_every={step}"], stopped)
-        assert done.returncode == 0, done.stderr
+        smoke_run(shards, stopped, *FRONTIER, f"--checkpoint_every={step}")
         (path,) = stopped.glob(f"checkpoints/*/step_{step:06d}.pt")
         new = tmp_path / f"from_{step}"
         new.mkdir()
         resumed = smoke_run(shards, new, *FRONTIER, f"--resume={path}")
         assert resumed["final_val_loss"] == whole_run["final_val_loss"]
         assert resumed["resumed_at"] == [step]
-        sample = run_script([f"--sample={path}", "--prompt=abc", "--max_new_tokens=5"], tmp_path)
-        assert sample.returncode == 0 and sample.stdout.startswith("abc"), sample.stderr
+        capsys.readouterr()
+        assert gpt.main([f"--sample={path}", "--prompt=abc", "--max_new_tokens=5", "--device=cpu"]) == 0
+        assert capsys.readouterr().out.startswith("abc")
 
 
 def test_telemetry_and_guard(shards, tmp_path):
