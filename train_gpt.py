@@ -394,6 +394,8 @@ class Config(TrainConfig, OptimConfig, ModelConfig, GroupConfig, SampleConfig):
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, GroupConfig, SampleConfig)  # in the order of --help
 OPTIONS = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
+# Facts of the machine that seeds of a record have in common: times are compared, and on a CPU bits
+MACHINE_FACTS = ("device", "ranks", "cpu", "threads", "gpu", "activations", "simd", "torch")
 # Options that change neither weights nor losses: they may differ between the seeds of a record
 FREE_OPTIONS = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume",
                 "time_limit", "telemetry_every", "print_every"}
@@ -3861,9 +3863,9 @@ def check_outputs(cfg: Config) -> str:
     return activations
 
 
-def check_record(cfg: Config, folder: Path) -> str:
-    """Raise InputError where a record folder holds runs of another script, or of other options than these;
-    returns the type of its activations, or nothing where there is no run yet."""
+def check_record(cfg: Config, folder: Path, machine: dict | None = None) -> str:
+    """Raise InputError where a record folder holds runs of another script, or of other options or another
+    machine than these; returns the type of its activations, or nothing where there is no run yet."""
     script = folder / "train_gpt.py"
     if script.exists() and script.read_bytes() != read_script():
         raise InputError(f"--record={cfg.record} is taken by another script ({script}): choose another name")
@@ -3871,13 +3873,18 @@ def check_record(cfg: Config, folder: Path) -> str:
         try:
             result = json.loads(path.read_text())
             others = list_differences(config_from_dict(result["config"]), cfg, FREE_OPTIONS)
-            activations = result["hardware"]["activations"]
+            theirs, activations = result["hardware"], result["hardware"]["activations"]
+            if machine:
+                ours = {**machine["hardware"], "torch": machine["versions"]["torch"]}
+                theirs = {**theirs, "torch": result["versions"]["torch"]}
+                others += [f"{name} was {theirs[name]}, here {ours.get(name)}" for name in MACHINE_FACTS
+                           if name in theirs and theirs[name] != ours.get(name)]
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{path} is no result of a run ({type(error).__name__}: {error}): mend it, or "
                              f"choose another name than --record={cfg.record}") from None
         if others:
-            raise InputError(f"--record={cfg.record} is taken by runs with other options ({path}: "
-                             f"{', '.join(others)}): choose another name, or give theirs")
+            raise InputError(f"--record={cfg.record} is taken by other runs than this one ({path}: "
+                             f"{', '.join(others)}): choose another name, or do as they did")
         return activations
     return ""
 
@@ -3984,6 +3991,8 @@ class RunLog:
                 self.run_id = resumed["run_id"]  # the same run: its log continues
 
     def __enter__(self) -> "RunLog":
+        if self.rt.is_main and self.cfg.record:
+            check_record(self.cfg, self.folder, self.facts)
         if self.rt.is_main and self.cfg.tracker != "off":
             self.track, self.end_tracking = start_tracker(self.cfg, self.run_id)
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
@@ -4089,7 +4098,7 @@ class RunLog:
         try:
             with lock_folder(folder, "", is_patient=True):
                 if is_record:
-                    check_record(self.cfg, folder)
+                    check_record(self.cfg, folder, self.facts)
                 if not (folder / script).exists():
                     write_atomic(folder / script, read_script())
                 for suffix, file in self.files.items() if is_record else ():

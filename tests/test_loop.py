@@ -201,8 +201,12 @@ def test_a_record_is_of_one_config_and_precision(shards, tmp_path, monkeypatch, 
         capsys.readouterr()
         record(shards, "--dtype=auto", option, status=2)
         errors = capsys.readouterr().err
-        assert "--record=mine is taken by runs with other options (records/laptop/" in errors and errors.count("\n") == 1
+        assert "--record=mine is taken by other runs than this one (records/laptop/" in errors and errors.count("\n") == 1
         assert f"{option[2:].partition('=')[0]} was " in errors and sorted(tmp_path.rglob("*")) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 64)
+        record(shards, "--dtype=auto", "--seed=1", status=2)
+        assert "threads was 1, here 64" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
     record(shards, "--dtype=auto", "--seed=1", "--checkpoint_every=2", "--telemetry_every=3")
     assert "activations: bfloat16 (as this run, or the first one of its record, began" in capsys.readouterr().out
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("records/*/*/*.json")]
@@ -231,7 +235,7 @@ def test_two_runs_that_take_one_name_at_once(how, shards, tmp_path, monkeypatch,
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
     record(shards, "--seed=1", status=1)
     out, errors = capsys.readouterr()
-    words = "taken by another script" if how == "script" else "taken by runs with other options"
+    words = "taken by another script" if how == "script" else "taken by other runs than this one"
     assert "this run is not recorded: --record=mine is " + words in errors and errors.count("\n") == 1
     (kept,), (first,) = tmp_path.glob("logs/*.json"), tmp_path.glob("records/laptop/*/*.json")
     assert f"it is left in logs/{kept.name} instead" in errors and "| left in         | nowhere: see below" in out
@@ -355,3 +359,18 @@ def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypat
     # 60 s on the clock before the first of twelve steps, 60 s for it, and validations after 4, 8 and 12
     minutes, seconds = map(int, re.fullmatch(rf"step 1: about (\d+) min (\d+) s to go{hint}", line).groups())
     assert 11 * 120 + 300 <= 60 * minutes + seconds <= 1.2 * (11 * 120 + 300)
+
+
+def test_the_expected_end_of_a_resumed_run_is_in_the_future(shards, tmp_path, monkeypatch, capsys):
+    """What it has done counts by its steps, not by its tokens: here with four times as many of them as are left."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpt.Run, "ANNOUNCE_AFTER", 0.0)
+    monkeypatch.setattr(gpt.Run, "start_clock", lambda run: setattr(run, "started", gpt.clock(run.rt.device) - 60))
+    args = ["--preset=smoke", "--device=cpu", "--val_loss_every=0", "--warmup_iterations=0", "--checkpoint_every=6", *data_args(shards)]
+    assert gpt.main([*args, "--num_iterations=6"]) == 0
+    capsys.readouterr()
+    resume = ["--num_iterations=9", "--tokens_per_step=512", "--resume=checkpoints/smoke_seed0/step_000006.pt"]
+    assert gpt.main([*args, *resume]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
+    minutes, seconds = map(int, re.fullmatch(r"step 7: about (\d+) min (\d+) s to go", line).groups())
+    assert 120 <= 60 * minutes + seconds <= 150  # two steps as long as this one, a minute each
