@@ -1,13 +1,15 @@
 """benchmarks/step.py end to end (comm.py is in test_distributed.py), and what its figures are made of."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, launch, smoke_config
+from conftest import ROOT, SCRIPT, data_args, gpt, launch, smoke_config
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import against  # noqa: E402
 import copying  # noqa: E402
 import peer  # noqa: E402
 import roofline  # noqa: E402
@@ -148,3 +150,27 @@ def test_the_peer_takes_only_texts_that_it_has(monkeypatch):
     with pytest.raises(gpt.InputError, match="package jargon-text cannot be fetched .* give --only="):
         peer.TEXTS["prose"][1]()
     assert len(peer.TEXTS["code"][1]()) > 1_000_000
+
+
+def test_two_versions_step_against_step(shards, monkeypatch, capsys):
+    """The script against itself: the same losses, a ratio for every round; and one that differs shows it."""
+    words = ["against.py", str(SCRIPT), "--preset=smoke", "--device=cpu", *data_args(shards)]
+    monkeypatch.setattr(sys, "argv", [*words, "--rounds=2", "--steps=2"])
+    assert against.main() == 0
+    line = capsys.readouterr().out
+    assert re.search(r"smoke, float32, 1 threads, 4 steps: [\d.]+ ms before, [\d.]+ after: [\d.]+ \(rounds ", line)
+    assert "losses at most 0.0e+00 apart" in line
+    load = against.load_script
+
+    def load_another(path):
+        module = load(path)
+        monkeypatch.setattr(module.Schedule, "lr_factor", lambda *_: 0.5)
+        return module
+
+    monkeypatch.setattr(against, "load_script", load_another)
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], *words[2:], "--rounds=2", "--steps=2"])
+    assert against.main() == 0
+    assert "losses at most 0.0e+00" not in capsys.readouterr().out
+    for words in (["/nowhere"], [str(SCRIPT), "--rounds=0"], [str(SCRIPT), "--preset=smoke", "--rounds=9"]):
+        monkeypatch.setattr(sys, "argv", ["against.py", *words, "--device=cpu"])
+        assert against.main() == 2 and capsys.readouterr().err.count("\n") == 1
