@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import results
@@ -37,16 +38,19 @@ def list_mechanisms(preset: str) -> list[str]:
 
 
 def judge(effect: results.Effect) -> str:
+    if effect.n == 1:
+        return "one seed: no test possible"
     return "helps" if effect.low > 0 else "hurts" if effect.high < 0 else "no effect shown"
 
 
 def main() -> None:
     """Run what is missing, print the table."""
-    parser = results.make_parser(__doc__)
+    parser = results.Parser(__doc__)
     parser.add_argument("--preset", default="laptop")
     parser.add_argument("--mechanisms", default="", help="as a,b (default: all of the preset)")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the processors")
+    parser.add_argument("--seeds", type=results.at_least(1), default=3)
+    parser.add_argument("--jobs", type=results.at_least(1), default=1,
+                        help="runs at a time, which share the processors")
     parser.add_argument("--extra", default="", help="further options of train_gpt.py for all runs")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
     args = parser.parse_args()
@@ -64,13 +68,15 @@ def main() -> None:
                         jobs=args.jobs)
     losses = {name: read_losses(folder) for name, folder in folders.items()}
     base = results.summarize(list(losses["nothing"].values()))
-    print(f"{args.preset}: loss {base.mean:.4f} +- {base.sd:.4f} over {base.n} seeds\n")
+    spread = f" +- {base.sd:.4f}" if base.n > 1 else ""
+    print(f"{args.preset}: loss {base.mean:.4f}{spread} over {base.n} seed{'s' * (base.n > 1)}\n")
     print("| without | loss changes by | 95 % interval | n | p | it |\n|---|---|---|---|---|---|")
     effects = {name: results.compare(losses[name], losses["nothing"]) for name in names}
     for name, effect in sorted(effects.items(), key=lambda item: -item[1].mean):
-        print(f"| {name} | {effect.mean:+.4f} | {effect.low:+.4f} to {effect.high:+.4f} | {effect.n} "
-              f"| {effect.p:.2g} | {judge(effect)} |")
+        interval, p = ((f"{effect.low:+.4f} to {effect.high:+.4f}", f"{effect.p:.2g}") if effect.n > 1
+                       else ("", ""))
+        print(f"| {name} | {effect.mean:+.4f} | {interval} | {effect.n} | {p} | {judge(effect)} |")
 
 
 if __name__ == "__main__":
-    results.run_guarded(main)
+    sys.exit(results.run_guarded(main))

@@ -3,10 +3,13 @@
     python records/make_leaderboard.py
 
 Nothing in them is typed by hand: add a record and run this again. A test fails where they are out of date.
+A run that is not of one kind with the others of its folder is named and left out; the exit status is then 1.
 """
 
 import math
 import statistics
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +42,10 @@ python records/replay.py records/{ladder}/unet_skips
 python records/run_ladder.py --only=unet_skips --seeds=4
 ```
 
-The last two run what the rung has again, and give it a fourth seed. The script reads `data/` and writes
-`logs/` where it is started; on eight GPUs `torchrun --standalone --nproc_per_node=8` stands for `python`.
+The last two run what the rung has again, and give it a fourth seed; on another machine than the rung's both
+say so, and run nothing. With `--extra`, for further options, `run_ladder.py` makes a trial in `logs/trials`,
+and leaves the ladder as it is. The script reads `data/` and writes `logs/` where it is started; on eight GPUs
+`torchrun --standalone --nproc_per_node=8` stands for `python`.
 It has a slip: rates fall over 580 and 584 steps in 2024-12-08 and 2024-12-17, where 600 are published
 (`--cooldown_frac=0.4054` and `0.4027`).
 
@@ -111,8 +116,10 @@ def find_arrival(record: results.Record, target: float | None) -> tuple[int, flo
     return len(reached), steps, seconds
 
 
-def read_rungs(records: list[results.Record], ladder: Path, target: float) -> list[Rung]:
-    """The rungs of a ladder among a track's records, in the order of the ladder's own script."""
+def read_rungs(records: list[results.Record], ladder: Path, target: float,
+               refuse: Callable[[str], None] = results.fail) -> list[Rung]:
+    """The rungs of a ladder among a track's records, in the order of the ladder's own script; refuse gets a
+    line for each that ran on another machine than the first."""
     by_folder, rungs, before = {record.folder: record for record in records}, [], None
     for name, rung in results.load_script(ladder).LADDER.items():
         record = by_folder.get(ladder / name[11:])  # without its date
@@ -120,8 +127,9 @@ def read_rungs(records: list[results.Record], ladder: Path, target: float) -> li
             continue
         machine = results.describe_machine(record.results[0])
         if before and machine != results.describe_machine(before.results[0]):
-            raise results.RecordError(f"{record.folder} ran on another machine than {before.folder}: "
-                                      "run the whole ladder on one")
+            refuse(f"{record.folder} ran on another machine than {before.folder}: run the whole ladder on "
+                   "one")
+            continue
         rungs.append(Rung(
             name, rung.change, rung.minutes, record, results.summarize(list(record.losses.values()), target),
             before and results.compare(record.losses, before.losses), *find_arrival(record, target)))
@@ -179,16 +187,18 @@ def format_machine(result: dict) -> str:
     return f"{facts['threads']} threads of {', '.join(known)}, PyTorch {facts['torch']}"
 
 
-def make_readme(records_dir: Path) -> tuple[str, str, tuple]:
+def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail) -> tuple[str, str, tuple]:
     """(records/README.md, the lines for the README, and of the ladder with a picture its rungs, the record
-    that sets its target, and the target)."""
+    that sets its target, and the target); refuse gets a line for each run that is left out."""
     text, lines, picture = HEAD, "", ()
     for track in sorted(path.name for path in records_dir.iterdir() if list(path.glob("*/train_gpt.py"))):
-        records = results.read_track(track, records_dir)
+        records = results.read_track(track, records_dir, refuse)
         target = results.find_target(track, records)
         ladder_setting = next((r for r in reversed(records) if r.folder.name == "target"), None)
         ladder_target = ladder_setting and results.find_target(track, [ladder_setting])
-        found = read_rungs(records, ladder_setting.folder.parent, ladder_target) if ladder_setting else []
+        found = []
+        if ladder_setting:
+            found = read_rungs(records, ladder_setting.folder.parent, ladder_target, refuse)
         text += f"\n## {track}\n\n"
         track_setting = results.find_setting(records)
         if track_setting and track not in results.PUBLISHED_TARGETS:
@@ -320,21 +330,24 @@ def replace_marked(readme: str, lines: str) -> str:
     return before + lines + rest.split(MARKS[1])[1]
 
 
-def main() -> None:
+def main() -> int:
     """Write all of it."""
-    parser = results.make_parser(__doc__)
+    parser = results.Parser(__doc__)
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS)
     parser.add_argument("--readme", type=Path, default=results.ROOT / "README.md")
-    args = parser.parse_args()
-    text, lines, picture = make_readme(args.records_dir)
-    (args.records_dir / "README.md").write_text(text)
+    args, refused = parser.parse_args(), []
+    text, lines, picture = make_readme(args.records_dir, refused.append)
+    for line in refused:
+        results.leave_out(line)
+    results.write_file(args.records_dir / "README.md", text.encode())
     if picture:
         plot.plot_ladder(*picture, args.records_dir / "ladder")
-        args.readme.write_text(replace_marked(args.readme.read_text(), lines))
-    blocks = read_blocks(results.read_track("*", args.records_dir))
+        results.write_file(args.readme, replace_marked(args.readme.read_text(), lines).encode())
+    blocks = read_blocks(results.read_track("*", args.records_dir, lambda line: None))
     if blocks:
         plot.plot_times(blocks[1], args.records_dir / "frontier")
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":
-    results.run_guarded(main)
+    sys.exit(results.run_guarded(main))

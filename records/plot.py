@@ -9,9 +9,11 @@ group of parameters, and where the time of a step goes. The picture of the ladde
 make_leaderboard.py with plot_ladder() of this file.
 """
 
+import io
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -39,8 +41,11 @@ def count_tokens(folder: Path, result: dict) -> list[float]:
 
 def save(figure: plt.Figure, out: Path) -> None:
     """Write a figure as PNG and SVG: the same bytes whenever it is drawn."""
-    figure.savefig(out.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
-    figure.savefig(out.with_suffix(".png"), dpi=160, metadata={"Software": None})
+    for kind, options in (("svg", dict(metadata={"Date": None, "Creator": None})),
+                          ("png", dict(metadata={"Software": None}, dpi=160))):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, **options)
+        results.write_file(out.with_name(f"{out.name}.{kind}"), picture.getvalue())
     plt.close(figure)
 
 
@@ -152,17 +157,18 @@ def plot_ladder(rungs: list, target_run: results.Record, target: float, out: Pat
 
 def main() -> None:
     """Draw the curves of folders or of runs."""
-    parser = results.make_parser(__doc__)
+    parser = results.Parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
     args = parser.parse_args()
+    out = args.out.with_suffix("") if args.out.suffix in (".png", ".svg") else args.out
     if all(path.suffix == ".jsonl" for path in args.paths):
-        plot_runs(args.paths, args.out)
+        plot_runs(args.paths, out)
     else:
         records = [results.read_record(folder) for folder in args.paths]
-        plot_curves(records, results.find_own_target(records[0]), args.out)
-    print(f"{args.out.with_suffix('.png')} and {args.out.with_suffix('.svg')}")
+        plot_curves(records, results.find_own_target(records[0]), out)
+    print(f"{out}.png and {out}.svg")
 
 
 if __name__ == "__main__":
-    results.run_guarded(main)
+    sys.exit(results.run_guarded(main))

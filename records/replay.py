@@ -1,18 +1,21 @@
 """Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
 
     python records/replay.py records/laptop/2026-11-21_ladder/muon    # every run of the folder
-    python records/replay.py --random=1 --most_seconds=45    # one of all that took no longer; CI does this
-    python records/replay.py --all                           # all, hours
+    python records/replay.py --random=1 --most_seconds=45    # one of records/ that took no longer
+    python records/replay.py --all                           # all of records/, hours
 
 The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On
-another machine, or another version, bits may differ, so the record is passed over with a line that says why;
---force runs it all the same. Exits with status 1 where a loss differs.
+another machine, or another version, bits may differ, so the record is passed over with a line that says why,
+and --random chooses among the others; --force runs it all the same. Exits with status 1 where a loss
+differs, and where nothing was replayed.
 """
 
 import dataclasses
 import functools
 import json
+import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,33 +67,50 @@ def replay(folder: Path, result: dict) -> tuple[bool, str]:
     return False, f"ends at {ours[-1][1]!r} instead of {theirs[-1][1]!r}; they part at step {step} or before"
 
 
-def main() -> None:
+def main() -> int:
     """Replay what is asked for."""
-    parser = results.make_parser(__doc__)
+    parser = results.Parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders")
-    parser.add_argument("--random", type=int, default=0, help="so many runs, chosen among all records")
-    parser.add_argument("--most_seconds", type=float, default=float("inf"), help="of recorded training time")
-    parser.add_argument("--all", action="store_true", help="every run of every record")
+    parser.add_argument("--random", type=results.at_least(1), default=0,
+                        help="so many runs of records/, chosen among those that this machine can replay")
+    parser.add_argument("--most_seconds", type=results.at_least(0, float), default=math.inf,
+                        help="of recorded training time")
+    parser.add_argument("--all", action="store_true", help="every run of records/")
     parser.add_argument("--force", action="store_true", help="also where the machine is another")
+    parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="instead of records/")
     args = parser.parse_args()
     if not (args.folders or args.all or args.random):
         raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
-    records = map(results.read_record, args.folders) if args.folders else results.read_track("*")
-    runs = [(record, result) for record in records for result in record.results
-            if result["train_time_ms"] <= 1000 * args.most_seconds]
-    if args.random:
-        runs = random.sample(runs, min(args.random, len(runs)))
-    failed = 0
-    for record, result in tqdm(runs, unit="run", disable=len(runs) == 1):
-        differences = find_differences(result)  # of processor, activations, threads or version
-        if differences and not args.force:
+
+    def list_runs(records: list[results.Record]) -> list[tuple[results.Record, dict, str]]:
+        """(record, result, what of this machine differs) of every run that was short enough."""
+        return [(record, result, "" if args.force else find_differences(result)) for record in records
+                for result in record.results if result["train_time_ms"] <= 1000 * args.most_seconds]
+
+    chosen, kept = list_runs([results.read_record(folder) for folder in args.folders]), []
+    if args.all or args.random:
+        kept = list_runs(results.read_track("*", args.records_dir, results.leave_out))
+        fitting = [run for run in kept if not run[2]]
+        if not args.all and args.random > len(fitting):
+            print(f"--random={args.random}: this machine can replay {len(fitting)} of {len(kept)} runs in "
+                  f"{args.records_dir}")
+        chosen += kept if args.all else random.sample(fitting, min(args.random, len(fitting)))
+    num_replayed = num_failed = 0
+    for record, result, differences in tqdm(chosen, unit="run", disable=len(chosen) <= 1 or None):
+        if differences:
             line = f"passed over ({differences})"
         else:
             is_same, line = replay(record.folder, result)
-            failed += not is_same
+            num_replayed, num_failed = num_replayed + 1, num_failed + (not is_same)
         tqdm.write(f"{record.name}, seed {result['seed']}: {line}")
-    sys.exit(1 if failed else 0)
+    if not num_replayed:
+        reasons = [differences for *_, differences in chosen or kept]
+        why = (f"none of {len(reasons)} runs is of this machine and version ({statistics.mode(reasons)}): "
+               "--force runs them all the same" if reasons else
+               f"no run took at most {args.most_seconds:g} s: give more with --most_seconds")
+        print(f"replay.py: error: nothing was replayed: {why}", file=sys.stderr)
+    return 1 if num_failed or not num_replayed else 0
 
 
 if __name__ == "__main__":
-    results.run_guarded(main)
+    sys.exit(results.run_guarded(main))

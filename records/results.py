@@ -1,4 +1,7 @@
-"""What the tools of this folder share: reading results, their statistics, running what is missing."""
+"""What the tools share: their command line; reading results, their statistics, running what is missing.
+
+SciPy is imported where it is used: tools that need only the command line run without it.
+"""
 
 import argparse
 import hashlib
@@ -16,11 +19,11 @@ import threading
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from scipy import stats
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,33 +80,57 @@ def load_script(folder: Path) -> ModuleType:
 
 def read_result(path: Path) -> dict:
     """The json of a run; older scripts left the type of its activations only in its log."""
-    result, log = json.loads(path.read_text()), path.with_suffix(".txt")
+    result, log = json.loads(path.read_bytes()), path.with_suffix(".txt")
     chosen = re.search(r"^activations: (\w+)", log.read_text(), re.MULTILINE) if log.exists() else None
     if chosen:
         result["hardware"].setdefault("activations", chosen[1])
     return result
 
 
-def read_record(folder: Path) -> Record:
-    """Read a record folder or a rung's; RecordError if there is none, or its runs are not of one kind."""
-    found = [read_result(path) for path in sorted(folder.glob("*.json"))]
-    script = find_script(folder)
-    if not found or not script.exists():
+def fail(line: str) -> NoReturn:
+    raise RecordError(line)
+
+
+def leave_out(line: str) -> None:
+    """Say which run a tool goes on without."""
+    print(f"{Path(sys.argv[0]).name}: left out: {line}", file=sys.stderr)
+
+
+def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
+    """Read a record folder or a rung's; RecordError if there is none. refuse gets a line for each run that
+    is not of the first one's kind, and is left out where that returns."""
+    script, kept, paths = find_script(folder), [], sorted(folder.glob("*.json"))
+    digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.exists() else None
+    for path in paths if digest else ():
+        try:
+            result = read_result(path)
+            misfit = find_misfit(result, kept[0] if kept else result, digest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            misfit = f"holds what is no result ({type(error).__name__}: {error})"
+        if not misfit:
+            kept.append(result)
+            continue
+        refuse(f"{folder} {misfit}: {path.name}; put its files into a folder of their own")
+    if not kept:
         raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left, "
                           "or that of a rung")
-    digest = hashlib.sha256(script.read_bytes()).hexdigest()
-    for result in found:
-        if result["script_sha256"] != digest:
-            raise RecordError(f"{folder} mixes scripts: seed {result['seed']} is of another train_gpt.py "
-                              "than the folder's; put its files into a folder of their own")
-        for what, facts in (("configs", settings), ("machines", describe_machine)):
-            if facts(result) != facts(found[0]):
-                raise RecordError(f"{folder} mixes {what}: seed {result['seed']} differs from seed "
-                                  f"{found[0]['seed']}; put its files into a folder of their own")
     by_seed: dict[int, dict] = {}
-    for result in found:
+    for result in kept:
         by_seed.setdefault(result["seed"], result)
-    return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(found) - len(by_seed))
+    return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(kept) - len(by_seed))
+
+
+def find_misfit(result: dict, first: dict, digest: str) -> str:
+    """Why a run is not of the kind of a folder's first run and script; empty where it is."""
+    if result["script_sha256"] != digest:
+        return f"mixes scripts: seed {result['seed']} is of another train_gpt.py than the folder's"
+    for what, facts in (("configs", settings), ("machines", describe_machine)):
+        here, there = facts(result), facts(first)
+        others = sorted(key for key in here | there if here.get(key) != there.get(key))
+        if others:
+            return (f"mixes {what}: seed {result['seed']} differs from seed {first['seed']} in "
+                    f"{', '.join(others[:5])}")
+    return ""
 
 
 def settings(result: dict) -> dict:
@@ -113,10 +140,17 @@ def settings(result: dict) -> dict:
     return {name: value for name, value in result["config"].items() if name not in free}
 
 
-def read_track(track: str, records_dir: Path = RECORDS) -> list[Record]:
-    """All records of a track (of all tracks: *), rungs among them, by folder name."""
-    paths = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")]
-    return [read_record(folder) for folder in sorted({path.parent for path in paths})]
+def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], None] = fail
+               ) -> list[Record]:
+    """All records of a track (of all tracks: *), rungs among them, by folder name; refuse as in
+    read_record(), for a whole folder too."""
+    paths, records = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")], []
+    for folder in sorted({path.parent for path in paths}):
+        try:
+            records.append(read_record(folder, refuse))
+        except RecordError as error:
+            refuse(str(error))
+    return records
 
 
 def find_target(track: str, records: list[Record]) -> float | None:
@@ -137,7 +171,7 @@ def find_setting(records: list[Record]) -> Record | None:
 def find_own_target(record: Record) -> float | None:
     """The loss for a record to reach: its ladder's, where that has a target, or its track's."""
     track = record.results[0]["track"]
-    records = read_track(track, find_script(record.folder).parents[2])
+    records = read_track(track, find_script(record.folder).parents[2], leave_out)
     siblings = [other for other in records if other.folder.parent == record.folder.parent]
     return find_target(track, siblings if find_setting(siblings) else records)
 
@@ -156,6 +190,8 @@ def summarize(values: list[float], target: float | None = None) -> Summary:
     sd = statistics.stdev(values) if len(values) > 1 else math.nan
     p = math.nan
     if target is not None and len(values) > 1:
+        from scipy import stats
+
         p = float(stats.ttest_1samp(values, target, alternative="less").pvalue)
     return Summary(len(values), statistics.mean(values), sd, p)
 
@@ -179,6 +215,8 @@ def compare(ours: dict[int, float], theirs: dict[int, float]) -> Effect:
     mean = statistics.mean(differences)
     if len(seeds) == 1:
         return Effect(1, mean, math.nan, math.nan, math.nan)
+    from scipy import stats
+
     test = stats.ttest_1samp(differences, 0.0)
     interval = test.confidence_interval(0.95)
     return Effect(len(seeds), mean, float(interval.low), float(interval.high), float(test.pvalue))
@@ -228,7 +266,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
             keep(name)
         bar.update()
 
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(missing), unit="run") as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(missing), unit="run", disable=None) as bar:
         script = Path(folder, "train_gpt.py")
         script.write_bytes(source)
         with ThreadPoolExecutor(jobs) as pool:
@@ -240,15 +278,70 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
                 pool.shutdown(cancel_futures=True)
 
 
-def make_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser whose help is a module's docstring."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    """A command line whose help is a module's docstring, and whose errors are one line."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}: see --help\n")
 
 
-def run_guarded(body: Callable[[], None]) -> None:
-    """Do it; a RecordError ends with status 2 and its line."""
+def at_least(low: float, kind: type = int) -> Callable[[str], float]:
+    """A type of an option: a number of this kind that is not below the least one."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not value >= low:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a {'whole ' if kind is int else ''}number of at least {low:g}")
+        return value
+
+    return parse
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; RecordError names it where that fails."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        body()
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written ({error.strerror}): choose another place, make its "
+                          "folder, or free space") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def run_guarded(body: Callable[[], int | None]) -> int:
+    """Do it; returns the exit status. What concerns the user ends with status 2 and one line, a reader that
+    has enough of the output, such as head, with 141 and none, as SIGPIPE would end it."""
+    status, line = 0, ""
+    try:
+        try:
+            status = body() or 0
+        except SystemExit as end:  # argparse's: of --help, or with its line printed
+            status = end.code
+        sys.stdout.flush()
     except RecordError as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        status, line = 2, str(error)
+    except BrokenPipeError:
+        status = 141
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"
+    except UnicodeError as error:
+        status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
+    if line:
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # what is left cannot be written; the interpreter would try again, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status

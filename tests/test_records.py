@@ -5,6 +5,9 @@ import copy
 import hashlib
 import json
 import math
+import os
+import resource
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -15,6 +18,7 @@ import torch
 from conftest import ROOT, data_args, run_script
 
 sys.path.insert(0, str(ROOT / "records"))
+import ablate  # noqa: E402
 import make_leaderboard  # noqa: E402
 import plot  # noqa: E402
 import replay  # noqa: E402
@@ -30,6 +34,18 @@ ALLOWED = {"torch", "numpy", "huggingface_hub", "tqdm", "triton", "tiktoken", *s
 def run_tool(name, *args):
     command = [sys.executable, str(ROOT / "records" / name), *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture
+def tool(capsys, monkeypatch):
+    """Run a tool here as run_tool() does in a process: (status, output, what it says on stderr)."""
+
+    def run(module, *args):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+        capsys.readouterr()
+        return results.run_guarded(module.main), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +93,7 @@ def edit_json(folder, change):
     path.write_text(json.dumps(result))
 
 
-def test_validate_against_a_table_of_students_t(make_record):
+def test_validate_against_a_table_of_students_t(make_record, tool):
     """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 at 2 degrees of freedom, p = 0.0371 below 1.3; -17.3
     below 2.1, p = 0.0017."""
     folder = make_record("three", [1.0, 1.1, 1.2])
@@ -86,12 +102,27 @@ def test_validate_against_a_table_of_students_t(make_record):
     assert results.summarize([1.0, 1.1, 1.2], 1.3).p == pytest.approx(0.0371, abs=1e-4)
     assert results.summarize([1.0, 1.1, 1.2], 2.1).p == pytest.approx(0.00166, abs=1e-5)
     assert validate.format_record(results.read_record(folder), 2.1)[1]
-    done = run_tool("validate.py", folder, "--target=1.3")
-    assert done.returncode == 1 and "p = 0.037: not shown to be below" in done.stdout
-    assert run_tool("validate.py", folder, "--target=2.1").returncode == 0
+    status, out, _ = tool(validate, folder, "--target=1.3")
+    assert status == 1 and "p = 0.037: not shown to be below" in out
+    assert tool(validate, folder, "--target=2.1")[0] == 0
 
 
-def test_paired_comparison(make_record):
+def test_one_seed_is_no_test(make_record, tool):
+    """Neither a claim nor a failure, and no nan; beside a folder that fails its test the status is that one's."""
+    one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
+    status, out, err = tool(validate, one, "--target=1.3", f"--baseline={three}")
+    assert (status, err) == (0, "") and "nan" not in out
+    first, second = out.splitlines()
+    assert first.startswith(f"{one}: n = 1, loss 1.0000, ")
+    assert first.endswith(" s; target 1.3; one seed: no test possible")
+    assert second.endswith("loss +0.0000 over one seed: no test possible; 1.000 of its time")
+    status, out, _ = tool(validate, three)
+    assert status == 0 and out.endswith("; no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
+    assert tool(validate, one, three, "--target=1.05")[0] == 1
+    assert tool(validate, three, "--target=0")[0] == 1  # a target like any other
+
+
+def test_paired_comparison(make_record, tool):
     """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484."""
     ours, theirs = make_record("ours", [1.0, 1.1, 1.2]), make_record("theirs", [1.2, 1.4, 1.6, 9.0])
     effect = results.compare(*(results.read_record(folder).losses for folder in (ours, theirs)))
@@ -101,25 +132,81 @@ def test_paired_comparison(make_record):
     assert "-0.3000 [-0.5484, -0.0516] over 3 seeds" in line and "1.000 of its time" in line
     edit = make_record("elsewhere", [1.0])
     edit_json(edit, lambda result: result["hardware"].update(cpu="another"))
-    done = run_tool("validate.py", ours, f"--baseline={edit}", "--target=2")
-    assert done.returncode == 2 and "different machines (cpu" in done.stderr and done.stderr.count("\n") == 1
+    status, _, err = tool(validate, ours, f"--baseline={edit}", "--target=2")
+    assert status == 2 and "different machines (cpu" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda result: result.update(script_sha256="0" * 64), "mixes scripts"),
-        (lambda result: result["config"].update(matrix_lr=7.0), "mixes configs"),
-        (lambda result: result["hardware"].update(cpu="another"), "mixes machines"),
+        (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
+        (lambda result: result["config"].update(matrix_lr=7.0), "mixes configs: seed 1 differs from seed 0 in matrix_lr"),
+        (lambda result: result["hardware"].update(cpu="another"), "mixes machines: seed 1 differs from seed 0 in cpu"),
+        (lambda result: result.pop("config"), "no result (KeyError: 'config'): 1.json; put"),
         (None, "holds no result"),
     ],
 )
-def test_folders_that_are_no_record(make_record, change, words):
+def test_folders_that_are_no_record(make_record, tool, change, words):
     folder = make_record("odd", [1.0, 1.1] if change else [])
     if change:
         edit_json(folder, change)
-    done = run_tool("validate.py", folder)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and words in done.stderr
+    status, out, err = tool(validate, folder)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err and "1.json" in err or not change
+
+
+def test_a_damaged_result_is_named(make_record, tool):
+    folder = make_record("odd", [1.0, 1.1])
+    for content in (b"", b"{", b"[]", b"\xff", b"7"):
+        (folder / "1.json").write_bytes(content)
+        status, _, err = tool(validate, folder)
+        assert status == 2 and err.count("\n") == 1 and "1.json; put its files" in err
+
+
+@pytest.mark.parametrize(
+    "module, option, words",
+    [
+        (ablate, "--seeds=0", "--seeds: 0 is not a whole number of at least 1: see --help"),
+        (ablate, "--jobs=two", "--jobs: two is not a whole number of at least 1"),
+        (run_ladder, "--seeds=-1", "--seeds: -1 is not a whole number of at least 1"),
+        (run_ladder, "--end_seeds=1.5", "--end_seeds: 1.5 is not a whole number of at least 1"),
+        (replay, "--random=-1", "--random: -1 is not a whole number of at least 1"),
+        (replay, "--most_seconds=nan", "--most_seconds: nan is not a number of at least 0"),
+        (replay, "--rand=1", "unrecognized arguments: --rand=1"),
+        (validate, "--target=low", "--target: low is not a number of at least 0"),
+        (plot, "--a\nb=x", "the following arguments are required: paths"),
+        (validate, "--base=x", "the following arguments are required: folders"),
+    ],
+)
+def test_options_that_no_tool_takes(module, option, words, tool, monkeypatch):
+    """One line and status 2, and nothing runs; no option is cut short."""
+    monkeypatch.setattr(results, "run_missing", None)
+    status, out, err = tool(module, option)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+    assert err.startswith(f"{module.__name__}.py: error: ")
+
+
+@pytest.mark.parametrize("args", [["records/laptop/2026-11-21_first"], ["--help"]])
+def test_a_reader_may_leave_early(args):
+    """As head does: nothing on stderr, and the status that SIGPIPE would leave."""
+    command = shlex.join([sys.executable, "records/validate.py", *args]) + " | true; echo ${PIPESTATUS[0]}"
+    for unbuffered in ("", "1") if args != ["--help"] else ("",):
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=env)
+        assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    """A full disk behind stdout; a locale without the letters of a folder."""
+    folder = ROOT / "records" / "laptop" / "2026-11-21_first"
+    command = [sys.executable, str(ROOT / "records" / "validate.py"), str(folder)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left on device: check" in done.stderr
+    odd = tmp_path / "laptop" / "\u0416"
+    shutil.copytree(folder, odd)
+    env = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    done = subprocess.run([*command[:2], str(odd)], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "set PYTHONIOENCODING=utf-8" in done.stderr
 
 
 def test_runs_of_one_seed_count_once(make_record):
@@ -198,6 +285,29 @@ def test_curves_are_drawn_the_same_twice(real_record, tmp_path):
     assert plot.count_tokens(real_record, result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
 
 
+@pytest.mark.parametrize("name, stem", [("lr_0.03", "lr_0.03"), ("curves", "curves"), ("a.b.png", "a.b"), ("c.svg", "c")])
+def test_a_pictures_name_keeps_its_points(name, stem, real_record, tmp_path, tool):
+    status, out, _ = tool(plot, real_record, f"--out={tmp_path / name}")
+    assert status == 0 and out == f"{tmp_path / stem}.png and {tmp_path / stem}.svg\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.png", f"{stem}.svg"]
+
+
+def test_a_picture_that_cannot_be_written(real_record, tmp_path, tool):
+    """No folder; no more than 10,000 bytes of a file: the old picture stays."""
+    status, _, err = tool(plot, real_record, f"--out={tmp_path}/no/such/x")
+    assert status == 2 and err.count("\n") == 1
+    assert f"{tmp_path}/no/such/x.svg cannot be written (No such file or directory): choose another place" in err
+    (tmp_path / "x.svg").write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        status, _, err = tool(plot, real_record, f"--out={tmp_path}/x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert status == 2 and "x.svg cannot be written (File too large)" in err
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"x.svg": "old"}
+
+
 @pytest.mark.parametrize("folder, tokens", [("first", 480 * 4096), ("ladder/muon", 160 * 5120)])
 def test_tokens_are_counted_by_the_script_that_ran(folder, tokens):
     """The oldest script has no config_from_dict, and no script but its own has a ladder's presets."""
@@ -217,6 +327,47 @@ def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
     plot.plot_times(blocks, tmp_path / "frontier")
     for name in ("ladder.svg", "frontier.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "records" / name).read_text()
+
+
+def test_the_leaderboard_goes_on_without_a_run_that_does_not_fit(tmp_path, tool):
+    """A trial among the runs of a rung: it is named, the rung and all others stand as without it, and so do the
+    tools that look for a target or for runs to replay."""
+    folder = tmp_path / "records" / "laptop" / "2026-11-21_ladder"
+    folder.mkdir(parents=True)
+    shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
+    for name in ("target", "adamw_rotary", "muon"):
+        shutil.copytree(run_ladder.LADDER / name, folder / name)
+    readme = tmp_path / "README.md"
+    readme.write_text("\n".join(make_leaderboard.MARKS))
+    args = f"--records_dir={tmp_path}/records", f"--readme={readme}"
+    assert tool(make_leaderboard, *args) == (0, "", "")
+    before = (tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes()
+    trial = json.loads(sorted((folder / "muon").glob("*.json"))[0].read_text())
+    trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = 7
+    (folder / "muon" / "20270101-000000_seed7_0000.json").write_text(json.dumps(trial))
+    (folder / "yarn").mkdir()
+    (folder / "yarn" / "x.json").write_text("{}")
+    status, _, err = tool(make_leaderboard, *args)
+    assert status == 1 and err.count("\n") == 3, err  # a rung without any run is named as such too
+    assert f"left out: {folder}/muon mixes configs: seed 7 differs from seed 0 in matrix_lr: 20270101-000000_seed7" in err
+    assert f"left out: {folder}/yarn holds what is no result (KeyError: " in err
+    assert before == ((tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes())
+    status, out, err = tool(validate, folder / "adamw_rotary")
+    assert (status, err.count("left out")) == (1, 3) and "target 1.39, p = 1: not shown" in out
+    status, _, err = tool(make_leaderboard, f"--records_dir={tmp_path}/none", f"--readme={readme}")
+    assert status == 2 and f"{tmp_path}/none: No such file or directory" in err and err.count("\n") == 1
+
+
+def test_a_rung_of_another_machine_is_left_out_of_the_ladder(make_record):
+    script, left = run_ladder.LADDER / "train_gpt.py", []
+    make_record("ladder/adamw_rotary", [1.5], script)
+    other = make_record("ladder/muon", [1.4], script, hardware=dict(device="cpu", ranks=1, threads=9, cpu="another"))
+    make_record("ladder/split_qkv", [1.3], script)
+    rungs = make_leaderboard.read_rungs(results.read_track("laptop", other.parents[2]), other.parent, 1.0, left.append)
+    assert [rung.record.folder.name for rung in rungs] == ["adamw_rotary", "split_qkv"]
+    assert rungs[1].effect.mean == pytest.approx(-0.2)
+    (line,) = left
+    assert "muon ran on another machine than" in line
 
 
 def test_a_script_stands_once():
@@ -255,12 +406,12 @@ def test_a_committed_record_is_whole(record, capsys):
 
 
 @pytest.mark.slow
-def test_replay_tells_the_same_from_another(real_record, tmp_path):
+def test_replay_tells_the_same_from_another(real_record, tool, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here and in the process that made it
     result = results.read_record(real_record).results[0]
-    result["hardware"]["threads"] = torch.get_num_threads()  # one here, two in the process that made it
     assert replay.find_differences(result) == ""
-    is_same, line = replay.replay(real_record, result)
-    assert is_same and line.startswith(repr(result["final_val_loss"]))
+    status, out, err = tool(replay, real_record)
+    assert (status, err) == (0, "") and out.endswith(f"seed 0: {result['final_val_loss']!r} again, bit for bit\n")
     other = copy.deepcopy(result)
     other["val_points"][1][1] += 1e-9
     is_same, line = replay.replay(real_record, other)
@@ -273,7 +424,70 @@ def test_replay_tells_the_same_from_another(real_record, tmp_path):
         assert replay.find_differences(other).startswith(f"{key} {there}, here ")
     del other["hardware"]["simd"]  # as in results of before
     assert replay.find_differences(other) == ""
-    assert run_tool("replay.py").returncode == 2
+    assert tool(replay)[0] == 2
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Names and seeds of what replay.py would run again, instead of running it."""
+    names = []
+    monkeypatch.setattr(replay, "replay", lambda folder, result: (names.append((folder.name, result["seed"])), (True, "again"))[1])
+    return names
+
+
+def of_here(result):
+    """A result as a run of this process would leave it."""
+    result["hardware"]["threads"] = torch.get_num_threads()
+
+
+def test_replaying_nothing_is_a_failure(make_record, tool, replayed):
+    """One line with the reason and what helps; so for folders, and for a choice among records of which none fits."""
+    here, there = make_record("here", [1.0]), make_record("there", [1.0, 1.1])
+    edit_json(here, of_here)
+    for path in there.glob("*.json"):
+        result = json.loads(path.read_text())
+        result["hardware"]["cpu"] = "another"
+        path.write_text(json.dumps(result))
+    status, out, err = tool(replay, there)
+    assert (status, out.count("passed over (cpu another, here "), err.count("\n")) == (1, 2, 1)
+    assert "nothing was replayed: none of 2 runs is of this machine and version (cpu another, here" in err
+    assert "--force runs them all the same" in err and not replayed
+    status, out, err = tool(replay, "--random=1", "--records_dir", make_empty(there))
+    assert status == 1 and "this machine can replay 0 of 2 runs in" in out and "--force" in err and not replayed
+    status, _, err = tool(replay, here, "--most_seconds=0")
+    assert status == 1 and "no run took at most 0 s: give more with --most_seconds" in err and not replayed
+    assert tool(replay, here, there)[0] == 0 and replayed == [(here.name, 0)]
+    assert tool(replay, there, "--force")[0] == 0 and replayed[1:] == [(there.name, 0), (there.name, 1)]
+
+
+def make_empty(folder):
+    """A folder of records that has only this one."""
+    place = folder.parents[1] / "only"
+    shutil.copytree(folder, place / "laptop" / folder.name)
+    return place
+
+
+def test_random_chooses_among_what_can_be_replayed(make_record, tool, replayed):
+    """Of twelve runs one is of this machine: it is chosen always. Beside folders, --random adds to them."""
+    folder = make_record("mixed", [1.0] * 11, hardware=dict(device="cpu", ranks=1, cpu="another", threads=3))
+    here, own = make_record("here", [1.0]), make_record("own", [1.0])
+    edit_json(here, of_here), edit_json(own, of_here)
+    place = make_empty(folder)
+    shutil.copytree(here, place / "laptop" / here.name)
+    for _ in range(3):
+        assert tool(replay, "--random=1", f"--records_dir={place}")[0] == 0
+    assert replayed == [(here.name, 0)] * 3
+    status, out, _ = tool(replay, own, "--random=2", f"--records_dir={place}")
+    assert status == 0 and replayed[3:] == [(own.name, 0), (here.name, 0)]
+    assert f"--random=2: this machine can replay 1 of 12 runs in {place}" in out
+    assert tool(replay, "--all", f"--records_dir={place}")[1].count("passed over") == 11
+
+
+def test_a_replay_that_differs_is_a_failure(make_record, tool, monkeypatch):
+    folder = make_record("here", [1.0])
+    edit_json(folder, of_here)
+    monkeypatch.setattr(replay, "replay", lambda folder, result: (False, "another loss"))
+    assert tool(replay, folder)[0] == 1
 
 
 def test_nothing_runs_after_a_run_that_has_failed(tmp_path):
@@ -299,7 +513,8 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
     found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
     assert found["muon"]["config"]["without"] == "muon"
     effect = found["muon"]["final_val_loss"] - found["nothing"]["final_val_loss"]
-    assert effect != 0 and f"| muon | {effect:+.4f} |" in done.stdout
+    assert effect != 0 and f"| muon | {effect:+.4f} |  | 1 |  | one seed: no test possible |" in done.stdout
+    assert "nan" not in done.stdout and "over 1 seed\n" in done.stdout
     assert run_tool("ablate.py", *args).stdout == done.stdout and len(list(tmp_path.rglob("*.json"))) == 2
     done = run_tool("ablate.py", "--mechanisms=softcup")
     assert done.returncode == 2 and "did you mean softcap" in done.stderr
@@ -309,22 +524,22 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     """A run that is missing is made by the ladder's own script, and lies in its rung without that."""
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
-    args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--ladder={tmp_path}"]
+    args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--logs_dir={tmp_path}/trials"]
     args.append(f"--extra={' '.join([*extra, *data_args(shards)])}")
-    shutil.copy(run_ladder.LADDER / "train_gpt.py", tmp_path)
     done = run_tool("run_ladder.py", *args)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["muon", "target", "train_gpt.py"]
-    presets = {name: results.read_record(tmp_path / name).results[0]["preset"] for name in ("muon", "target")}
+    (ladder,) = (tmp_path / "trials" / "laptop").iterdir()
+    assert sorted(path.name for path in ladder.iterdir()) == ["muon", "target", "train_gpt.py"]
+    presets = {name: results.read_record(ladder / name).results[0]["preset"] for name in ("muon", "target")}
     assert presets == dict(target="laptop_target", muon="laptop_2024-10-04_muon")
-    kept, lost = (next((tmp_path / name).glob("*.json")) for name in ("target", "muon"))
+    kept, lost = (next((ladder / name).glob("*.json")) for name in ("target", "muon"))
     log = kept.with_suffix(".txt").read_text()
     assert json.loads(log.split("\n=")[0])["argv"][1] == "--record=target" and "def main(" not in log
     lost.unlink()
     assert run_tool("run_ladder.py", *args).returncode == 0
-    assert list((tmp_path / "target").glob("*.json")) == [kept] and len(list(lost.parent.glob("*.json"))) == 1
-    (tmp_path / "train_gpt.py").write_text("LADDER = {'2024-10-04_muon': 0}")
-    done = run_tool("run_ladder.py", f"--ladder={tmp_path}")
+    assert list((ladder / "target").glob("*.json")) == [kept] and len(list(lost.parent.glob("*.json"))) == 1
+    (ladder / "train_gpt.py").write_text("LADDER = {'2024-10-04_muon': 0}")
+    done = run_tool("run_ladder.py", f"--ladder={ladder}")
     assert done.returncode == 2 and "mixes scripts" in done.stderr
 
 
@@ -332,9 +547,62 @@ def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     "option, words",
     [("--only=target,moun", "did you mean muon"), (f"--ladder={ROOT}/records", "has no train_gpt.py with a LADDER")],
 )
-def test_a_ladder_that_cannot_be_run(option, words):
-    done = run_tool("run_ladder.py", option)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and words in done.stderr
+def test_a_ladder_that_cannot_be_run(option, words, tool):
+    status, out, err = tool(run_ladder, option)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+@pytest.fixture
+def small_ladder(tmp_path, monkeypatch):
+    """A ladder whose script leaves at once what a run leaves; its result says on which cpu it ran."""
+    source = """LADDER = {"2024-10-04_muon": 0}
+if __name__ == "__main__":
+    import hashlib, json, pathlib, sys
+    argv = sys.argv[1:]
+    folder = pathlib.Path("records", "laptop", "x")
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = dict(script_sha256=hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest(), argv=argv)
+    seed = int(argv[-1].split("=")[1])
+    result = dict(seed=seed, final_val_loss=1.0 + seed, track="laptop", train_time_ms=1, versions=dict(torch="2.13"))
+    result |= dict(hardware=dict(cpu="this"), config=dict(seed=seed, extra=argv[2:-1]), **facts)
+    (folder / f"{seed}.json").write_text(json.dumps(result))
+    (folder / f"{seed}.txt").write_text(f"facts\\n{'=' * 100}\\nstep:1/1\\n")
+"""
+    ladder = tmp_path / "laptop" / "ladder"
+    ladder.mkdir(parents=True)
+    (ladder / "train_gpt.py").write_text(source)
+    is_other = lambda result: f"cpu {result['hardware']['cpu']}, here this" * (result["hardware"]["cpu"] != "this")
+    monkeypatch.setattr(replay, "find_differences", is_other)
+    return ladder
+
+
+def test_trials_leave_the_ladder_as_it_is(small_ladder, tmp_path, tool):
+    """With further options every run goes into a ladder of its own, which the other tools can read."""
+    args = "--only=muon", "--seeds=2", "--end_seeds=2", f"--ladder={small_ladder}", f"--logs_dir={tmp_path}/trials"
+    status, _, err = tool(run_ladder, *args)
+    assert status == 0, err
+    before = {path: path.read_bytes() for path in small_ladder.rglob("*") if path.is_file()}
+    assert results.read_record(small_ladder / "muon").losses == {0: 1.0, 1: 2.0}
+    for extra in ("--matrix_lr=1", "--matrix_lr=2"):
+        status, out, _ = tool(run_ladder, *args, f"--extra={extra}")
+        place = out.strip().removeprefix("the trial: python records/validate.py ").removesuffix("/*/")
+        assert status == 0 and place.startswith(f"{tmp_path}/trials/laptop/ladder_")
+        record = results.read_record(run_ladder.Path(place, "muon"))
+        assert record.losses == {0: 1.0, 1: 2.0} and record.results[0]["config"]["extra"] == [extra]
+        assert tool(validate, run_ladder.Path(place, "muon"))[0] == 0
+    assert {path: path.read_bytes() for path in small_ladder.rglob("*") if path.is_file()} == before
+    assert len(list((tmp_path / "trials" / "laptop").iterdir())) == 2
+
+
+def test_a_rung_takes_no_seed_of_another_machine(small_ladder, tmp_path, tool):
+    """It is refused before anything runs, since the tools would refuse the rung."""
+    args = "--only=muon", f"--ladder={small_ladder}"
+    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0
+    edit_json(small_ladder / "muon", lambda result: result["hardware"].update(cpu="another"))
+    status, _, err = tool(run_ladder, *args, "--seeds=2", "--end_seeds=2")
+    assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu another, here this): copy" in err
+    assert len(list((small_ladder / "muon").iterdir())) == 2
+    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0  # nothing to run, nothing to refuse
 
 
 def test_a_log_loses_the_script_it_begins_with():
