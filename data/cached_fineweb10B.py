@@ -9,16 +9,20 @@ What is whole stays; a broken download is resumed. 200 MB a shard, into data/fin
 last line it prints is a command that trains on it.
 """
 
-import argparse
+import glob
 import json
+import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT.parent))
+sys.path[:0] = [str(ROOT.parent), str(ROOT.parent / "records")]
+from results import Parser  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 REPOSITORY, NUM_SHARDS = dict(repo_id="kjj0/fineweb10B-gpt2", repo_type="dataset"), 103
@@ -36,7 +40,8 @@ def is_whole(path: Path) -> bool:
 
 
 def download(name: str, folder: Path, repository: dict) -> None:
-    """InputError if the hub cannot be reached."""
+    """InputError if the hub cannot be reached, or the folder takes no files."""
+    gpt.check_writable(folder, "free space or mend its permissions, or choose another folder with --out")
     try:
         hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
                         **repository)
@@ -60,32 +65,35 @@ def fetch_vocabulary(folder: Path) -> None:
     try:
         json.loads(path.read_text())
     except (OSError, ValueError):
-        download("vocab.json", folder, VOCABULARY)
-        (folder / "vocab.json").replace(path)
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # a vocab.json here would be somebody's own
+            download("vocab.json", Path(place), VOCABULARY)
+            Path(place, "vocab.json").replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Fetch the validation shard, then the training shards in order."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("num_shards", nargs="?", type=int, default=NUM_SHARDS,
                         help="training shards (default %(default)s)")
     parser.add_argument("--out", type=Path, default=DEFAULT, help="folder (default %(default)s)")
     args = parser.parse_args(argv)
-    names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
-    try:
+
+    def body() -> int:
         if not 0 <= args.num_shards <= NUM_SHARDS:
             raise gpt.InputError(f"{args.num_shards} shards were asked for: give 0 to {NUM_SHARDS}")
-        for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file"):
+        names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
+        for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file", disable=None):
             fetch(name, args.out)
         fetch_vocabulary(args.out.parent)
-        print(f"train on it: ./run.sh --train_files='{args.out}/fineweb_train_*.bin' "
-              f"--val_files='{args.out}/fineweb_val_*.bin' --vocab_file={args.out.parent}/gpt2_vocab.json"
-              if args.out != DEFAULT else "train on it: ./run.sh, or ./run.sh --preset=frontier")
-    except gpt.InputError as error:
-        print(f"cached_fineweb10B.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        folder = glob.escape(str(args.out))
+        files = dict(train_files=f"{folder}/fineweb_train_*.bin", val_files=f"{folder}/fineweb_val_*.bin",
+                     vocab_file=str(args.out.parent / "gpt2_vocab.json"))
+        options = " ".join(f"--{name}={shlex.quote(value)}" for name, value in files.items())
+        print(f"train on it: ./run.sh {options}" if args.out != DEFAULT
+              else "train on it: ./run.sh, or ./run.sh --preset=frontier")
+        return 0
+
+    return gpt.run_guarded(body, "cached_fineweb10B.py")
 
 
 if __name__ == "__main__":

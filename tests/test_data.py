@@ -1,17 +1,18 @@
-"""Shards, packed sequences, batches, prefetch, corpora: what is refused, and that ranks never change what a step sees."""
+"""Shards, packed sequences, batches, prefetch, downloads: what is refused, and that ranks never change what a step sees."""
 
-import hashlib
-import json
-import os
 import shlex
-import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, run_script, smoke_config
+from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, smoke_config
+from huggingface_hub import constants
+
+sys.path.insert(0, str(ROOT / "data"))
+import cached_fineweb10B  # noqa: E402
 
 
 def write_raw(path, header, tokens):
@@ -217,168 +218,62 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
     assert not prefetch_threads()
 
 
-# ---- corpora --------------------------------------------------------------------------------------------------------
+# ---- downloads ------------------------------------------------------------------------------------------------------
 
 
-def run_tool(name, *args, cwd, **env):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "data" / name), *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-        timeout=120,
-    )
+@pytest.fixture
+def fetch(monkeypatch, capsys):
+    """Run the tool here, cut off from the hub; its status, what it printed, and the line of its refusal."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else the client tries again for half a minute
+
+    def run(*args):
+        capsys.readouterr()
+        status = cached_fineweb10B.main([*map(str, args)])
+        out, err = capsys.readouterr()
+        assert err.count("\n") == (status != 0)
+        return status, out, err
+
+    return run
 
 
-def make_texts(folder):
-    (folder / "sub").mkdir(parents=True)
-    rng = np.random.default_rng(1)
-    for i in range(60):
-        text = b"\n".join(bytes(rng.integers(32, 127, 190, dtype=np.uint8)) for _ in range(20))
-        (folder / "sub" / f"{i}.txt").write_bytes(text)
-    (folder / "image.png").write_bytes(b"\x89PNG\0\0")
-    return folder
+def test_hub_that_cannot_be_reached(tmp_path, fetch):
+    status, _, said = fetch("1", "--out", tmp_path / "f")
+    assert status == 2 and "fineweb_val_000000.bin cannot be downloaded" in said and "--preset=laptop" in said
+    (tmp_path / "file").write_text("a file, not a folder")
+    status, _, said = fetch("1", "--out", tmp_path / "file" / "f")
+    assert status == 2 and "file/f cannot be written (Not a directory): free space or mend its permissions" in said
+    assert fetch("200")[0] == 2
 
 
-def test_text_becomes_shards_with_every_byte_in_order(tmp_path):
-    texts = make_texts(tmp_path / "texts")
-    done = run_tool("text.py", str(texts), "--out", "mine", "--shard_tokens", "50000", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    info = json.loads((tmp_path / "mine" / "corpus.json").read_text())
-    assert info["fingerprint"] in done.stdout
-    assert len(list((tmp_path / "mine").glob("train_*"))) > 1
-    streams = {
-        split: np.concatenate(
-            [
-                gpt.open_shard(str(path), VOCAB).read()
-                for path in sorted((tmp_path / "mine").glob(f"{split}_*"))
-            ]
-        )
-        for split in ("train", "val")
-    }
-    assert {split: len(s) for split, s in streams.items()} == info["tokens"]
-    for split, stream in streams.items():
-        pieces = {
-            bytes(part[1:].astype(np.uint8))
-            for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]
-        }
-        assert max(map(len, pieces)) <= 2047
-        for file in (texts / "sub").iterdir():
-            is_validation = hashlib.sha256(f"sub/{file.name}".encode()).digest()[0] < 16
-            is_here = {piece in pieces for piece in gpt.split_text(file.read_bytes(), 2047)}
-            assert is_here == {is_validation == (split == "val")}
-
-
-def test_one_small_file_is_enough(tmp_path):
-    """Its documents are shared out, and the command that the tool prints trains on them."""
-    (tmp_path / "book.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(4000)))
-    done = run_tool("text.py", "book.txt", "--out", "mine", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    info = json.loads((tmp_path / "mine" / "corpus.json").read_text())
-    assert info["documents"] == sum(info["tokens"].values()) - (tmp_path / "book.txt").stat().st_size
-    assert 0 < info["tokens"]["val"] < info["tokens"]["train"] / 6
-    command = shlex.split(done.stdout.splitlines()[-1].partition("./run.sh ")[2])
-    trained = run_script([*command, "--num_iterations=10", "--logs_dir=logs"], tmp_path)
-    assert trained.returncode == 0 and "step:10/10 val_loss" in trained.stdout, trained.stderr
-
-
-def test_too_little_text_leaves_nothing(tmp_path):
-    (tmp_path / "note.txt").write_text("one line\n" * 9)
-    done = run_tool("text.py", "note.txt", "--out", "mine", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "give more text" in done.stderr
-    assert not (tmp_path / "mine").exists()
-
-
-def test_the_same_texts_give_the_same_bytes(tmp_path):
-    texts = make_texts(tmp_path / "texts")
-    for out in ("one", "two"):
-        assert run_tool("text.py", str(texts), "--out", out, cwd=tmp_path).returncode == 0
-    for file in (tmp_path / "one").iterdir():
-        if file.suffix == ".bin":
-            assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-
-
-def test_splitting_keeps_every_byte_and_prefers_line_ends():
-    text = b"aa\n" * 10 + b"x" * 25 + b"\nlast"
-    pieces = list(gpt.split_text(text, 10))
-    assert b"".join(pieces) == text and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
-
-
-@pytest.mark.parametrize(
-    "args, complaint",
-    [
-        (["missing_folder", "--out", "x"], "missing_folder does not exist"),
-        (["."], "--out"),
-        ([".", "--out", "x", "--shard_tokens", "5"], "at least 20000"),
-    ],
-)
-def test_text_tool_refuses_in_one_line(tmp_path, args, complaint):
-    done = run_tool("text.py", *args, cwd=tmp_path)
-    assert done.returncode == 2 and complaint in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "x").exists()
-
-
-def test_gpt2_tokens_need_an_optional_package(tmp_path):
-    """Either tiktoken is missing or its vocabulary cannot be fetched here: both are explained. With both it works."""
-    (tmp_path / "texts").mkdir()
-    for i in range(40):
-        (tmp_path / "texts" / f"{i}.txt").write_text("hello world " * 50)
-    done = run_tool(
-        "text.py",
-        "texts",
-        "--out",
-        "x",
-        "--tokenizer",
-        "gpt2",
-        cwd=tmp_path,
-        TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"),
-    )
-    if done.returncode == 0:
-        assert gpt.open_shard(str(tmp_path / "x" / "train_000000.bin"), 50257).bos == 50256
-    else:
-        assert done.returncode == 2 and "--tokenizer=bytes" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_hub_that_cannot_be_reached(tmp_path):
-    done = run_tool(
-        "cached_fineweb10B.py",
-        "1",
-        "--out",
-        str(tmp_path / "f"),
-        cwd=tmp_path,
-        HF_HUB_OFFLINE="1",  # else the client tries again for half a minute
-    )
-    assert done.returncode == 2 and "fineweb_val_000000.bin cannot be downloaded" in done.stderr
-    assert "--preset=laptop" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_whole_shards_are_not_fetched_again(tmp_path):
+def test_whole_shards_are_not_fetched_again(tmp_path, fetch):
     """Nor is a vocabulary that is JSON."""
-    shards, vocabulary = tmp_path / "shards", tmp_path / "gpt2_vocab.json"
+    shards, vocabulary = tmp_path / "it's [1]", tmp_path / "gpt2_vocab.json"
     shards.mkdir()
-
-    def fetch():
-        return run_tool(
-            "cached_fineweb10B.py", "1", "--out", str(shards), cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1"
-        )
-
     for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
         write_raw(shards / name, (20240520, 1, 3), [50256, 1, 2])
     vocabulary.write_text("{}")
-    done = fetch()
-    assert done.returncode == 0 and f"--vocab_file={vocabulary}" in done.stdout
+    status, out, _ = fetch("1", "--out", shards)
+    options = dict(word[2:].split("=", 1) for word in shlex.split(out.partition("./run.sh ")[2]))
+    assert status == 0 and options["vocab_file"] == str(vocabulary)
+    for split, name in (("train", "train_000001"), ("val", "val_000000")):  # the pattern finds what lies there
+        assert gpt.find_shards(options[f"{split}_files"], "x") == [f"{shards}/fineweb_{name}.bin"]
     vocabulary.write_text("{")
-    done = fetch()
-    assert done.returncode == 2 and "vocab.json cannot be downloaded" in done.stderr
+    status, _, said = fetch("1", "--out", shards)
+    assert status == 2 and "vocab.json cannot be downloaded" in said
     with open(shards / "fineweb_train_000001.bin", "ab") as file:
         file.write(b"x")  # no longer as long as its header says
-    done = fetch()
-    assert done.returncode == 2 and "fineweb_train_000001.bin" in done.stderr
-    assert run_tool("cached_fineweb10B.py", "200", cwd=tmp_path).returncode == 2
+    status, _, said = fetch("1", "--out", shards)
+    assert status == 2 and "fineweb_train_000001.bin" in said
 
 
-def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
-    names = dict(gpt.read_torch_source())
-    assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
-    assert "+" not in gpt.torch_source_name()
+def test_a_vocabulary_beside_the_shards_is_somebodys_own(tmp_path, monkeypatch):
+    """The download has the name vocab.json; the one that lies there keeps its content."""
+
+    def download(filename, local_dir, **_):
+        Path(local_dir, filename).write_text('{"a": 0}')
+
+    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
+    (tmp_path / "vocab.json").write_text("mine")
+    cached_fineweb10B.fetch_vocabulary(tmp_path)
+    contents = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert contents == {"vocab.json": "mine", "gpt2_vocab.json": '{"a": 0}'}
