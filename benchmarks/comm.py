@@ -14,7 +14,6 @@ times training steps at several --comm_bucket_mb beside the same step that sends
 what communication leaves exposed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import gc
@@ -23,6 +22,7 @@ import math
 import statistics
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +31,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+from results import Parser, at_least  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 REPEATS = 5  # of every message; the median counts
@@ -207,7 +209,7 @@ def advise(result: dict) -> list[str]:
         f"recommended: --comm_bucket_mb={result['recommended_bucket_mb']:g}"]
 
 
-def measure(args: argparse.Namespace, values: dict) -> None:
+def measure(args: Namespace, values: dict) -> None:
     """Measure, print the report on rank 0, write the JSON."""
     cfg = gpt.make_config(values)
     rt = gpt.start_runtime(cfg)
@@ -230,11 +232,12 @@ def measure(args: argparse.Namespace, values: dict) -> None:
 
 def main() -> int:
     """Parse, measure; bad input ends with status 2 and Ctrl-C with 130, both without a traceback."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
-    parser.add_argument("--max_mb", type=float, help="largest message (default 256, without GPUs 16)")
-    parser.add_argument("--num_steps", type=int, default=8, help="of a bucket size (default %(default)s)")
+    parser.add_argument("--max_mb", type=at_least(0.004, float),
+                        help="largest message (default 256, without GPUs 16)")
+    parser.add_argument("--num_steps", type=at_least(1), default=8,
+                        help="of a bucket size (default %(default)s)")
     args, rest = parser.parse_known_args()
 
     def body() -> int:

@@ -10,7 +10,6 @@ window of the final validation; and all others. A model that has learned to copy
 there.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -19,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+from results import Parser  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 MATCH, MOST_TOKENS = 8, 65_536
@@ -60,8 +61,7 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
 
 def main() -> int:
     """Parse, measure, print; bad input ends with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("checkpoints", type=Path, nargs="+")
     paths = parser.parse_args().checkpoints
 

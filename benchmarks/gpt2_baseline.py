@@ -9,11 +9,11 @@ validation tokens, in bfloat16 autocast with the same allocator settings. Prints
 sweep. peer.py runs it at its customary CPU size.
 """
 
-import argparse
 import math
 import shlex
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+from results import Parser, at_least  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 
@@ -66,22 +68,8 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def main() -> None:
+def measure(args: Namespace) -> int:
     """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=80.0, help="training time (default %(default)s)")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument("--context", type=int, default=512,
-                        help="tokens of one sequence (default %(default)s)")
-    parser.add_argument("--tokens_per_step", type=int, default=4096,
-                        help="tokens of one step (default %(default)s)")
-    parser.add_argument("--num_heads", type=int, default=4, help="attention heads (default %(default)s)")
-    parser.add_argument("--warmup", type=float, default=0.03, help="share of it (default %(default)s)")
-    parser.add_argument("--beta2", type=float, default=0.95, help="of AdamW (default %(default)s)")
-    parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
-    args = parser.parse_args()
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(shlex.split(args.options))[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
@@ -130,7 +118,31 @@ def main() -> None:
     params = sum(p.numel() for p in model.parameters())
     print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
           f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s")
+    return 0
+
+
+def main() -> int:
+    """Parse, train; bad input ends with status 2 and one line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--seconds", type=at_least(1, float), default=80.0,
+                        help="training time (default %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), help="train for so many steps instead")
+    parser.add_argument("--lr", type=at_least(0, float), default=3e-3,
+                        help="peak learning rate (default %(default)s)")
+    parser.add_argument("--context", type=at_least(1), default=512,
+                        help="tokens of one sequence (default %(default)s)")
+    parser.add_argument("--tokens_per_step", type=at_least(1), default=4096,
+                        help="tokens of one step (default %(default)s)")
+    parser.add_argument("--num_heads", type=at_least(1), default=4,
+                        help="attention heads (default %(default)s)")
+    parser.add_argument("--warmup", type=at_least(1e-6, float), default=0.03,
+                        help="share of it (default %(default)s)")
+    parser.add_argument("--beta2", type=at_least(0, float), default=0.95,
+                        help="of AdamW (default %(default)s)")
+    parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
+    args = parser.parse_args()
+    return gpt.run_guarded(lambda: measure(args), "gpt2_baseline.py")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

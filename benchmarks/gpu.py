@@ -10,7 +10,6 @@ OUT.json holds its figures and OUT.md the rows for RESULTS.md, so that an end in
 Exit status 0: all parts ran and agreed; 1: not. Other options are those of train_gpt.py.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +25,9 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "records"))
+from results import Parser  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 SECONDS = 530  # for everything; a part begins only if its least time is left
@@ -35,7 +37,7 @@ TOLERANCE = 0.01  # between the losses of fused and plain training
 class Day:
     """The parts that ran, and what they found."""
 
-    def __init__(self, args: argparse.Namespace, options: list[str], scratch: Path):
+    def __init__(self, args: Namespace, options: list[str], scratch: Path):
         self.args, self.options, self.scratch, self.start = args, options, scratch, time.monotonic()
         self.env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
         device = torch.device("cpu" if args.rehearse else "cuda")
@@ -62,7 +64,7 @@ class Day:
         facts["ended_at_s"] = round(time.monotonic() - self.start)
         self.result["parts"][name] = facts
         for suffix, text in (".json", json.dumps(self.result, indent=1)), (".md", format_rows(self.result)):
-            gpt.write_atomic(self.args.out.with_suffix(suffix), (text + "\n").encode())
+            gpt.write_atomic(Path(f"{self.args.out}{suffix}"), (text + "\n").encode())
 
 
 def run_tests(day: Day) -> dict:
@@ -166,10 +168,10 @@ def format_rows(result: dict) -> str:
 
 def main() -> int:
     """All parts in order of what would be missed most."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy size")
-    parser.add_argument("--out", type=Path, default=Path("gpu_day"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("gpu_day"),
+                        help="where, without ending (default %(default)s)")
     args, options = parser.parse_known_args()
 
     def body() -> int:
@@ -185,7 +187,7 @@ def main() -> int:
                 has_time = day.left() >= seconds
                 day.note(name, measure(day) if has_time
                          else dict(ok=False, skipped="not run: the time was up"))
-        print(args.out.with_suffix(".md").read_text())
+        print(Path(f"{args.out}.md").read_text())
         return 0 if all(part["ok"] for part in day.result["parts"].values()) else 1
 
     return gpt.run_guarded(body, "gpu.py")

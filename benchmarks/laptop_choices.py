@@ -7,7 +7,6 @@ Every variant runs in a process of its own, all of them in turn and that twice, 
 noisy for all. The figure is the median time of a training step of the first stage; the ratio is to "as is".
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,7 +16,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+from results import Parser, at_least  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 VARIANTS = {  # name: changes of the config; one of them undoes a choice in the code
@@ -52,20 +53,14 @@ def measure(variant: str, num_steps: int) -> dict:
     return {"first": first, "seconds": seconds}
 
 
-def main() -> None:
+def compare(num_steps: int) -> None:
     """Measure all variants, interleaved, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_steps", type=int, default=40, help="steps per process (default %(default)s)")
-    parser.add_argument("--variant", choices=VARIANTS, help="measure one in this process, print JSON")
-    args = parser.parse_args()
-    if args.variant:
-        print(json.dumps(measure(args.variant, args.num_steps)))
-        return
     results: dict[str, list[dict]] = {variant: [] for variant in VARIANTS}
     for variant in tqdm([*VARIANTS] * 2, desc="measure"):
-        command = [sys.executable, __file__, "--variant", variant, "--num_steps", str(args.num_steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [sys.executable, __file__, "--variant", variant, "--num_steps", str(num_steps)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise gpt.RunError(f"{variant} ended with status {done.returncode}: see above")
         results[variant].append(json.loads(done.stdout.splitlines()[-1]))
     medians = {v: statistics.median(s for run in runs for s in run["seconds"]) for v,
                runs in results.items()}
@@ -75,5 +70,23 @@ def main() -> None:
         print(f"| {variant} | {1000 * median:.0f} | {median / medians['as is']:.2f} | {first:.1f} |")
 
 
+def main() -> int:
+    """Parse, compare; bad input ends with status 2 and one line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--num_steps", type=at_least(1), default=40,
+                        help="steps per process (default %(default)s)")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure one in this process, print JSON")
+    args = parser.parse_args()
+
+    def body() -> int:
+        if args.variant:
+            print(json.dumps(measure(args.variant, args.num_steps)))
+        else:
+            compare(args.num_steps)
+        return 0
+
+    return gpt.run_guarded(body, "laptop_choices.py")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,6 @@ package jargon-text) and verse (its package fortunes), fetched by apt-get. The l
 validation. Both are timed from the start of the process to its end.
 """
 
-import argparse
 import ast
 import functools
 import gzip
@@ -31,7 +30,9 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "records"))
+from results import Parser, at_least  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
@@ -144,9 +145,9 @@ def compare(names: list[str], seeds: int) -> str:
 
 def main() -> int:
     """Parse, compare, print; bad input ends with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default %(default)s)")
+    parser = Parser(__doc__)
+    parser.add_argument("--seeds", type=at_least(1), default=3,
+                        help="runs of each (default %(default)s)")
     parser.add_argument("--only", default=",".join(TEXTS), help="texts, as a,b (default %(default)s)")
     args = parser.parse_args()
 

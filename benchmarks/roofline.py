@@ -8,7 +8,6 @@ or written once. No launch gaps, nothing overlaps, everything runs at the attain
 it the order of the parts and the ratio of two versions, not the milliseconds.
 """
 
-import argparse
 import collections
 import json
 import subprocess
@@ -18,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "records"))
+from results import Parser  # noqa: E402
+
 ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sheets, by large kernels
 
 
@@ -130,8 +132,7 @@ def format_table(runs: dict[str, dict]) -> str:
 
 def main() -> int:
     """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--cards", default="h200,h100,a100,4090", help=f"of {', '.join(DEVICES)}")
     parser.add_argument("--folder", type=Path, help="where what was compiled is kept")
     args, options = parser.parse_known_args()

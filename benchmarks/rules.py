@@ -150,8 +150,9 @@ def compare_on_laptop(num_seeds: int, folder: Path) -> None:
 
 def main() -> None:
     """Compare rules, depths, or the whole preset."""
-    parser = results.make_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="runs of every rule at its best rate")
+    parser = results.Parser(__doc__)
+    parser.add_argument("--seeds", type=results.at_least(2), default=5,
+                        help="runs of every rule at its best rate")
     parser.add_argument("--depths", action="store_true", help="compare depths instead")
     parser.add_argument("--laptop", action="store_true", help="run preset laptop_32 instead")
     args = parser.parse_args()
@@ -165,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    results.run_guarded(main)
+    sys.exit(results.run_guarded(main))

@@ -11,13 +11,13 @@ step, after the warm-up of a real run; a few more steps under the profiler give 
 which cost the same, stand in for shards that are not there.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "records"))
+from results import Parser, at_least  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 PROFILED_STEPS = 3
@@ -237,7 +239,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
         return use_random_shards(cfg, folder, rt), rt, "random tokens"
 
 
-def measure(args: argparse.Namespace, argv: list[str]) -> None:
+def measure(args: Namespace, argv: list[str]) -> None:
     """Step all configs in turn, profile each, print and write the report."""
     flags = [argv] + ([[*argv, *args.compare.split()]] if args.compare else [])
     with tempfile.TemporaryDirectory() as folder:
@@ -275,14 +277,15 @@ def measure(args: argparse.Namespace, argv: list[str]) -> None:
 
 def main() -> int:
     """Parse, measure; bad input ends with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_steps", type=int, default=24, help="timed steps (default %(default)s)")
+    parser = Parser(__doc__)
+    parser.add_argument("--num_steps", type=at_least(PROFILED_STEPS), default=24,
+                        help="timed steps (default %(default)s)")
     parser.add_argument("--compare", metavar="FLAGS", help="options added for the second of two configs")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
-    parser.add_argument("--predict_ranks", type=int, metavar="N", help="predict the step of N such devices")
-    parser.add_argument("--bus_gb_per_s", type=float, default=300.0,
+    parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
+                        help="predict the step of N such devices")
+    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=300.0,
                         help="for the prediction: from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 
