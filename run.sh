@@ -34,6 +34,10 @@ if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   exec "$python" -m pytest "${@:2}"
 fi
 
+if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,4}$ ]]; then
+  echo "run.sh: error: NPROC=$(printf %q "$NPROC") is not a number of processes: give NPROC=1 or more, or leave it out" >&2
+  exit 2
+fi
 choose_python requirements.txt
 if [[ -z ${NPROC:-} ]]; then  # visible CUDA devices rounded down to a power of two, at most 8; without CUDA one process
   NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))')
