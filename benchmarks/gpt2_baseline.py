@@ -71,7 +71,7 @@ class PlainGPT(nn.Module):
 def measure(args: Namespace) -> int:
     """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
-                           **gpt.parse_argv(shlex.split(args.options))[0]})
+                           **gpt.parse_argv(args.options)[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.ensure_corpus(cfg, rt)
     train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).tokens
@@ -139,7 +139,8 @@ def main() -> int:
                         help="share of it (default %(default)s)")
     parser.add_argument("--beta2", type=at_least(0, float), default=0.95,
                         help="of AdamW (default %(default)s)")
-    parser.add_argument("--options", default="", help="of train_gpt.py: width, depth, data, seed")
+    parser.add_argument("--options", type=shlex.split, default="",
+                        help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()
     return gpt.run_guarded(lambda: measure(args), "gpt2_baseline.py")
 

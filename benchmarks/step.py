@@ -13,6 +13,7 @@ which cost the same, stand in for shards that are not there.
 
 import dataclasses
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -241,7 +242,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
 
 def measure(args: Namespace, argv: list[str]) -> None:
     """Step all configs in turn, profile each, print and write the report."""
-    flags = [argv] + ([[*argv, *args.compare.split()]] if args.compare else [])
+    flags = [argv] + ([[*argv, *args.compare]] if args.compare else [])
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
         subjects = [Subject(cfg, rt)]
@@ -280,7 +281,8 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--num_steps", type=at_least(PROFILED_STEPS), default=24,
                         help="timed steps (default %(default)s)")
-    parser.add_argument("--compare", metavar="FLAGS", help="options added for the second of two configs")
+    parser.add_argument("--compare", type=shlex.split, metavar="FLAGS",
+                        help="options added for the second of two configs")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",

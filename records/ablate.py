@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=results.at_least(1), default=3)
     parser.add_argument("--jobs", type=results.at_least(1), default=1,
                         help="runs at a time, which share the processors")
-    parser.add_argument("--extra", default="", help="further options of train_gpt.py for all runs")
+    parser.add_argument("--extra", type=shlex.split, default="",
+                        help="further options of train_gpt.py for all runs")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
     args = parser.parse_args()
     source = (results.ROOT / "train_gpt.py").read_bytes()
@@ -59,9 +60,9 @@ def main() -> None:
     for name in set(names) - set(gpt.MECHANISMS):
         raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
                                   f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
-    kind = hashlib.sha256(source + args.preset.encode() + args.extra.encode()).hexdigest()[:12]
+    kind = hashlib.sha256(source + args.preset.encode() + shlex.join(args.extra).encode()).hexdigest()[:12]
     folders = {name: args.logs_dir.resolve() / kind / name for name in ("nothing", *names)}
-    options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *shlex.split(args.extra),
+    options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *args.extra,
                       *([f"--without={name}"] if name in names else [])] for name, folder in folders.items()}
     results.run_missing([(name, seed, options[name]) for seed in range(args.seeds) for name in folders],
                         lambda name: set(read_losses(folders[name])), source, "ablate.py",

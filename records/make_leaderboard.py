@@ -44,8 +44,8 @@ python records/run_ladder.py --only=unet_skips --seeds=4
 
 The last two run what the rung has again, and give it a fourth seed; on another machine than the rung's both
 say so, and run nothing. With `--extra`, for further options, `run_ladder.py` makes a trial in `logs/trials`,
-and leaves the ladder as it is. The script reads `data/` and writes `logs/` where it is started; on eight GPUs
-`torchrun --standalone --nproc_per_node=8` stands for `python`.
+and leaves the ladder as it is. The script reads `data/` and writes `logs/` where it is started; on eight
+GPUs `torchrun --standalone --nproc_per_node=8` stands for `python`.
 It has a slip: rates fall over 580 and 584 steps in 2024-12-08 and 2024-12-17, where 600 are published
 (`--cooldown_frac=0.4054` and `0.4027`).
 

@@ -79,7 +79,8 @@ def main() -> None:
                         help="seeds of the first and the last rung")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
     parser.add_argument("--ladder", type=Path, default=LADDER, help="folder of a script with a LADDER")
-    parser.add_argument("--extra", default="", help="further options of train_gpt.py, for trials")
+    parser.add_argument("--extra", type=shlex.split, default="",
+                        help="further options of train_gpt.py, for trials")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "trials",
                         help="where trials go (default %(default)s)")
     args = parser.parse_args()
@@ -94,14 +95,14 @@ def main() -> None:
                                   f"(choose among {', '.join(sorted(presets))})")
     ladder, source = args.ladder.resolve(), script.read_bytes()
     if args.extra:
-        digest = hashlib.sha256(source + args.extra.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(source + shlex.join(args.extra).encode()).hexdigest()[:8]
         ladder = args.logs_dir.resolve() / ladder.parent.name / f"{ladder.name}_{digest}"
         ladder.mkdir(parents=True, exist_ok=True)
         for file in (script, args.ladder / "ladder.toml"):
             if file.exists():
                 shutil.copy(file, ladder)
     done = {name: find_done(ladder / name) for name in only}
-    runs = [(name, seed, [f"--preset={preset}", f"--record={name}", *shlex.split(args.extra)])
+    runs = [(name, seed, [f"--preset={preset}", f"--record={name}", *args.extra])
             for name, preset, seed in plan_runs(presets, ends, args.seeds, args.end_seeds)
             if name in only and seed not in done[name]]
     for name in sorted({name for name, _, _ in runs if done[name]}):

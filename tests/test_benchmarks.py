@@ -63,10 +63,12 @@ def test_step_makes_do_without_shards(tmp_path):
 @pytest.mark.parametrize("module, option, words", [
     (step, "--num_steps=2", "--num_steps: 2 is not a whole number of at least 3: see --help"),
     (step, "--predict_ranks=0", "0 is not a whole number of at least 1"),
+    (step, "--compare='a", "--compare: invalid split value"),
     (step, "--num_step=9", "--num_step is not an option"),
     (comm, "--num_steps=0", "0 is not a whole number of at least 1"),
     (comm, "--max_mb=-1", "-1 is not a number of at least 0.004"),
     (copying, "--depth=3", "the following arguments are required: checkpoints"),
+    (gpt2_baseline, "--options='a", "--options: invalid split value"),
     (gpt2_baseline, "--steps=0", "0 is not a whole number of at least 1"),
     (gpt2_baseline, "--options=--model_dims=4", "--model_dims is not an option: did you mean --model_dim"),
     (laptop_choices, "--num_steps=some", "some is not a whole number of at least 1"),

@@ -169,6 +169,8 @@ def test_a_damaged_result_is_named(make_record, tool):
         (ablate, "--jobs=two", "--jobs: two is not a whole number of at least 1"),
         (run_ladder, "--seeds=-1", "--seeds: -1 is not a whole number of at least 1"),
         (run_ladder, "--end_seeds=1.5", "--end_seeds: 1.5 is not a whole number of at least 1"),
+        (ablate, "--extra='a", "--extra: invalid split value"),
+        (run_ladder, "--extra='a", "--extra: invalid split value"),
         (replay, "--random=-1", "--random: -1 is not a whole number of at least 1"),
         (replay, "--most_seconds=nan", "--most_seconds: nan is not a number of at least 0"),
         (replay, "--rand=1", "unrecognized arguments: --rand=1"),
