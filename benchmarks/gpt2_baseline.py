@@ -74,7 +74,7 @@ def measure(args: Namespace) -> int:
                            **gpt.parse_argv(args.options)[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.ensure_corpus(cfg, rt)
-    train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).tokens
+    train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).read()
     val = gpt.ValData(cfg).tokens.astype(np.int64)
     torch.manual_seed(cfg.seed)
     rng = np.random.default_rng(cfg.seed)

@@ -65,7 +65,8 @@ class Subject:
         self.trainer.warm_up(self.data, self.val_data)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        self.loop = gpt.Run(self.trainer, self.data, self.val_data, log, [], gpt.Stop(rt), telemetry)
+        self.loop = gpt.Run(self.trainer, self.data, self.val_data, log, gpt.Checkpoints(cfg, log), [],
+                            gpt.Stop(rt), telemetry)
         self.batches = self.loop.batches = TimedBatches(self.loop.batches)
         self.loop.start_clock()
         self.seconds: list[float] = []
