@@ -486,7 +486,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         value_embed_lr=0.3, value_embed_betas=(0.75, 0.95), scalar_betas=(0.9, 0.99), warmup_iterations=0,
         num_iterations=720, tokens_per_step=2048, val_loss_every=120, row_start="anywhere")),
     "quick": ("laptop", "the same in half a minute, also on little text of your own", dict(
-        num_iterations=160, epochs=100, val_tokens=40_960, val_loss_every=0)),
+        num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine: what the tests run", dict(
         num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
         seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
@@ -4827,7 +4827,7 @@ class Run:
                           for stage, start, end in self.trainer.schedule.spans() if end > progress.step)
         seconds_per_token = (elapsed - self.first_time) / (progress.tokens - self.first_tokens)
         left = round(tokens_left * seconds_per_token + num_validations * self.val_seconds)
-        hint = ", --preset=quick takes a quarter of that" if cfg.preset == "laptop" and left > 120 else ""
+        hint = ", --preset=quick takes a third of that" if cfg.preset == "laptop" and left > 120 else ""
         self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
 
     def train_step(self) -> None:

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Preset quick against the customary small GPT-2, by whole-process time, on little text of five kinds.
+"""Preset quick against the customary small GPT-2, by whole-process time, on little text of eight kinds.
 
-    python benchmarks/peer.py                         # half an hour on two cores; a table for RESULTS.md
+    python benchmarks/peer.py                         # an hour on two cores; a table for RESULTS.md
     python benchmarks/peer.py --seeds=1 --only=code
 
 The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at that size. quick runs in float32, and in bfloat16 where it is fast.
 The texts: Python's reference documentation as every CPython brings it, and the docstrings of NumPy, on
-which quick was tuned; and those on which nothing was: the source of Python's library, prose (Debian's
-package jargon-text) and verse (its package fortunes), fetched by apt-get. The last tenth of each is for
+which quick was tuned; those on which nothing was, but by which its length was judged: the source of Python's
+library, prose (Debian's package jargon-text) and verse (its package fortunes); and those that nobody had
+looked at before its length was set: a manual (perl-doc), essays (anarchism, with their HTML) and questions
+(debian-faq), all fetched by apt-get. The last tenth of each is for
 validation. Both are timed from the start of the process to its end.
 """
 
@@ -55,7 +57,7 @@ def read_library() -> str:
     return "\n\n".join(path.read_text() for path in sorted(Path(ast.__file__).parent.glob("*.py")))
 
 
-def read_package(name: str, *files: str) -> str:
+def read_package(name: str, *patterns: str) -> str:
     """Text files of a Debian package, fetched and unpacked, not installed."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -65,7 +67,7 @@ def read_package(name: str, *files: str) -> str:
         except (OSError, subprocess.CalledProcessError) as error:
             raise gpt.InputError(f"Debian's package {name} cannot be fetched ({error}): give "
                                  "--only=documentation,docstrings,code, which need no network") from None
-        content = [Path(folder, file).read_bytes() for file in files]
+        content = [file.read_bytes() for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
     content = [gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data for data in content]
     return "\n\n".join(data.decode("utf-8", "replace") for data in content)
 
@@ -78,7 +80,13 @@ TEXTS = {
     "prose": ("jargon-text", functools.partial(
         read_package, "jargon-text", "usr/share/doc/jargon-text/jargon.txt.gz")),
     "verse": ("fortunes", functools.partial(
-        read_package, "fortunes", "usr/share/games/fortunes/songs-poems"))}
+        read_package, "fortunes", "usr/share/games/fortunes/songs-poems")),
+    "manual": ("perl-doc", functools.partial(
+        read_package, "perl-doc", "usr/share/perl/5.*/pod/perlfunc.pod", "usr/share/perl/5.*/pod/perlop.pod")),
+    "essays": ("anarchism", functools.partial(
+        read_package, "anarchism", "usr/share/doc/anarchism/html/sec[A-J]?.html")),
+    "questions": ("debian-faq", functools.partial(
+        read_package, "debian-faq", "usr/share/doc/debian/FAQ/debian-faq.en.txt.gz"))}
 
 
 def write_text(text: str, folder: Path) -> list[str]:

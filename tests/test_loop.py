@@ -337,7 +337,7 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     assert trainer.inputs_at(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
 
 
-@pytest.mark.parametrize("preset, hint", [("smoke", ""), ("laptop", ", --preset=quick takes a quarter of that")])
+@pytest.mark.parametrize("preset, hint", [("smoke", ""), ("laptop", ", --preset=quick takes a third of that")])
 def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypatch, capsys):
     """From the tokens that are left and those of a second so far, and from the last validation."""
     monkeypatch.chdir(tmp_path)
