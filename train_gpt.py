@@ -1468,9 +1468,15 @@ class NormRotary(torch.autograd.Function):
         return apply_rotary(grad, cos, sin, ctx.pairs, is_inverse=True).type_as(y), None, None, None, None
 
 
+def weighted_sum(x: Tensor, a: Tensor | None, y: Tensor, b: Tensor) -> Tensor:
+    """a x + b y, or x + b y, of rows x, y (T, D) and their weights a, b (T, 1)."""
+    if torch.compiler.is_compiling():  # it fuses the passes of any form, and refuses x and y that are one
+        return torch.addcmul(x if a is None else x * a, y, b)
+    return WeightedSum.apply(x, a, y, b)
+
+
 class WeightedSum(torch.autograd.Function):
-    """a x + b y, or x + b y, of rows x, y (T, D) and their weights a, b (T, 1); the gradient of a weight is
-    one pass over memory."""
+    """weighted_sum() where nothing is compiled; the gradient of a weight is one pass over memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor, a: Tensor | None, y: Tensor, b: Tensor) -> Tensor:
@@ -2746,7 +2752,7 @@ def add_weighted(x: Tensor, terms: dict[str, Tensor], coefficients: dict[str, Te
     """x plus every term (T, D) that has a coefficient (T, 1) of that kind and its name."""
     for name, term in terms.items():
         if kind + name in coefficients:
-            x = WeightedSum.apply(x, None, term, coefficients[kind + name])
+            x = weighted_sum(x, None, term, coefficients[kind + name])
     return x
 
 
@@ -2817,7 +2823,7 @@ class Attention(nn.Module):
         if table is None and mixed is None:
             return v, c.get("value")
         if mixed is None and "value" in c and "value_embed" in c:
-            return WeightedSum.apply(v.flatten(1), c["value"], table, c["value_embed"]).view_as(v), None
+            return weighted_sum(v.flatten(1), c["value"], table, c["value_embed"]).view_as(v), None
         v = v * c["value"][..., None] if "value" in c else v
         if table is not None:
             if self.value_gate is not None:  # source: the records of 2025-12-29 and 2026-02-03
@@ -2934,7 +2940,7 @@ class Block(nn.Module):
         if "skip" in c:
             skip = torch.sigmoid(c["skip"])
             skip = skip * c["skip_gate"] if "skip_gate" in c else skip
-            x = WeightedSum.apply(x, None, streams[f"h{spec.skip_from}"], skip)
+            x = weighted_sum(x, None, streams[f"h{spec.skip_from}"], skip)
         if not self.is_after:
             x = add_weighted(x * c["x"] if "x" in c else x, streams, c)
         if spec.mudd_in:
@@ -2955,7 +2961,7 @@ class Block(nn.Module):
 
     def add_output(self, x: Tensor, y: Tensor, part: str, c: dict[str, Tensor]) -> Tensor:
         y = self.scale(y, f"{part}_out")
-        return WeightedSum.apply(x, c[f"{part}_residual"], y, c[part]) if part in c else x + y
+        return weighted_sum(x, c[f"{part}_residual"], y, c[part]) if part in c else x + y
 
     def scale(self, x: Tensor, name: str) -> Tensor:
         return x * self.gains[name].type_as(x) if name in self.gains else x

@@ -82,7 +82,8 @@ TEXTS = {
     "verse": ("fortunes", functools.partial(
         read_package, "fortunes", "usr/share/games/fortunes/songs-poems")),
     "manual": ("perl-doc", functools.partial(
-        read_package, "perl-doc", "usr/share/perl/5.*/pod/perlfunc.pod", "usr/share/perl/5.*/pod/perlop.pod")),
+        read_package, "perl-doc", "usr/share/perl/5.*/pod/perlfunc.pod",
+        "usr/share/perl/5.*/pod/perlop.pod")),
     "essays": ("anarchism", functools.partial(
         read_package, "anarchism", "usr/share/doc/anarchism/html/sec[A-J]?.html")),
     "questions": ("debian-faq", functools.partial(

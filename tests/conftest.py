@@ -54,6 +54,13 @@ def use_one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_sample(request, monkeypatch):
+    """Runs in this process write no text at their end, which takes longer than their steps; but for marker sample."""
+    if not request.node.get_closest_marker("sample"):
+        monkeypatch.setattr(gpt, "print_sample", lambda *_: None)
+
+
 def slow_but(values, *quick) -> list:
     """Parameters of a test, all but a few of them only for -m slow."""
     return [

@@ -226,7 +226,7 @@ def test_torchrun_is_stopped_with_a_checkpoint(shards, here, signum):
 # ---- stopped, killed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("signum, status", slow_but([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143)))
 def test_a_signal_saves_and_the_printed_command_goes_on(shards, here, signum, status):
     args = ["--num_iterations=40", "--val_loss_every=10"]
     points = run(shards, *args)

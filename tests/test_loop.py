@@ -21,6 +21,7 @@ from conftest import (
     gpt,
     make_runtime,
     run_script,
+    slow_but,
     smoke_config,
     smoke_run,
 )
@@ -124,7 +125,7 @@ def test_print_every_and_final_validation_only(shards, tmp_path):
     assert [int(m[1]) for m in VAL_LINE.finditer(run["stdout"])] == [12]
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", slow_but(["2>&-", ">&-", "<&- >&- 2>&-"], "<&- >&- 2>&-"))
 def test_a_closed_console(closed, shards, tmp_path):
     """As cron and service managers start programs. What is opened next would get the number of a closed one."""
     words = [sys.executable, str(SCRIPT), "--preset=smoke", "--device=cpu", "--num_iterations=2", *data_args(shards)]

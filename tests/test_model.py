@@ -88,7 +88,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
                 dict(softcap=0.0),
                 dict(yarn_max_window=0),
                 dict(norm_gain="on", output_gain="on"),
-                dict(without="skips,value_embeds,short_windows,dropped_attention,dropped_mlp"),
+                dict(without="skips,value_embeds,dropped_attention,dropped_mlp"),
             )
         ),
     ],
