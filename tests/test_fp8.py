@@ -136,6 +136,7 @@ def test_only_large_linears_are_cast(tokens, shape, is_fp8):
     assert torch.equal(gpt.multiply_linear(x, w, False), x @ w.T)
 
 
+@pytest.mark.recipe
 def test_linears_validate_and_sample_in_the_activation_dtype():
     cfg = smoke_config(num_heads=4, model_dim=128, zero_init="off")
     torch.manual_seed(0)

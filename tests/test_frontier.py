@@ -126,6 +126,7 @@ def make_tokens(seed, buffers=2, length=256):
     return batch, [length * i for i in range(buffers)]
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("step", slow_but([0, 422, 423, 846, 847, 1269, 1270, 1284, 1285], 423, 1285), ids=str)
 def test_forward_and_losses(step):
     """Every stage, every change of YaRN, the final validation: logits, training and validation loss."""
@@ -169,6 +170,7 @@ def test_schedule():
     assert schedule.at(1285).windows == (2560, 768)
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("steps", slow_but([6, 40], 6))
 def test_steps(steps, monkeypatch):
     """Every parameter after some steps, tied for the first half: gradients, both rules, their masks.
@@ -291,6 +293,7 @@ def test_mantissas():
     assert set(rule.init_state(start)) == {"momentum", "second_momentum"}  # record 32's bfloat16 gates have none
 
 
+@pytest.mark.recipe
 def test_fp8_of_the_mlp():
     """Forward in e4m3, a rounding of 2^-4 at most; backward as in bfloat16; the scale follows a step behind."""
     torch.manual_seed(0)

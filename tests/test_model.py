@@ -72,6 +72,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     return 15 * torch.tanh(logits / 15) + 15 if cfg.softcap else logits
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize(
     "step, changes",
     [

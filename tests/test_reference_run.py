@@ -164,6 +164,7 @@ def run_both(cfg, p, read, monkeypatch):
     return (losses, points), (theirs["train_losses"], theirs["val_points"])
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("recipe", [RECORD_32, NEWEST], ids=["record_32", "newest"])
 def test_whole_run(recipe, tmp_path, monkeypatch, float64):
     """The training loss of every step and every validation loss, to 1e-8."""

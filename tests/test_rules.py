@@ -45,6 +45,7 @@ def make_block(**gains):
     return block, lambda: block(x, dict(x0=x), None, step) - x
 
 
+@pytest.mark.recipe
 def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes():
     """The branch is quadratic in the first, whose gradient at 0 is exactly 0, and linear in the second."""
     block, run = make_block(norm_gain="on", output_gain="on")
@@ -56,6 +57,7 @@ def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes(
         assert (grad == 0).all() == (sleeper == "gains.mlp_in")
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
 def test_gains_do_what_they_say(gain):
     """Norm gains of 2 are inputs of attention and MLP times 2; output gains of 2 what they add, times 2."""
@@ -98,6 +100,7 @@ def train_briefly(shards, name, lr, method="newton_schulz"):
     return loss
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("name, method", RULES_AND_METHODS)
 def test_every_rule_trains(name, method, shards, frozen_losses):
     """Embeddings and head learn which bytes there are; only the matrices can learn what comes next."""
