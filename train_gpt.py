@@ -46,6 +46,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -697,7 +698,9 @@ def list_choices(field: dataclasses.Field) -> tuple[str, ...]:
 def check_value(name: str, value) -> None:
     """Raise InputError where a value leaves its option's range or choices."""
     low, high = (OPTIONS[name].metadata[key] for key in ("low", "high"))
-    choices = list_choices(OPTIONS[name])
+    choices, kind = list_choices(OPTIONS[name]), OPTIONS[name].type
+    if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
+        raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give one that is")
     if choices and value not in choices:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     if isinstance(value, str) and ("\0" in value or len(value) > 500_000):
@@ -1053,10 +1056,11 @@ def check_environment() -> None:
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
             raise InputError(f"{name}={text} in the environment is not a whole number of at least {least}: "
                              "unset it, or start with torchrun", of_one_rank=True)
-    rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
-    if rank >= world_size:
-        raise InputError(f"RANK={rank} in the environment is not below WORLD_SIZE={world_size}: unset both, "
-                         "or start with torchrun", of_one_rank=True)
+    for prefix in ("", "LOCAL_"):
+        rank, world_size = env_int(f"{prefix}RANK", 0), env_int(f"{prefix}WORLD_SIZE", 1)
+        if rank >= world_size:
+            raise InputError(f"{prefix}RANK={rank} in the environment is not below {prefix}WORLD_SIZE="
+                             f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
@@ -1087,10 +1091,11 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: no rank outlives its launcher
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
         try:
+            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # or it would be asked for an hour
             dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                                     timeout=PATIENCE)
             control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        except (ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise InputError(f"rank {rank} does not find the others at MASTER_ADDR="
                              f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
                              f"({str(error)[:200]}): start with torchrun", of_one_rank=True) from None
@@ -2625,16 +2630,19 @@ class Optimizer:
 
     def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
         """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
-        self.step_count = step_count
+        self.step_count, left = step_count, dict(tensors)
         self.tie()
         for bucket in self.buckets:
             for key in ("", *bucket.state):
                 full = bucket.read(key).clone()
                 for name in bucket.params if self.rt.is_main else ():
                     part = full[bucket.slices[name]]
-                    part.copy_(tensors[f"{name}/{key}".removesuffix("/")].view(part.shape))
+                    part.copy_(left.pop(f"{name}/{key}".removesuffix("/")).view(part.shape))
                 bucket.write(key, full)
             bucket.clear()
+        for name in left:
+            if name.partition("/")[0] in self.bucket_of:  # state of a rule that this script does not have
+                raise KeyError(name)
 
     def tensors(self) -> list[Tensor]:
         return [tensor for bucket in self.buckets for tensor in (bucket.values, *bucket.state.values())]
@@ -3785,16 +3793,21 @@ def lock_folder(folder: Path, message: str, is_patient: bool = False):
 
     The lock ends with the process, however it ends. Where there are no locks, as on Windows, nobody waits.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
-    try:
+    made, is_same = [path for path in (folder, *folder.parents) if not path.exists()], False
+    while not is_same:  # another process may take an empty folder away before it is locked
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
         with suppress(OSError):  # of a file system without locks
             try:
                 if fcntl:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if is_patient else fcntl.LOCK_NB))
             except BlockingIOError:
+                os.close(descriptor)
                 raise InputError(message, of_one_rank=True) from None
+        is_same = not fcntl or folder.exists() and os.path.samestat(os.fstat(descriptor), os.stat(folder))
+        if not is_same:
+            os.close(descriptor)
+    try:
         yield
     finally:
         for path in made:
@@ -3885,7 +3898,7 @@ def check_record(cfg: Config, folder: Path, machine: dict | None = None) -> str:
                 theirs = {**theirs, "torch": result["versions"]["torch"]}
                 others += [f"{name} was {theirs[name]}, here {ours.get(name)}" for name in MACHINE_FACTS
                            if name in theirs and theirs[name] != ours.get(name)]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{path} is no result of a run ({type(error).__name__}: {error}): mend it, or "
                              f"choose another name than --record={cfg.record}") from None
         if others:
@@ -3992,9 +4005,10 @@ class RunLog:
         self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
         self.folder = choose_folder(cfg)
-        if resumed and resumed["script_sha256"] == self.facts["script_sha256"]:
-            if not Path(self.folder, f"{resumed['run_id']}.json").exists():
-                self.run_id = resumed["run_id"]  # the same run: its log continues
+        self.is_continued = bool(resumed) and resumed["script_sha256"] == self.facts["script_sha256"] and (
+            not Path(self.folder, f"{resumed['run_id']}.json").exists())
+        if self.is_continued:  # the same run: its log continues
+            self.run_id = resumed["run_id"]
 
     def __enter__(self) -> "RunLog":
         if self.rt.is_main and self.cfg.record:
@@ -4096,17 +4110,23 @@ class RunLog:
         if problem:
             raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
 
+    def leave_script(self, folder: Path) -> None:
+        """Write the script into a record folder, or under a name with its hash into that of other runs."""
+        is_record = folder != Path(self.cfg.logs_dir)
+        path = folder / ("train_gpt.py" if is_record else f"train_gpt_{self.facts['script_sha256'][:12]}.py")
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomic(path, read_script())
+
     def _leave(self, folder: Path, result: dict) -> str:
         """Write script and json into a folder, and move the log of a record run there; returns what went
         wrong. Other runs may have taken the record's name while this one trained."""
         is_record = folder != Path(self.cfg.logs_dir)
-        script = "train_gpt.py" if is_record else f"train_gpt_{self.facts['script_sha256'][:12]}.py"
         try:
             with lock_folder(folder, "", is_patient=True):
                 if is_record:
                     check_record(self.cfg, folder, self.facts)
-                if not (folder / script).exists():
-                    write_atomic(folder / script, read_script())
+                self.leave_script(folder)
                 for suffix, file in self.files.items() if is_record else ():
                     shutil.move(file.name, folder / f"{self.run_id}{suffix}")
                 write_atomic(folder / f"{self.run_id}.json", (json.dumps(result, indent=1) + "\n").encode())
@@ -4142,9 +4162,20 @@ def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict,
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
             raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
         facts, tensors = json.loads(content["facts"]), dict(content["tensors"])
-        Progress(**facts["progress"])
-        for name in ("config", "optimizer_steps", "world_size", "script_sha256", "val_points", "run_id"):
-            facts[name]
+        progress, kinds = Progress(**facts["progress"]), dict(
+            config=dict, optimizer_steps=int, world_size=int, script_sha256=str, val_points=list, run_id=str)
+        for name, value in {**{name: facts[name] for name in kinds}, "step": progress.step}.items():
+            if not isinstance(value, kinds.get(name, int)) or isinstance(value, int) and value < 0:
+                raise ValueError(f"its {name} is {str(value)[:40]!r}")
+        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise ValueError("not all that it holds are tensors")
+        if facts.get("activations", "float32") not in ("float32", "bfloat16"):
+            raise ValueError(f"its activations are {facts['activations']!r}")
+        for option in ("layers", "stages"):
+            if not all(isinstance(item, dict) for item in facts["config"].get(option, ())):
+                raise ValueError(f"its {option} are no list of objects")
+        for step, val_loss, time_ms in facts["val_points"]:
+            float(step + val_loss + time_ms)
         return facts, tensors
     except Exception as error:  # whatever a damaged file makes its readers raise
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
@@ -4152,30 +4183,45 @@ def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict,
                          f": {remedy}") from None
 
 
-def read_config(path: Path, facts: dict) -> Config:
-    """The config of a checkpoint; InputError where it has an option or a value that this script lacks."""
-    values, defaults = facts["config"], facts.get("model_defaults", {})
-    lacking = [f"--{name}={str(values.get(name))[:60]}" for name, default in defaults.items()
-               if name not in OPTIONS and values.get(name) != default]
+def read_config(path: Path, facts: dict, is_sample: bool = False) -> Config:
+    """The config of a checkpoint; InputError where it has an option, a field of a layer or stage, or a
+    value that this script lacks, unless it is at its default. For sampling only the model counts."""
+    values, defaults = dict(facts["config"]), facts.get("defaults", {})
+    counting = facts.get("model_options", ()) if is_sample else defaults
+    lacking = [f"--{name}={str(values.get(name))[:60]}" for name in counting
+               if name not in OPTIONS and name in values and values[name] != defaults.get(name)]
+    for option, kind in (("layers", LayerSpec), ("stages", Stage)):
+        known = {field.name for field in dataclasses.fields(kind)}
+        for item in values.get(option, ()):
+            lacking += [f"{name}={str(value)[:60]} in --{option}" for name, value in item.items()
+                        if name not in known and value != facts.get("item_defaults", {}).get(name)]
+        values[option] = [{name: value for name, value in item.items() if name in known}
+                          for item in values.get(option, ())]
     try:
         if lacking:
             raise InputError(lacking[0])
-        return config_from_dict(values)
+        cfg = config_from_dict(values)
     except InputError as error:
         raise InputError(f"{path} is of a script that has what this one lacks ({error}): use that script, "
                          "which lies beside its log") from None
+    if len(cfg.layers) != cfg.num_layers:
+        raise InputError(f"{path} cannot be read as a checkpoint (it has {len(cfg.layers)} of "
+                         f"{cfg.num_layers} layers): name another one")
+    return cfg
 
 
-def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config) -> None:
+def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config, is_sample: bool = False
+                ) -> None:
     """Raise InputError where a checkpoint holds another model than this config's."""
     names = [field.name for field in dataclasses.fields(ModelConfig) if not field.name.startswith("fp8_")]
-    others = list_differences(read_config(path, facts), cfg, (), [*names, "matrix_rule"])
+    others = list_differences(read_config(path, facts, is_sample), cfg, (), [*names, "matrix_rule"])
     if others:
         raise InputError(f"{path} is a checkpoint of another model: {', '.join(others)}: give that run's "
                          "options, or start anew without --resume")
     with torch.device("meta"):
         ours = {name: param.shape for name, param in GPT(cfg).named_parameters()}
-    held = {name: getattr(tensor, "shape", None) for name, tensor in tensors.items() if "/" not in name}
+    held = {name: tensor.shape if tensor.is_floating_point() else None
+            for name, tensor in tensors.items() if "/" not in name}
     for name in sorted(ours.keys() | held.keys()):
         if ours.get(name) != held.get(name):
             raise InputError(f"{path} has {name} {show_shape(held.get(name))}, the model here "
@@ -4228,7 +4274,7 @@ def check_same_run(path: Path, facts: dict, cfg: Config) -> None:
 
 
 class Checkpoints:
-    """Writes checkpoints in the background, and keeps the newest two of this run.
+    """Writes checkpoints in the background, and keeps the newest two of this run, earlier lives included.
 
     A folder belongs to one run at a time. A second one that is to write or to go on there is refused; one
     that was stopped, and had not asked for checkpoints, leaves it in a folder of its own.
@@ -4239,12 +4285,14 @@ class Checkpoints:
     def __init__(self, cfg: Config, log: RunLog):
         self.folder, self.log, self.is_broken = name_checkpoints(cfg), log, False
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.locks = ExitStack()
+        self.locks, self.own = ExitStack(), []  # files that this run has written, the newest first
         self.is_expected = bool(cfg.checkpoint_every or cfg.time_limit or cfg.resume)
 
     def __enter__(self) -> "Checkpoints":
         if self.log.rt.is_main and self.is_expected:
             self._lock(self.folder)
+        if self.log.is_continued:
+            self.own = list_checkpoints(self.folder)
         return self
 
     def __exit__(self, *_) -> None:
@@ -4279,10 +4327,12 @@ class Checkpoints:
             path = self.folder / f"step_{step:06d}.pt"
             content = dict(format=CHECKPOINT_FORMAT, facts=facts,
                            tensors={name: copy.read() for name, copy in copies.items()})
+            self.log.leave_script(Path(self.log.cfg.logs_dir))  # with which it can be read for ever
             write_atomic(path, lambda file: torch.save(content, file))
-            others = [other for other in list_checkpoints(self.folder) if other != path]
-            for old in (*others[self.KEPT - 1 :], *self.folder.glob(".step_*.partial")):  # of killed runs
+            self.own = [path, *(other for other in self.own if other != path)]
+            for old in (*self.own[self.KEPT :], *self.folder.glob(".step_*.partial")):  # of killed runs
                 old.unlink(missing_ok=True)
+            del self.own[self.KEPT :]
         except (OSError, RuntimeError) as error:
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
@@ -4440,7 +4490,9 @@ class Trainer:
         copies |= {f"fp8/{i}": HostCopy(module.scale) for i, module in enumerate(list_scales(self.model))}
         if self.rt.device.type == "cuda":
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
-        facts = dict(config=plain_dict(self.cfg), model_defaults=plain_dict(ModelConfig()),
+        items = {**dataclasses.asdict(Stage(1, 1, 1)), **dataclasses.asdict(LayerSpec())}
+        facts = dict(config=plain_dict(self.cfg), defaults=plain_dict(Config()), item_defaults=items,
+                     model_options=[field.name for field in dataclasses.fields(ModelConfig)],
                      progress=dataclasses.asdict(self.progress),
                      optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
                      script_sha256=hash_script())
@@ -4681,22 +4733,27 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
+def share_errors(body: Callable, rt: Runtime):
+    """Do what rank 0 may find impossible; its InputError is raised on every rank, which else would wait."""
+    result, problem = None, ""
+    try:
+        result = body()
+    except InputError as error:
+        problem = str(error)
+    problem = broadcast_object(problem, rt)
+    if problem:
+        raise InputError(problem)
+    return result
+
+
 def prepare_outputs(cfg: Config, rt: Runtime
                     ) -> tuple[tuple[Path, dict, dict[str, Tensor]] | None, str]:
     """Check on rank 0 what this run will write, and read what it resumes: (what find_checkpoint() returns,
-    type of activations of the run it continues or of its record's first). Errors and facts reach all ranks,
-    tensors only rank 0."""
-    found, activations, problem = None, "", ""
-    try:
-        if rt.is_main:
-            activations = check_outputs(cfg)
-            found = find_checkpoint(cfg) if cfg.resume else None
-    except InputError as error:
-        problem = str(error)
-    path, facts, activations, problem = broadcast_object(
-        (*(found or (None, None))[:2], activations, problem), rt)
-    if problem:
-        raise InputError(problem)
+    type of activations of the run it continues or of its record's first). Facts reach all ranks, tensors
+    only rank 0."""
+    activations, found = share_errors(lambda: (
+        check_outputs(cfg), find_checkpoint(cfg) if cfg.resume else None) if rt.is_main else ("", None), rt)
+    path, facts, activations = broadcast_object((*(found or (None, None))[:2], activations), rt)
     saved = (path, facts, found[2] if found else {}) if path else None
     return saved, (facts.get("activations", "") if saved else "") or activations
 
@@ -4730,8 +4787,10 @@ def train(cfg: Config, argv: list[str]) -> None:
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
     prefixes = read_prefixes(cfg) if cfg.has_prefixes else None
     rt = choose_precision(cfg, rt, activations)
-    with (RunLog(cfg, rt, argv, saved and saved[1]) as log, Checkpoints(cfg, log) as checkpoints,
-          explain_memory(cfg)):
+    log = RunLog(cfg, rt, argv, saved and saved[1])
+    checkpoints = Checkpoints(cfg, log)
+    with ExitStack() as stack, explain_memory(cfg):
+        share_errors(lambda: [stack.enter_context(part) for part in (log, checkpoints)], rt)
         log.print(intro, to_console=False)
         for note in rt.notes:
             log.print(note)
@@ -4977,8 +5036,8 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
     facts, tensors = read_checkpoint(path)
     plain = dict(kernels="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
-    cfg = dataclasses.replace(read_config(path, facts), **{**plain, **values})
-    check_model(path, facts, tensors, cfg)
+    cfg = dataclasses.replace(read_config(path, facts, is_sample=True), **{**plain, **values})
+    check_model(path, facts, tensors, cfg, is_sample=True)
     dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
     rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
     with torch.device("meta"):
@@ -5018,7 +5077,6 @@ def write_sample(values: dict) -> None:
 
 def run(argv: list[str]) -> int:
     """Obey a command line; returns the exit status."""
-    check_environment()
     values, flags = parse_argv(argv)
     for field in dataclasses.fields(SampleConfig):
         if field.name in values and "sample" not in values:
@@ -5039,7 +5097,7 @@ def run(argv: list[str]) -> int:
 
 def report(error: RunError, program: str) -> int:
     """Print the line of an error, once on each node; returns the exit status."""
-    if env_int("LOCAL_RANK", 0) == 0 or error.of_one_rank:
+    if error.of_one_rank or env_int("LOCAL_RANK", 0) == 0:
         kind = "" if isinstance(error, RunStopped) else "error: "
         with suppress(OSError):  # its reader may be gone
             print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -5054,6 +5112,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     Where other ranks may be gone it does not return: an orderly shutdown would wait for them.
     """
     try:
+        check_environment()
         status = body()
         sys.stdout.flush()
     except RunError as error:

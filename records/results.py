@@ -261,7 +261,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         if done.returncode:
             has_failed.set()
             raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same command "
-                              f"of {program} goes on from here. It said:\n{done.stderr.strip()}")
+                              f"of {program} goes on from here. It said: {' '.join(done.stderr.split())}")
         if keep:
             keep(name)
         bar.update()

@@ -510,7 +510,7 @@ def test_a_slow_disk_is_no_stall(shards, here):
 
 
 def test_other_files_in_the_folder(shards, here):
-    """What a killed run was writing goes; an older file with a later date takes no place."""
+    """What a killed run was writing goes; checkpoints of other runs stay, whatever their date."""
     folder = Path("checkpoints/smoke_seed0")
     folder.mkdir(parents=True)
     partial = folder / ".step_000001.pt.4194303.partial"
@@ -519,7 +519,23 @@ def test_other_files_in_the_folder(shards, here):
         os.utime(path, (4e9, 4e9))
     run(shards, "--num_iterations=6", "--checkpoint_every=3")
     assert not partial.exists()
-    assert (folder / "step_000006.pt").exists() and len(list(folder.glob("step_*.pt"))) == 2
+    assert sorted(path.name[9:11] for path in folder.glob("step_*.pt")) == ["03", "06", "98", "99"]
+    script = f"train_gpt_{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]}.py"
+    assert Path("logs", script).exists()
+
+
+def test_runs_that_are_stopped_one_after_another_keep_what_they_left(shards, here, capsys):
+    """Without --checkpoint_every, under one name and seed: each was told to go on from its own file."""
+    for step in (1, 2, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            count = iter(range(1, 99))
+            patch.setattr(gpt.Stop, "agree", lambda _, n=step, c=count: 143 if next(c) >= n else 0)
+            assert run(shards, "--num_iterations=400", "--val_loss_every=0", status=143) is None
+    assert sorted(path.name for path in Path("checkpoints/smoke_seed0").iterdir()) == [
+        f"step_{step:06d}.pt" for step in (1, 2, 3)
+    ]
+    (script,) = Path("logs").glob("train_gpt_*.py")  # with which they can be read, though no run has ended
+    assert script.read_bytes() == SCRIPT.read_bytes()
 
 
 @pytest.mark.parametrize("how", ["vanish", "become a file"])

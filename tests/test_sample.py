@@ -209,9 +209,15 @@ def rewrite(path, out, change) -> None:
     torch.save({**content, "facts": json.dumps(facts), "tensors": tensors}, out)
 
 
+def add_option(facts, default, value, name="gears") -> None:
+    """As a script leaves it that has one option of the model more."""
+    facts["defaults"][name], facts["config"][name] = default, value
+    facts["model_options"].append(name)
+
+
 MISFITS = {  # what is done to facts and tensors: words of the message, of sampling and of a resumed run
     "another option of the model": (
-        lambda facts, _: facts["model_defaults"].update(gears=1) or facts["config"].update(gears=2),
+        lambda facts, _: add_option(facts, default=1, value=2),
         "is of a script that has what this one lacks (--gears=2)",
     ),
     "another parameter": (
@@ -224,12 +230,29 @@ MISFITS = {  # what is done to facts and tensors: words of the message, of sampl
     ),
     "another field of the layers": (
         lambda facts, _: facts["config"]["layers"][0].update(gear=True),
-        "is of a script that has what this one lacks (--layers=",
+        "is of a script that has what this one lacks (gear=True in --layers)",
     ),
     "another update rule": (
         lambda facts, _: facts["config"].update(matrix_rule="gears"),
         "is of a script that has what this one lacks (--matrix_rule=gears is not one of",
     ),
+    "weights that are no numbers": (
+        lambda _, tensors: tensors.update({"embed": tensors["embed"].long()}),
+        "has embed not at all, the model here of shape",
+    ),
+    **{
+        f"{key} is {value}": (lambda facts, _, k=key, v=value: facts.update({k: v}), f"(its {key} is")
+        for key, value in dict(config=[], optimizer_steps="x", run_id=None, val_points=3, world_size=-1).items()
+    },
+    "no step": (lambda facts, _: facts["progress"].update(step=-4), "(its step is '-4')"),
+    "no points": (lambda facts, _: facts.update(val_points=["a"]), "cannot be read as a checkpoint ("),
+    "no layers": (lambda facts, _: facts.update(config={}), "it has 0 of 12 layers"),
+    "an option of another type": (
+        lambda facts, _: facts["config"].update(num_layers="x"),
+        "(--num_layers=x is not of type int",
+    ),
+    "no precision": (lambda facts, _: facts.update(activations="floaty"), "its activations are 'floaty'"),
+    "no tensor": (lambda _, tensors: tensors.update(embed="x"), "not all that it holds are tensors"),
     "no config": (lambda facts, _: facts.pop("config"), "cannot be read as a checkpoint (it has no 'config')"),
     "another progress": (
         lambda facts, _: facts["progress"].update(gears=3),
@@ -250,12 +273,26 @@ def test_what_this_script_lacks_is_not_dropped(name, checkpoint, shards, capsys,
     assert words in errors and errors.count("\n") == 1
 
 
+def test_an_option_of_training_stops_a_resumed_run_but_no_sample(checkpoint, shards, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def change(facts, _):
+        add_option(facts, default=1, value=2)
+        facts["model_options"].remove("gears")
+
+    rewrite(checkpoint, "other.pt", change)
+    assert sample(capsys, "other.pt", "--prompt=abc", "--max_new_tokens=9").startswith("abc")
+    assert gpt.main([*TRAIN, *data_args(shards), "--num_iterations=40", "--resume=other.pt"]) == 2
+    assert "lacks (--gears=2)" in capsys.readouterr().err
+
+
 def test_options_at_their_defaults_are_no_other_model(checkpoint, shards, capsys, tmp_path, monkeypatch):
     """Of a script that had one more, or one less, of the model or of a layer."""
     monkeypatch.chdir(tmp_path)
 
     def change(facts, _):
-        facts["model_defaults"]["gears"] = facts["config"]["gears"] = 1
+        add_option(facts, default=1, value=1)
+        facts["item_defaults"]["wheel"] = facts["config"]["layers"][0]["wheel"] = False
         del facts["config"]["gate_hidden"], facts["config"]["layers"][0]["xsa"]
 
     rewrite(checkpoint, "other.pt", change)
@@ -268,7 +305,11 @@ def test_options_at_their_defaults_are_no_other_model(checkpoint, shards, capsys
 
 def test_state_that_does_not_fit_is_named(checkpoint, shards, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for change in (lambda _, t: t.pop("embed/exp_avg"), lambda _, t: t.update({"embed/exp_avg": torch.ones(3)})):
+    for change in (
+        lambda _, t: t.pop("embed/exp_avg"),
+        lambda _, t: t.update({"embed/exp_avg": torch.ones(3)}),
+        lambda _, t: t.update({"embed/gears": torch.ones(3)}),  # of a rule that this script does not have
+    ):
         rewrite(checkpoint, "other.pt", change)
         assert gpt.main([*TRAIN, *data_args(shards), "--num_iterations=40", "--resume=other.pt"]) == 2
         errors = capsys.readouterr().err
