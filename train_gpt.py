@@ -5121,7 +5121,6 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         status = 130
     except BrokenPipeError:  # who read the output has read enough
         status = 128 + 13  # SIGPIPE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         status, is_lost = 1, is_lost_contact(error)
         if isinstance(error, (OSError, UnicodeError)) and not is_lost:  # of a file that setting up needs
@@ -5136,10 +5135,13 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
             print(f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, "
                   "was killed, or has stood still for --comm_timeout; torchrun's report below names it "
                   f"({re.sub(r'^.*?[]] ', '', ' '.join(str(error).split()))[:100]})", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):  # Python's own last flush would change the status
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if dist.is_initialized():
         if status:
-            sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(status)
         dist.destroy_process_group()
     return status

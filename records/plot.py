@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
     args = parser.parse_args()
+    if not args.out.name:
+        raise results.RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")
     out = args.out.with_suffix("") if args.out.suffix in (".png", ".svg") else args.out
     if all(path.suffix == ".jsonl" for path in args.paths):
         plot_runs(args.paths, out)

@@ -351,7 +351,7 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
     """It alone knows, and rank 0 waits for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2)):
+    for name, value in (("RANK", 1), ("LOCAL_RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     assert gpt.main(["--preset=smoke"]) == 2
     assert "error: local rank 1 has no GPU of its own: start at most 1 processes" in capsys.readouterr().err

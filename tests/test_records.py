@@ -299,6 +299,9 @@ def test_a_picture_that_cannot_be_written(real_record, tmp_path, tool):
     status, _, err = tool(plot, real_record, f"--out={tmp_path}/no/such/x")
     assert status == 2 and err.count("\n") == 1
     assert f"{tmp_path}/no/such/x.svg cannot be written (No such file or directory): choose another place" in err
+    for name in ("", ".", "/"):
+        status, _, err = tool(plot, real_record, f"--out={name}")
+        assert status == 2 and err.count("\n") == 1 and "is no name for a picture" in err
     (tmp_path / "x.svg").write_text("old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
