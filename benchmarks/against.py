@@ -88,7 +88,7 @@ def main() -> int:
               f"losses at most {apart:.1e} apart, the last {versions[0].losses[-1]:.4f} and "
               f"{versions[1].losses[-1]:.4f}")
         for version in versions:
-            version.batches.close()
+            version.batches.executor.shutdown(cancel_futures=True)
         return 0
 
     return gpt.run_guarded(body, "against.py")

@@ -95,7 +95,8 @@ def measure_messages(max_mb: float, rt: gpt.Runtime) -> list[dict]:
 
 @contextlib.contextmanager
 def send_nothing(rt: gpt.Runtime):
-    """Make a step keep its own sums and its old parameters: all of its work but the messages."""
+    """Make a step keep its own sums and its old parameters: all of its work but the messages of buckets. The
+    rows of tables are still exchanged."""
     real = gpt.reduce_scatter_single, gpt.all_gather_single
 
     def copy_own(shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> SimpleNamespace:
@@ -103,7 +104,8 @@ def send_nothing(rt: gpt.Runtime):
         return SimpleNamespace(wait=lambda: None)
 
     gpt.reduce_scatter_single = copy_own
-    gpt.all_gather_single = lambda full, shard, async_op: SimpleNamespace(wait=lambda: None)
+    gpt.all_gather_single = lambda full, shard, async_op=False, **more: (
+        SimpleNamespace(wait=lambda: None) if async_op else real[1](full, shard, **more))
     try:
         yield
     finally:
@@ -118,7 +120,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     _, rows = gpt.split_rows(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
     tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
     tokens[:, :: stage.max_doc_len] = bos
-    batch = gpt.make_batch(tokens, bos).to(rt.device)
+    batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)))
     batches, seconds = iter(lambda: batch, None), []
     for _ in range(num_steps + 1):
         dist.barrier()

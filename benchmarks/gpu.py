@@ -2,36 +2,43 @@
 """Everything that only a GPU can tell, in one command of less than nine minutes.
 
     python benchmarks/gpu.py                                  # on FineWeb, or --train_files and --val_files
-    python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # the same on the CPU at toy size, a minute
+    python benchmarks/gpu.py --seconds=1700                   # all parts: nine minutes hold about half
+    python benchmarks/gpu.py --parts=frontier,tune            # these alone
+    python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # the same on the CPU at toy size, two minutes
 
-Runs the tests marked gpu, times track_1 with our kernels against plain PyTorch and at a third of the memory,
-and trains 300 steps with the kernels and without: their losses must agree within 0.01. After each part
-OUT.json holds its figures and OUT.md the rows for RESULTS.md, so that an end in the middle loses nothing.
-Exit status 0: all parts ran and agreed; 1: not. Other options are those of train_gpt.py.
+The parts run in order of worth; one that needs more than the seconds that are left is passed over. They are:
+PARTS
+Around each part that times something a large matrix product is timed, too: where its rate has fallen, the
+card was throttled and the times do not count. After each part OUT.json holds its figures and OUT.md the rows
+for RESULTS.md, so that an end in the middle loses nothing. Exit status 0: all parts ran and agreed; 1: not.
+Other options are those of train_gpt.py.
 """
 
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
-from results import Parser  # noqa: E402
+from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
-SECONDS = 530  # for everything; a part begins only if its least time is left
+SECONDS = 530  # for everything
 TOLERANCE = 0.01  # between the losses of fused and plain training
+THROTTLED = 0.85  # of the best rate so far: less is another card than before
 
 
 class Day:
@@ -42,13 +49,44 @@ class Day:
         self.env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
         device = torch.device("cpu" if args.rehearse else "cuda")
         rt = gpt.Runtime(device, peak_flops=1.0)
-        self.result: dict = dict(date=time.strftime("%Y-%m-%d"), parts={}, **gpt.describe_machine(rt),
-                                 command=["benchmarks/gpu.py", *sys.argv[1:]])
+        self.result: dict = dict(date=time.strftime("%Y-%m-%d"), parts={}, product_tflops=[],
+                                 **gpt.describe_machine(rt), command=["benchmarks/gpu.py", *sys.argv[1:]])
         del self.result["hardware"]["activations"]  # the parts choose theirs
 
     def left(self) -> float:
         """Seconds that are left."""
-        return SECONDS - (time.monotonic() - self.start)
+        return self.args.seconds - (time.monotonic() - self.start)
+
+    def measure_rate(self) -> float:
+        """TFLOP/s of a large product in this moment: the median of turns of five products for a second."""
+        size, dtype, device = 8192, torch.bfloat16, "cuda"
+        if self.args.rehearse:
+            size, dtype, device = 256, torch.float32, "cpu"
+        elif torch.cuda.get_device_capability() < (8, 0):
+            dtype = torch.float16
+        x, rates, end = torch.randn(size, size, device=device).to(dtype), [], time.perf_counter() + 1
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            for _ in range(5):
+                product = x @ x
+            product[0, 0].item()  # waits for all five
+            rates.append(5 * 2 * size**3 / (time.perf_counter() - start) / 1e12)
+        del x, product
+        torch.cuda.empty_cache()  # the parts are other processes
+        return statistics.median(rates)
+
+    def run_part(self, name: str, part: "Part") -> None:
+        """Run a part and note what it found; around one that times something, the card's own rate."""
+        if self.left() < part.least:
+            return self.note(name, dict(ok=False, skipped=f"not run: {max(0, self.left()):.0f} s are left, "
+                                                          f"it needs {part.least:.0f}"))
+        if not part.is_timed:
+            return self.note(name, part.measure(self))
+        before = self.measure_rate()
+        facts = part.measure(self)
+        rates = self.result["product_tflops"] = [*self.result["product_tflops"], before, self.measure_rate()]
+        self.note(name, facts | dict(product_tflops=rates[-2:],
+                                     is_throttled=min(rates[-2:]) < THROTTLED * max(rates)))
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
         """Run a Python script of this repository within the time that is left."""
@@ -63,13 +101,15 @@ class Day:
         """Write what a part found at once."""
         facts["ended_at_s"] = round(time.monotonic() - self.start)
         self.result["parts"][name] = facts
+        print(format_row(name, facts), flush=True)
         for suffix, text in (".json", json.dumps(self.result, indent=1)), (".md", format_rows(self.result)):
             gpt.write_atomic(Path(f"{self.args.out}{suffix}"), (text + "\n").encode())
 
 
 def run_tests(day: Day) -> dict:
     """The tests marked gpu; without a GPU they are collected and skipped."""
-    done = day.run("-m", "pytest", "-m", "gpu", "-n", "0", "tests")
+    workers = ["-n", "0"] if day.args.rehearse else ["-n", "6", "--dist", "load"]
+    done = day.run("-m", "pytest", "-m", "gpu", *workers, "tests")
     found = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
     counts = {word: int(number) for number, word in found}
     failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
@@ -88,52 +128,115 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
         report = json.loads(path.read_text())
         keys = ("flags", "ms_per_step", "quartiles_ms", "ms_by_stage", "tokens_per_s", "mfu",
                 "matmul_tflops", "peak_memory_mib", "warm_up_s", "num_graphs", "num_recompiles",
-                "data_wait_ms", "parts")
+                "data_wait_ms", "parts", "longest_kernels")
         runs = [{key: run[key] for key in keys} for run in report["runs"]]
         return dict(ok=all(run["num_recompiles"] == 0 for run in runs), runs=runs, ratio=report.get("ratio"))
 
     return measure
 
 
-def train(kernels: str) -> Callable[[Day], dict]:
-    """A run of one micro-batch a step on the token files, and its losses."""
-
-    def measure(day: Day) -> dict:
+def train(day: Day) -> dict:
+    """A run of one micro-batch a step on the token files, with our kernels and without: the same losses, but
+    for rounding."""
+    size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
+            else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
+                  "--val_tokens=1048576"])
+    facts: dict = dict(ok=False, curves={})
+    for kernels in ("auto", "off"):
         folder = day.scratch / f"kernels_{kernels}"
-        size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
-                else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
-                      "--val_tokens=1048576"])
         done = day.run("train_gpt.py", *day.options, *size, f"--kernels={kernels}", f"--logs_dir={folder}")
         if done.returncode:
-            return dict(ok=False, error=done.stderr[-1500:])
+            return facts | dict(error=f"--kernels={kernels}: {done.stderr[-1500:]}")
         result = json.loads(next(folder.glob("*.json")).read_text())
-        return dict(ok=True, val_points=result["val_points"], compile_time_s=result["compile_time_s"],
-                    train_time_ms=result["train_time_ms"], peak_memory_mib=result["peak_memory_mib"])
-
-    return measure
-
-
-def compare(day: Day) -> dict:
-    """Fused against plain: the same losses, but for rounding."""
-    curves = [dict((step, loss) for step, loss, _ in day.result["parts"][name].get("val_points", ()))
-              for name in ("train, kernels auto", "train, kernels off")]
-    if not all(curves):
-        return dict(ok=False, error="one of the runs is missing")
-    differences = {step: loss - curves[1][step] for step, loss in curves[0].items()}
-    return dict(ok=abs(differences[max(differences)]) < TOLERANCE, differences=differences)
+        facts["curves"][kernels] = {key: result[key] for key in (
+            "val_points", "compile_time_s", "train_time_ms", "peak_memory_mib")}
+    fused, plain = (dict((step, loss) for step, loss, _ in curve["val_points"])
+                    for curve in facts["curves"].values())
+    differences = {step: loss - plain[step] for step, loss in fused.items()}
+    return facts | dict(ok=abs(differences[max(differences)]) < TOLERANCE, differences=differences)
 
 
-def list_parts(is_rehearsal: bool) -> list[tuple[str, float, Callable[[Day], dict]]]:
-    """(name, seconds it needs at least, what it does)."""
+def tune(day: Day) -> dict:
+    """benchmarks/tune.py in the time that is left; an alternative that it refuses is not right."""
+    path = day.scratch / "tune.json"
+    few = (["--rounds=2", "--alternative=--micro_batch_tokens=512", "--alternative=--kernels=off"]
+           if day.args.rehearse else [])
+    done = day.run("benchmarks/tune.py", *day.options, *few, f"--seconds={max(1, day.left() - 45):.0f}",
+                   f"--json={path}")
+    if done.returncode:
+        return dict(ok=False, error=done.stderr[-1500:])
+    result = json.loads(path.read_text())
+    return dict(ok=all(row["verdict"] != "refused" for row in result["alternatives"]), tuned=result,
+                report=done.stdout)
+
+
+class Part(NamedTuple):
+    """Something that a GPU has to tell."""
+
+    meaning: str
+    least: float  # seconds that it needs, from what one H100 took; a rehearsal needs none
+    measure: Callable[[Day], dict]
+    is_timed: bool = True
+
+
+def list_parts(is_rehearsal: bool) -> dict[str, Part]:
+    """All parts by name, in order of worth."""
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
-    steps = "--num_steps=6" if is_rehearsal else "--num_steps=24"
-    return [("tests", 60, run_tests),
-            ("step, kernels off beside auto", 100, time_steps(steps, "--compare=--kernels=off")),
-            ("train, kernels auto", 30, train("auto")),
-            ("train, kernels off", 30, train("off")),
-            ("fused against plain", 0, compare),
-            ("step, micro-batch 16,384", 60, time_steps(steps, *small))]
+    newest = "--preset=smoke_frontier" if is_rehearsal else "--preset=frontier"
+    steps = "--num_steps=6" if is_rehearsal else "--num_steps=18"
+    parts = dict(
+        tests=Part("the tests marked gpu, six at a time", 90, run_tests, is_timed=False),
+        track_1=Part("a step of preset track_1: its time, memory and kernels", 120, time_steps(steps)),
+        train=Part("300 steps with our kernels and without: losses within 0.01", 150, train),
+        frontier=Part("a step of preset frontier", 290, time_steps(steps, newest)),
+        kernels=Part("a step of track_1 without our kernels beside one with them", 180,
+                     time_steps(steps, "--compare=--kernels=off")),
+        memory=Part("a step of track_1 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),
+        tune=Part("what else may be faster: benchmarks/tune.py in the time that is left", 120, tune))
+    return {name: part._replace(least=0) for name, part in parts.items()} if is_rehearsal else parts
+
+
+def choose_parts(text: str) -> list[str]:
+    """Names of parts, in order of worth; ArgumentTypeError for one that is none."""
+    names, asked = list(list_parts(False)), text.split(",")
+    if wrong := [name for name in asked if name not in names]:
+        raise ArgumentTypeError(f"{wrong[0] or 'nothing'} is no part: choose among {', '.join(names)}")
+    return [name for name in names if name in asked]
+
+
+def format_row(name: str, part: dict) -> str:
+    """What a part found, as a line of Markdown."""
+    cells = []
+    if part.get("skipped"):
+        cells.append(part["skipped"])
+    elif "error" in part:
+        cells.append(f"failed: {' '.join(part['error'].split())[-200:]}")
+    elif "counts" in part:
+        cells += [", ".join(f"{count} {word}" for word, count in part["counts"].items()), *part["failed"]]
+    elif "runs" in part:
+        cells += [f"{run['ms_per_step']:.1f} ms a step (quartiles {run['quartiles_ms'][0]:.1f} and "
+                  f"{run['quartiles_ms'][1]:.1f}), {run['tokens_per_s']:,} tokens/s, "
+                  f"MFU {100 * run['mfu']:.1f} %, {run['peak_memory_mib']:,} MiB, "
+                  f"warm-up {run['warm_up_s']:.0f} s, {run['num_recompiles']} recompiles"
+                  for run in part["runs"]]
+        cells += [f"ratio {part['ratio']:.3f}"] if part["ratio"] else []
+    elif "tuned" in part:
+        for row in part["tuned"]["alternatives"]:
+            ratio = f" ({row['ratio']:.3f})" if "ratio" in row else ""
+            cells.append(f"`{' '.join(row['words'])}` {row['verdict']}{ratio}")
+        cells.append(part["report"].splitlines()[-1])
+    else:
+        for kernels, curve in part["curves"].items():
+            losses = ", ".join(f"{loss:.4f} at step {step}" for step, loss, _ in curve["val_points"])
+            cells.append(f"kernels {kernels}: {losses}, {curve['train_time_ms'] / 1000:.1f} s, compilation "
+                         f"{curve['compile_time_s']:.0f} s")
+        cells.append(f"differences {', '.join(f'{value:+.4f}' for value in part['differences'].values())}")
+    if "product_tflops" in part:
+        before, after = part["product_tflops"]
+        cells.append(f"a large product before and after: {before:.4g} and {after:.4g} TFLOP/s")
+        cells += ["**throttled: these times do not count**"] if part["is_throttled"] else []
+    return f"| {name} | {'' if part.get('ok') else '**not right:** '}{'; '.join(cells)} |"
 
 
 def format_rows(result: dict) -> str:
@@ -141,34 +244,18 @@ def format_rows(result: dict) -> str:
     machine = result["hardware"].get("gpu", result["hardware"]["cpu"])
     lines = [f"`python {' '.join(result['command'])}`, {result['date']}, {machine}, PyTorch "
              f"{result['versions']['torch']}", "", "| part | result |", "|---|---|"]
-    for name, part in result["parts"].items():
-        if part.get("skipped"):
-            cell = part["skipped"]
-        elif "error" in part:
-            cell = f"failed: {' '.join(part['error'].split())[-200:]}"
-        elif "counts" in part:
-            cell = ", ".join(f"{count} {word}" for word, count in part["counts"].items())
-            cell += "".join(f"; {test}" for test in part["failed"])
-        elif "runs" in part:
-            cell = "; ".join(
-                f"{run['ms_per_step']:.1f} ms a step (quartiles {run['quartiles_ms'][0]:.1f} and "
-                f"{run['quartiles_ms'][1]:.1f}), {run['tokens_per_s']:,} tokens/s, "
-                f"MFU {100 * run['mfu']:.1f} %, {run['peak_memory_mib']:,} MiB, "
-                f"warm-up {run['warm_up_s']:.0f} s, {run['num_recompiles']} recompiles"
-                for run in part["runs"])
-            cell += f"; ratio {part['ratio']:.3f}" if part["ratio"] else ""
-        elif "differences" in part:
-            cell = ", ".join(f"step {step}: {value:+.4f}" for step, value in part["differences"].items())
-        else:
-            cell = (f"{', '.join(f'step {step}: {loss:.4f}' for step, loss, _ in part['val_points'])}; "
-                    f"{part['train_time_ms'] / 1000:.1f} s, compilation {part['compile_time_s']:.0f} s")
-        lines.append(f"| {name} | {'' if part.get('ok') else '**not right:** '}{cell} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(format_row(name, part) for name, part in result["parts"].items())])
 
 
 def main() -> int:
-    """All parts in order of what would be missed most."""
-    parser = Parser(__doc__)
+    """The parts that are asked for, in order of worth."""
+    parts = list_parts(False)
+    parser = Parser(__doc__.replace("PARTS", "\n".join(
+        f"    {name:9} {part.meaning}; from {part.least:.0f} s on" for name, part in parts.items())))
+    parser.add_argument("--parts", type=choose_parts, default=list(parts), metavar="NAME,NAME",
+                        help="of those above (default: all)")
+    parser.add_argument("--seconds", type=at_least(1, float), default=SECONDS,
+                        help="for everything (default %(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy size")
     parser.add_argument("--out", type=Path, default=Path("gpu_day"),
                         help="where, without ending (default %(default)s)")
@@ -179,15 +266,15 @@ def main() -> int:
             raise gpt.InputError("PyTorch sees no CUDA device: use --rehearse to try it on the CPU")
         gpt.check_writable(args.out.parent, "choose another place with --out")
         args.out = args.out.absolute()
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         preset = ["--preset=smoke", "--device=cpu"] if args.rehearse else ["--preset=track_1"]
         gpt.make_config(gpt.parse_argv([*preset, *options])[0])  # bad options end here
         with tempfile.TemporaryDirectory() as scratch:
             day = Day(args, [*preset, *options], Path(scratch))
-            for name, seconds, measure in tqdm(list_parts(args.rehearse), desc="parts", disable=None):
-                has_time = day.left() >= seconds
-                day.note(name, measure(day) if has_time
-                         else dict(ok=False, skipped="not run: the time was up"))
-        print(Path(f"{args.out}.md").read_text())
+            parts = list_parts(args.rehearse)
+            for name in tqdm(args.parts, desc="parts", disable=None):
+                day.run_part(name, parts[name])
+        print(f"\n{Path(f'{args.out}.md').read_text()}")
         return 0 if all(part["ok"] for part in day.result["parts"].values()) else 1
 
     return gpt.run_guarded(body, "gpu.py")

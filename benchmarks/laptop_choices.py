@@ -49,7 +49,7 @@ def measure(variant: str, num_steps: int) -> dict:
         start = time.perf_counter()
         trainer.train_step(batches, trainer.schedule.at(0))
         seconds.append(time.perf_counter() - start)
-    batches.close()
+    batches.executor.shutdown(cancel_futures=True)
     return {"first": first, "seconds": seconds}
 
 

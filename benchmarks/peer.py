@@ -32,8 +32,9 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "records"))
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "data")]
 from results import Parser, at_least  # noqa: E402
+from text import split_text  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
@@ -95,7 +96,7 @@ def write_text(text: str, folder: Path) -> list[str]:
     text = text.encode()[:MOST_BYTES]
     cut = len(text) * 9 // 10
     for name, part in (("train_0", text[:cut]), ("val_0", text[cut:])):
-        pieces = list(gpt.split_text(part, 2047))
+        pieces = list(split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
         stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)

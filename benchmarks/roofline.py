@@ -13,12 +13,14 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "records"))
-from results import Parser  # noqa: E402
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import timeline  # noqa: E402
+from results import Parser, at_least  # noqa: E402
 
 ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sheets, by large kernels
 
@@ -59,8 +61,10 @@ def load(card: str, folder: Path, options: list[str]) -> dict:
 
 def find_part(graph: dict, node: dict) -> str:
     """The row of the table that a kernel belongs to."""
-    if not graph["name"].startswith("GPT."):
+    if graph["name"].startswith("Rule."):
         return "optimizer"
+    if node["call"].startswith("squared_product_kernel"):
+        return "blocks: matmuls with ReLU^2 (our kernel)"
     if "mm" in node["call"]:
         # the head's have V as one of their sizes, the gates' few channels
         sizes = (5e11, "head: matmuls"), (2e10, "blocks: matmuls"), (0, "blocks: matmuls of gates")
@@ -76,31 +80,66 @@ def find_part(graph: dict, node: dict) -> str:
     return f"pointwise {graph['direction']}"
 
 
+def time_nodes(run: dict, graph: dict, device: Device) -> Iterator[tuple[str, float, float, float]]:
+    """(part, ms, bytes, FLOPs) of every kernel and library call of a graph."""
+    for node in graph["nodes"]:
+        if node["kind"] == "NopKernel":
+            continue
+        flops = node["flops"]
+        is_fp8 = device.fp8 and ("_scaled_mm" in node["call"] or node["call"].endswith("_fp8"))
+        if node["is_template"]:  # 2 matmuls forward; 5 backward, and 2 again
+            matmuls = 7 if graph["direction"] == "backward" else 2
+            flops = matmuls * 2 * run["model_dim"] * run["mean_window"] * run["micro_tokens"]
+        peak = device.fp8 * ATTAINABLE["fp8"] if is_fp8 else device.bf16 * ATTAINABLE["bf16"]
+        seconds = max(node["bytes"] / device.bandwidth / ATTAINABLE["bandwidth"], flops / peak)
+        yield find_part(graph, node), 1e3 * seconds, node["bytes"], flops
+
+
+def play_messages(run: dict, device: Device) -> dict:
+    """timeline.play() of what a rank computes and sends in a cycle of steps."""
+    graphs = {graph["label"]: sum(row[1] for row in time_nodes(run, graph, device))
+              for graph in run["graphs"]}
+    events = []
+    for kind, *facts in run["sequence"]:
+        if kind == "event":
+            events.append(timeline.Event(*facts))
+        else:
+            ms = graphs[facts[0]] if kind == "graph" else (
+                1e3 * facts[0] / device.bandwidth / ATTAINABLE["bandwidth"])
+            events.append(timeline.Event("compute", kind, ms=ms))
+    return timeline.play(events)
+
+
+def format_messages(run: dict, device: Device) -> str:
+    """What play_messages() found, per step, as Markdown; the messages that are waited for longest."""
+    found, steps = play_messages(run, device), run["updates"]
+    lines = [f"each of {run['ranks']} GPUs, {run['micro_tokens']:,} tokens a step on each: "
+             f"{found['ms'] / steps:.2f} ms a step, {found['computing_ms'] / steps:.2f} of computing, "
+             f"{found['exposed_ms'] / steps:.2f} of waiting for {found['sent_mb'] / steps:,.0f} MB "
+             f"(of {timeline.BUS_GB_PER_S:g} GB/s and {1e3 * timeline.LATENCY_MS:g} us)", "",
+             f"| waits for, in {steps} steps | ms |", "|---|---:|"]
+    longest = sorted(found["exposed"].items(), key=lambda row: -row[1])
+    return "\n".join([*lines, *(f"| {name} | {ms:.2f} |" for name, ms in longest[:12])])
+
+
 def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
     """{part: [ms, GB, TFLOP, kernels]} of a step on each of so many GPUs."""
     share = run["micros_per_step"] / run["micros"] / ranks
     scales = {"measured": share, "measured update": 1 / run["updates"] / ranks}
     parts = collections.defaultdict(lambda: [0.0] * 4)
 
-    def add(part: str, count: float, num_bytes: float, flops: float = 0.0, peak=device.bf16) -> None:
-        seconds = max(num_bytes / device.bandwidth / ATTAINABLE["bandwidth"], flops / peak
-                      / ATTAINABLE["fp8" if peak == device.fp8 else "bf16"])
-        for i, amount in enumerate((1e3 * seconds, num_bytes / 1e9, flops / 1e12, 1)):
+    def add(part: str, count: float, ms: float, num_bytes: float, flops: float = 0.0) -> None:
+        for i, amount in enumerate((ms, num_bytes / 1e9, flops / 1e12, 1)):
             parts[part][i] += count * amount
 
     for graph in run["graphs"]:
         count = sum(scales.get(phase, 0) * calls for phase, calls in graph["calls"].items())
-        for node in graph["nodes"] if count else ():
-            if node["kind"] == "NopKernel":
-                continue
-            flops, is_fp8 = node["flops"], "_scaled_mm" in node["call"] and device.fp8
-            if node["is_template"]:  # 2 matmuls forward; 5 backward, and 2 again
-                matmuls = 7 if graph["direction"] == "backward" else 2
-                flops = matmuls * 2 * run["model_dim"] * run["mean_window"] * run["micro_tokens"]
-            add(find_part(graph, node), count, node["bytes"], flops, device.fp8 if is_fp8 else device.bf16)
+        for part, *amounts in time_nodes(run, graph, device) if count else ():
+            add(part, count, *amounts)
     for phase, scale in scales.items():
         for count, num_bytes in run["eager"].get(phase, {}).values():
-            add("eager: look-ups, sums of gradients", scale * count, num_bytes / count)
+            ms = 1e3 * num_bytes / count / device.bandwidth / ATTAINABLE["bandwidth"]
+            add("eager: look-ups, sums of gradients", scale * count, ms, num_bytes / count)
     if ranks > 1:
         sent = run["bytes_per_rank"] * (ranks - 1) / ranks
         parts["sent, if nothing hid it"] = [1e3 * sent / device.link / ATTAINABLE["link"], sent / 1e9, 0, 0]
@@ -135,7 +174,11 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--cards", default="h200,h100,a100,4090", help=f"of {', '.join(DEVICES)}")
     parser.add_argument("--folder", type=Path, help="where what was compiled is kept")
+    parser.add_argument("--ranks", type=at_least(1), default=1,
+                        help="of one of so many: its step with messages under way, on paper")
     args, options = parser.parse_known_args()
+    if args.ranks > 1:
+        options += [f"--ranks={args.ranks}", "--micros=1"]
     cards = args.cards.split(",")
     if unknown := [card for card in cards if card not in DEVICES]:
         print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
@@ -144,7 +187,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        print(format_table({card: load(DEVICES[card].code, folder, options) for card in cards}))
+        runs = {card: load(DEVICES[card].code, folder, options) for card in cards}
+        if args.ranks > 1:
+            for card, run in runs.items():
+                print(f"{card}: {format_messages(run, DEVICES[card])}\n")
+        else:
+            print(format_table(runs))
     return 0
 
 

@@ -7,27 +7,34 @@
     python benchmarks/step.py --predict_ranks=8                     # this step on 8 such devices, on paper
 
 Other options are those of train_gpt.py. A short run through all stages of the schedule is timed step by
-step, after the warm-up of a real run; a few more steps under the profiler give the breakdown. Random tokens,
-which cost the same, stand in for shards that are not there.
+step, after the warm-up of a real run; a few more steps under the profiler give the breakdown. On a GPU it
+goes by the names of the kernels, and the ten longest are listed. Random tokens, which cost the same, stand
+in for shards that are not there.
 """
 
 import dataclasses
+import itertools
 import json
+import re
 import shlex
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "records"))
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import timeline  # noqa: E402
 from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
@@ -35,6 +42,20 @@ import train_gpt as gpt  # noqa: E402
 PROFILED_STEPS = 3
 REST = "embedding, norms, residuals"
 PARTS = ("attention", "MLP", "head and loss", REST, "optimizer", "data wait", "idle")
+# On a GPU: the first of these whose pattern is found in a kernel's name. Inductor's templates are products
+# or FlexAttention; nvjet and xmma are cuBLAS. Where kernels overlap, the first kind has the time: so copies
+# and NCCL have only what nothing else hides.
+KERNEL_KINDS = {
+    "our kernels": "|".join(  # Triton adds nothing to their names, Inductor a number
+        rf"^{name}(_\d+)?$" for name, value in vars(gpt).items()
+        if gpt.triton and isinstance(value, gpt.triton.runtime.jit.KernelInterface)) or "$^",
+    "attention": "flex_attention|flash|fmha|sdpa|^triton_tem_(?!.*mm)",
+    "matmuls": "gemm|gemv|cutlass|cublas|nvjet|xmma|splitK|^triton_tem_",
+    "Inductor's kernels": "^triton_",
+    "other kernels": "^(?!nccl|Mem(cpy|set))",
+    "copies and fills": "^Mem",
+    "NCCL": "^nccl"}
+NUM_LONGEST = 10  # kernels that are listed
 
 
 class TimedBatches:
@@ -61,22 +82,30 @@ class Subject:
         start = gpt.clock(rt.device)
         self.trainer = gpt.Trainer(cfg, rt)
         log = gpt.RunLog(cfg, rt, [])  # writes nothing before it is entered
-        telemetry = gpt.Telemetry(self.trainer, log)
-        self.trainer.warm_up(self.data, self.val_data)
+        self.telemetry = gpt.Telemetry(self.trainer, log) if cfg.telemetry_every else None
+        self.trainer.warm_up(self.data, self.val_data, self.telemetry.inspect if self.telemetry else None)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        self.loop = gpt.Run(self.trainer, self.data, self.val_data, log, gpt.Checkpoints(cfg, log), [],
-                            gpt.Stop(rt), telemetry)
-        self.batches = self.loop.batches = TimedBatches(self.loop.batches)
-        self.loop.start_clock()
+        self.guard = gpt.Guard(self.trainer, log, gpt.Stop(rt)) if cfg.guard == "on" else None
+        self.batches = TimedBatches(gpt.Prefetcher(
+            self.data.batches(cfg, rt, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """One timed training step with all that looks at it (telemetry, guard), all of its work done."""
-        start = gpt.clock(self.rt.device)
-        self.loop.train_step()
-        self.trainer.optimizer.finish()
-        self.seconds.append(gpt.clock(self.rt.device) - start)
+        """One timed training step with all that looks on (telemetry, guard), all of its work done."""
+        trainer, progress, rt = self.trainer, self.trainer.progress, self.rt
+        start, state = gpt.clock(rt.device), trainer.schedule.at(progress.step)
+        is_measured = self.telemetry is not None and self.telemetry.start_step()
+        if is_measured or self.guard:
+            trainer.optimizer.probe = gpt.Probe(trainer.optimizer.groups, rt, is_measured)
+        loss = trainer.train_step(self.batches, state)
+        probe, trainer.optimizer.probe = trainer.optimizer.probe, None
+        progress.step += 1
+        progress.tokens += state.stage.tokens_per_step
+        for look in filter(None, (self.guard, self.telemetry)):
+            look.end_step(loss, probe, 0.0)
+        trainer.optimizer.finish()
+        self.seconds.append(gpt.clock(rt.device) - start)
 
     def measure(self) -> dict:
         """The figures of all steps so far."""
@@ -126,8 +155,67 @@ def classify(name: str, shapes: list, cfg: gpt.Config) -> str:
     return REST
 
 
-def break_down(subject: Subject, trace: Path | None) -> dict[str, float]:
-    """Milliseconds of each part: the profiler's shares (every operator's own time) of the median step."""
+def share_operators(events: list, cfg: gpt.Config) -> dict[str, float]:
+    """Milliseconds of each part on a CPU: the own time of the operators that work for it."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for event in events:
+        own = event.self_cpu_time_total / 1e3
+        parents, ancestor = [event.name], event.cpu_parent
+        while ancestor is not None:
+            parents.append(ancestor.name)
+            ancestor = ancestor.cpu_parent
+        if "optimizer" in parents:
+            parts["optimizer"] += own
+        elif "data wait" in parents:
+            parts["data wait"] += own
+        elif event.name != "data wait" and event.thread != -1 and own > 0:
+            parts[classify(event.name, event.input_shapes or [], cfg)] += own
+    return parts
+
+
+class Kernel(NamedTuple):
+    """A kernel, copy or fill that ran on the device; in milliseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def name_kind(name: str) -> str:
+    """The first of KERNEL_KINDS that a kernel's name fits."""
+    return next(kind for kind, pattern in KERNEL_KINDS.items() if re.search(pattern, name))
+
+
+def list_kernels(events: list) -> list[Kernel]:
+    """What a profile says that ran on the GPU; it also shows ranges there that the host has named."""
+    return [Kernel(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+
+
+def share_time(kernels: list[Kernel]) -> dict[str, float]:
+    """Milliseconds of each kind. Every moment is counted once, for the first kind that runs in it."""
+    changes = sorted((moment, change, name_kind(name)) for name, start, end in kernels
+                     for moment, change in ((start, 1), (end, -1)))
+    parts, running = dict.fromkeys(KERNEL_KINDS, 0.0), Counter()
+    for (moment, change, kind), (following, *_) in itertools.pairwise(changes):
+        running[kind] += change
+        if now := next((kind for kind in KERNEL_KINDS if running[kind]), None):
+            parts[now] += following - moment
+    return parts
+
+
+def find_longest(kernels: list[Kernel], num_steps: int) -> list[dict]:
+    """The kernels that take most time, with calls and milliseconds of a step."""
+    times, calls = Counter(), Counter(kernel.name for kernel in kernels)
+    for name, start, end in kernels:
+        times[name] += end - start
+    return [dict(name=name, kind=name_kind(name), calls=calls[name] / num_steps, ms=ms / num_steps)
+            for name, ms in times.most_common(NUM_LONGEST)]
+
+
+def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], list[dict]]:
+    """(milliseconds of each part, the longest kernels on a GPU). Parts are the profiler's shares of the
+    median step: of every kernel's time on a GPU, of every operator's own time on a CPU."""
     rt, cfg = subject.rt, subject.cfg
     use_cuda = rt.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * use_cuda
@@ -141,49 +229,36 @@ def break_down(subject: Subject, trace: Path | None) -> dict[str, float]:
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
     batches = gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
-    subject.loop.batches = TimedBatches(batches)
-    start = gpt.clock(rt.device)
+    subject.batches = TimedBatches(batches)
+    start, seconds = gpt.clock(rt.device), subject.seconds.copy()
     with profile(activities=activities, record_shapes=True) as prof:
         for _ in range(PROFILED_STEPS):
-            subject.loop.train_step()
+            subject.step()
         wall = gpt.clock(rt.device) - start
-    subject.trainer.optimizer.step = optimizer_step
-    batches.close()
+    subject.trainer.optimizer.step, subject.seconds = optimizer_step, seconds
+    batches.executor.shutdown(cancel_futures=True)
     if trace and rt.is_main:
         prof.export_chrome_trace(str(trace))
-    parts = dict.fromkeys(PARTS, 0.0)
-    for event in prof.events():
-        own = (event.self_device_time_total if use_cuda else event.self_cpu_time_total) / 1e3
-        parents, ancestor = [event.name], event.cpu_parent
-        while ancestor is not None:
-            parents.append(ancestor.name)
-            ancestor = ancestor.cpu_parent
-        if "optimizer" in parents:
-            parts["optimizer"] += own
-        elif "data wait" in parents:
-            parts["data wait"] += own
-        elif event.name != "data wait" and event.thread != -1 and own > 0:
-            parts[classify(event.name, event.input_shapes or [], cfg)] += own
+    kernels = list_kernels(prof.events()) if use_cuda else []
+    parts = share_time(kernels) if use_cuda else share_operators(prof.events(), cfg)
     parts["idle"] = max(0.0, 1e3 * wall - sum(parts.values()))
     scale = 1e3 * statistics.median(subject.seconds) / sum(parts.values())  # profiling slows the host down
-    return {name: ms * scale for name, ms in parts.items()}
+    return {name: ms * scale for name, ms in parts.items()}, find_longest(kernels, PROFILED_STEPS)
 
 
-def predict(subject: Subject, parts: dict[str, float], num_ranks: int, bus_gb_per_s: float) -> dict:
-    """The step of num_ranks such devices from the parts of one: messages all hidden, and none."""
-    if subject.rt.world_size > 1:
+def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
+    """A step of the last stage on each of num_ranks such devices: this one computes what rank 0 would, and
+    its messages are played in their real order (timeline.py). Milliseconds per step."""
+    cfg, rt = subject.cfg, subject.rt
+    if rt.world_size > 1:
         raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
-    gpt.check_ranks_fit(subject.cfg, num_ranks)
-    step = 1e3 * statistics.median(subject.seconds)
-    optimizer = step * parts["optimizer"] / sum(parts.values())
-    num_bytes = sum(param.nbytes / bucket.group.every for bucket in subject.trainer.optimizer.updated
-                    for param in bucket.params.values())
-    messages = 2 * num_bytes * (num_ranks - 1) / num_ranks / bus_gb_per_s / 1e6  # ms
-    computing = (step - optimizer) / num_ranks
-    fastest = computing + optimizer / num_ranks
-    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, forward_backward_ms=computing,
-                optimizer_ms=optimizer / num_ranks, messages_ms=messages,
-                overlapped_ms=max(fastest, messages), exposed_ms=fastest + messages)
+    gpt.check_ranks_fit(cfg, num_ranks)
+    events = timeline.record_cycle(cfg, dataclasses.replace(rt, world_size=num_ranks), subject.data)
+    played, steps = timeline.play(events, bus_gb_per_s), cfg.adam_every
+    longest = sorted(played.pop("exposed").items(), key=lambda row: -row[1])
+    exposed = {name: ms / steps for name, ms in longest}
+    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, latency_ms=timeline.LATENCY_MS, exposed=exposed,
+                **{name: value / steps for name, value in played.items()})
 
 
 def format_report(result: dict) -> str:
@@ -209,18 +284,26 @@ def format_report(result: dict) -> str:
         lines += ["", f"second / first: {result['ratio']:.3f}"]
     lines += ["", "| part of a step | " + " | ".join(run["flags"] for run in result["runs"]) + " |"]
     lines += ["|---|" + "---|" * len(result["runs"])]
-    for part in PARTS:
+    for part in result["runs"][0]["parts"]:
         cells = []
         for run in result["runs"]:
             total = sum(run["parts"].values())
             cells.append(f"{run['parts'][part]:.1f} ms, {100 * run['parts'][part] / total:.1f} %")
         lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    for run in result["runs"]:
+        if run["longest_kernels"]:
+            lines += ["", f"Longest kernels of the first {PROFILED_STEPS} steps, {run['flags']}:", "",
+                      "| kernel | kind | calls a step | ms a step |", "|---|---|---:|---:|"]
+            lines += [f"| `{kernel['name'][:90]}` | {kernel['kind']} | {kernel['calls']:.0f} | "
+                      f"{kernel['ms']:.1f} |" for kernel in run["longest_kernels"]]
     if "prediction" in result:
         p = result["prediction"]
-        lines += ["", f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s bus bandwidth: "
-                  f"{p['overlapped_ms']:.1f} ms if messages are hidden, {p['exposed_ms']:.1f} ms if none is "
-                  f"(forward and backward {p['forward_backward_ms']:.1f}, optimizer "
-                  f"{p['optimizer_ms']:.1f}, messages {p['messages_ms']:.1f})"]
+        lines += ["", f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s and "
+                  f"{1e3 * p['latency_ms']:g} us, on paper: {p['ms']:.2f} ms a step, "
+                  f"{p['computing_ms']:.2f} of computing, {p['exposed_ms']:.2f} of waiting for "
+                  f"{p['sent_mb']:,.0f} MB", "",
+                  "| waits for | ms a step |", "|---|---:|",
+                  *(f"| {name} | {ms:.2f} |" for name, ms in list(p["exposed"].items())[:8])]
     return "\n".join(lines)
 
 
@@ -254,13 +337,14 @@ def measure(args: Namespace, argv: list[str]) -> None:
                 subject.step()
         runs = []
         for subject, words in zip(subjects, flags):
-            subject.batches.batches.close()
+            subject.batches.batches.executor.shutdown(cancel_futures=True)
             figures = subject.measure()
             subject.trainer.validate(subject.val_data, subject.trainer.schedule.at(args.num_steps))
             figures["flags"] = " ".join(words) or f"--preset={cfg.preset}"
             figures["num_recompiles"] = count_graphs() - before
             before = count_graphs()
-            figures["parts"] = break_down(subject, args.trace if subject is subjects[0] else None)
+            figures["parts"], figures["longest_kernels"] = break_down(
+                subject, args.trace if subject is subjects[0] else None)
             runs.append(figures)
         hardware = gpt.describe_machine(rt)["hardware"]
         result = dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__,
@@ -269,8 +353,7 @@ def measure(args: Namespace, argv: list[str]) -> None:
         if len(runs) == 2:
             result["ratio"] = runs[1]["ms_per_step"] / runs[0]["ms_per_step"]
         if args.predict_ranks:
-            parts = runs[0]["parts"]
-            result["prediction"] = predict(subjects[0], parts, args.predict_ranks, args.bus_gb_per_s)
+            result["prediction"] = predict(subjects[0], args.predict_ranks, args.bus_gb_per_s)
         if rt.is_main:
             print("\n" + format_report(result), flush=True)
             if args.json:
@@ -288,7 +371,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
                         help="predict the step of N such devices")
-    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=300.0,
+    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=timeline.BUS_GB_PER_S,
                         help="for the prediction: from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 

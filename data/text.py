@@ -11,12 +11,18 @@ shards, which another call replaces; a DIR with other shards is refused.
 """
 
 import glob
+import hashlib
+import json
+import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +57,143 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
             yield name, text
 
 
+def read_corpus(out: Path) -> tuple[str | None, list[Path], list[Path]]:
+    """(the source of a folder's corpus, None unless it is whole; its shards; other shards in the folder).
+
+    Its shards are those that corpus.json lists. An older version listed none: then they are those with the
+    names that write_corpus() gives, if they hold as many tokens as corpus.json says.
+    """
+    # found before the list is read: who builds a corpus writes the list first
+    shards = sorted((*out.glob("train_*.bin"), *out.glob("val_*.bin")))
+    try:
+        info = json.loads((out / "corpus.json").read_text())
+    except (OSError, ValueError):  # never built, or damaged
+        info = None
+    info = info if isinstance(info, dict) else {}
+    files = info.get("files")
+    is_listed = isinstance(files, list)
+    own = [path for path in shards
+           if (path.name in files if is_listed else re.fullmatch(r"(train|val)_\d{6}\.bin", path.name))]
+    sizes = {split: sum((path.stat().st_size - gpt.SHARD_HEADER_BYTES) // 2 for path in own
+                        if path.name.startswith(split)) for split in ("train", "val")}
+    is_whole = sizes == info.get("tokens")
+    own = own if is_listed or is_whole else []
+    return info.get("source") if is_whole else None, own, [path for path in shards if path not in own]
+
+
+def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
+                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
+                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+
+    Replaces the shards of the corpus that is there, once all new ones are written, and refuses a folder with
+    any other. Documents are ordered by a hash, which mixes folders; the same texts give the same bytes.
+    """
+    _, own, others = read_corpus(out)
+    if others:
+        raise gpt.InputError(f"{others[0]} is in the way: {out}/corpus.json does not list it, so it is not "
+                         "replaced: choose another folder, or move it away")
+    remedy = "free space or mend its permissions, or choose another folder (data/text.py --out DIR)"
+    gpt.check_writable(out, remedy)
+    splits = split_documents(texts, encode, bos, doc_bytes)
+    sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
+    if min(sizes.values()) <= gpt.BLOCK:
+        raise gpt.InputError(f"{source}: {sum(sizes.values())} tokens cannot be shared out between training "
+                             f"and validation in documents of {doc_bytes} bytes: give more text "
+                             f"({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice) or cut shorter "
+                             "documents")
+    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
+                files=[], fingerprint="")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
+            for split, documents in splits.items():
+                stream = np.concatenate(documents)
+                begins = [begin for begin in range(0, len(stream), shard_tokens)
+                          if bos in stream[begin : begin + shard_tokens]]  # some document's start
+                for number, tokens in enumerate(np.split(stream, begins[1:])):
+                    info["files"].append(f"{split}_{number:06d}.bin")
+                    gpt.write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
+            written = (gpt.open_shard(f"{folder}/{name}", vocab_size) for name in info["files"])
+            info["fingerprint"] = gpt.fingerprint(written)
+            # what is broken off from here on can be written again: all that may then be there is listed
+            listed = sorted({*info["files"], *(path.name for path in own)})
+            gpt.write_atomic(out / "corpus.json", json.dumps(dict(files=listed)).encode())
+            for name in info["files"]:
+                os.replace(Path(folder, name), out / name)
+        for path in own:
+            if path.name not in info["files"]:
+                path.unlink(missing_ok=True)
+        gpt.write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    except OSError as error:
+        raise gpt.InputError(f"{out} cannot be written ({error.strerror}): {remedy}") from None
+    return info
+
+
+def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes], np.ndarray], bos: int,
+                    doc_bytes: int) -> dict[str, list[np.ndarray]]:
+    """The documents of texts, each behind BOS, in the order of a hash: for training, and for validation.
+
+    One file in sixteen, by the hash of its name, is for validation. Where that leaves either less than one
+    attention block, as of few files, validation has the first sixteenth of all documents, at least a block.
+    """
+    entries: list[tuple[bytes, str, np.ndarray]] = []
+    for name, text in texts:
+        split = "val" if hashlib.sha256(os.fsencode(name)).digest()[0] < 16 else "train"
+        for number, piece in enumerate(split_text(text, doc_bytes)):
+            tokens = np.concatenate([np.array([bos], dtype=np.uint16), encode(piece)])
+            entries.append((hashlib.sha256(os.fsencode(f"{number} {name}")).digest(), split, tokens))
+    entries.sort(key=lambda entry: entry[0])
+    splits = {split: [tokens for _, place, tokens in entries if place == split]
+              for split in ("train", "val")}
+    if min(sum(map(len, documents)) for documents in splits.values()) <= gpt.BLOCK:
+        documents = [tokens for _, _, tokens in entries]
+        ends = np.cumsum([len(tokens) for tokens in documents])
+        cut = 1 + np.searchsorted(ends, max(gpt.BLOCK + 1, ends.max(initial=0) // 16))
+        splits = dict(train=documents[cut:], val=documents[:cut])
+    return splits
+
+
+def torch_source_name() -> str:
+    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
+    root = Path(torch.__file__).parent
+    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not gpt.show_bar(),
+                     leave=False):
+        if name not in left_out:
+            yield name, (root / name).read_bytes()
+
+
+def split_text(text: bytes, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes."""
+    while text:
+        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
+        end = end or limit  # one line longer than the limit
+        yield text[:end]
+        text = text[end:]
+
+
+def encode_bytes(text: bytes) -> np.ndarray:
+    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
+
+
+def make_embedded_corpus() -> None:
+    """Make the corpus of the presets without a download, unless it is there."""
+    out, source = Path(gpt.EMBEDDED_CORPUS), torch_source_name()
+    if read_corpus(out)[0] != source:
+        write_corpus(read_torch_source(), out, source, encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+
+
 def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
     """(encode, vocabulary size, BOS)."""
     if name == "bytes":
-        return gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+        return encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
     try:
         import tiktoken
     except ImportError:
@@ -88,10 +227,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.paths and not args.out:
             raise gpt.InputError("--out is missing: name a folder for the shards, such as --out data/mine")
         encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
-        texts = read_texts(args.paths) if args.paths else gpt.read_torch_source()
-        source = " ".join(map(str, args.paths)) or gpt.torch_source_name()
+        texts = read_texts(args.paths) if args.paths else read_torch_source()
+        source = " ".join(map(str, args.paths)) or torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
-        info = gpt.write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
+        info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
                                 args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
         tokens = info["tokens"]
         # names of files are printed as the bytes they are: they need not be text

@@ -1,9 +1,10 @@
-"""Write records/README.md, the picture of the ladder and its lines in the README, from json alone.
+"""Write records/README.md, its pictures and their lines in the README, from the json files of the runs.
 
     python records/make_leaderboard.py
 
-Nothing in them is typed by hand: add a record and run this again. A test fails where they are out of date.
-A run that is not of one kind with the others of its folder is named and left out; the exit status is then 1.
+The published minutes are in published.csv. No result is typed by hand: add a record and run this again. A
+test fails where they are out of date. A run that is not of one kind with the others of its folder is named
+and left out; the exit status is then 1.
 """
 
 import math
@@ -19,20 +20,20 @@ from scipy import stats
 
 HEAD = """# Records
 
-Written by `python records/make_leaderboard.py` from the json files in these folders; edits are overwritten.
-A folder holds the script that ran, once, and for each run its log and its result; a ladder has a folder for
-each of its rungs. To run one again, and compare the losses: `python records/replay.py FOLDER`; or by hand,
-into `logs/`: `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
+`python records/make_leaderboard.py` writes this page from the json files in these folders, over any edits.
+A folder holds the script that ran, and the log and the result of each run. A ladder has a folder for each of
+its rungs. `python records/replay.py FOLDER` runs a record again and compares the losses. By hand, and into
+`logs/`, the same is `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
 """
-TARGET_NOTE = """The target, {target:g} nats per byte, is the mean loss, to two decimals, of
-[{name}]({name}) (n = {n}, standard deviation {sd:.3f}; {machine}).
+TARGET_NOTE = """The target is {target:g} nats per byte. That is the mean loss, to two decimals, of
+[{name}]({name}) over {n} seeds, whose standard deviation is {sd:.3f}. Machine: {machine}.
 
 {claims}
 """
 LADDER_NOTE = """### {title}
 
-Every rung is a preset of the ladder's own script: `<date>_<name>` is the published record,
-`laptop_<date>_<name>` its change in the laptop's sizes, a minute on two cores.
+Every rung is a preset of the ladder's own script. `<date>_<name>` is the published record;
+`laptop_<date>_<name>` is its change in the laptop's sizes, and takes a minute on two cores.
 
 ```
 python records/{ladder}/train_gpt.py --list_presets
@@ -42,21 +43,25 @@ python records/replay.py records/{ladder}/unet_skips
 python records/run_ladder.py --only=unet_skips --seeds=4
 ```
 
-The last two run what the rung has again, and give it a fourth seed; on another machine than the rung's both
-say so, and run nothing. With `--extra`, for further options, `run_ladder.py` makes a trial in `logs/trials`,
-and leaves the ladder as it is. The script reads `data/` and writes `logs/` where it is started; on eight
-GPUs `torchrun --standalone --nproc_per_node=8` stands for `python`.
-It has a slip: rates fall over 580 and 584 steps in 2024-12-08 and 2024-12-17, where 600 are published
-(`--cooldown_frac=0.4054` and `0.4027`).
+The fourth line runs a rung's record again, and the fifth gives the rung a fourth seed. On another machine
+than the rung's, both say so and run nothing. With `--extra`, which adds options, `run_ladder.py` makes a
+trial in `logs/trials` and leaves the ladder as it is. The script reads `data/` and writes `logs/` where it
+is started. On eight GPUs write `torchrun --standalone --nproc_per_node=8` in place of `python`.
 
-All rungs train on {tokens:,} tokens of the source of PyTorch; {machine}.
-Its own target, {target:g}, is the mean loss, to two decimals, of the first rung after {target_tokens:,}
-tokens, which take it {target_minutes:.1f} minutes of training (`laptop_target`, {n} seeds, sd {sd:.3f}).
-Loss in nats per byte;
-p: one-sided t-test of the mean against that target; "against the rung before": paired by seed, with the 95 %
-confidence interval; "to the target": interpolated between validations, the median where all seeds reach it.
-What helped a model a hundred times larger on eight hundred times the tokens need not help here: the last
-column says what was seen. With few seeds only an effect of several standard deviations can be shown.
+The script has a slip: in 2024-12-08 and 2024-12-17 rates fall over 580 and 584 steps, where 600 are
+published. `--cooldown_frac=0.4054` and `0.4027` put that right.
+
+All rungs train on {tokens:,} tokens of the source of PyTorch. Machine: {machine}.
+The ladder has its own target, {target:g}: the mean loss, to two decimals, of the first rung after
+{target_tokens:,} tokens. These take {target_minutes:.1f} minutes of training. The target is the preset
+`laptop_target`, run with {n} seeds, whose standard deviation is {sd:.3f}.
+
+- Losses are in nats per byte.
+- p is a one-sided t-test of the mean against the ladder's target.
+- "Against the rung before" is paired by seed, and has a 95 % confidence interval.
+- "To target" is interpolated between validations; it is the median, where all seeds reach the target.
+- "Here" says what was seen on this small model. What helped a model a hundred times larger, on eight hundred
+  times the tokens, need not help it. Few seeds can only show an effect of several standard deviations.
 """
 LADDER_HEAD = """
 | rung | published change | min on 8xH100 | n | loss | sd | p | against the rung before \
@@ -69,13 +74,17 @@ OTHERS_HEAD = """
 """
 BLOCKS_HEAD = """### {title}
 
-The newest recipe in miniature, block by block: every rung is a preset of
-[its script](laptop/{folder}/train_gpt.py), and has all that the rungs before it have. {machine}; a run of
-`{first_name}` takes {first:.0f} s of training, one of `{last_name}` {last:.0f} s. Paired by seed, that ends
-{effect} lower, n = {n}: with {num_lower} seeds of {n} it is lower, p = {signed_rank:.4f} by Wilcoxon's
-signed-rank test (by the t-test, which expects no outliers, {p}); standard deviation of its loss {sd:.3f}. It
-reaches the mean loss of `{first_name}` after {crossing:.0f} s (median). p: one-sided t-test of the mean
-against the track's target. "Here" is judged against the rung before.
+This is the newest recipe in miniature, block by block. Every rung is a preset of
+[its script](laptop/{folder}/train_gpt.py), and has all that the rungs before it have. Machine: {machine}.
+
+A run of `{first_name}` takes {first:.0f} s of training, one of `{last_name}` {last:.0f} s.
+Paired by seed, the latter ends {effect} lower. It is lower for {num_lower} seeds of {n}:
+p = {signed_rank:.4f} by Wilcoxon's signed-rank test, and {p} by the t-test, which expects no outliers.
+The standard deviation of its loss is {sd:.3f}.
+It reaches the mean loss of `{first_name}` after {crossing:.0f} s (median).
+
+In the table, p is a one-sided t-test of the mean against the track's target. "Here" is judged against the
+rung before.
 
 ```
 python records/run_ladder.py --ladder=records/laptop/{folder}
@@ -87,6 +96,32 @@ python records/run_ladder.py --ladder=records/laptop/{folder}
 | against the rung before | here |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
+README_PICTURE = """\
+![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
+records/ladder.svg)
+
+Left: the benchmark's published records on 8xH100. This file holds the two marked in colour; it has not been
+timed on 8xH100. Right: recipes in miniature, the median of the seeds in a band of all of them. Solid lines
+ran on two cores with bfloat16. The dashed one ran on two without, which are
+[slower](benchmarks/RESULTS.md#on-any-processor-before-and-after).
+"""
+LADDER_PICTURE = """
+![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
+ladder.svg)
+
+Left: the [published](published.csv) records of the short track whose day is known, in minutes on 8xH100.
+Right: the median of the seeds of a record, in a band that holds all of them. A dashed line ran on another
+machine than the first one, so their seconds are not comparable. Of frontier's four blocks three are drawn,
+`constants` to `tables`; of the fourth no effect is shown at this size.
+
+"""
+CURVES = {  # of the picture: label, its place in seconds and loss; number and words of what is published
+    "2026-11-21_ladder/target": ("AdamW of 2024", (117, 1.84), 2, "AdamW of 2024:\n{:.2g} min"),
+    "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: track_1"),
+    "2026-11-22_frontier/tables": ("with frontier's blocks", (91, 0.885), 89,
+                                   "the newest: {:.2g} min\nhere: frontier"),
+    "2026-11-22_narrow": ("laptop now, slower cores", (99, 0.957)),
+}
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
 
 
@@ -188,8 +223,8 @@ def format_machine(result: dict) -> str:
 
 
 def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail) -> tuple[str, str, tuple]:
-    """(records/README.md, the lines for the README, and of the ladder with a picture its rungs, the record
-    that sets its target, and the target); refuse gets a line for each run that is left out."""
+    """(records/README.md, the lines for the README, and for the picture of a ladder its curves and the
+    track's target); refuse gets a line for each run that is left out."""
     text, lines, picture = HEAD, "", ()
     for track in sorted(path.name for path in records_dir.iterdir() if list(path.glob("*/train_gpt.py"))):
         records = results.read_track(track, records_dir, refuse)
@@ -204,9 +239,9 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail)
         if track_setting and track not in results.PUBLISHED_TARGETS:
             text += format_target(track_setting, target, records)
         if found:
-            picture = rungs, setting, _ = found, ladder_setting, ladder_target
-            text += format_ladder(*picture)
-            lines = format_lines(*picture, target, records)
+            picture = choose_curves(records), target
+            text += format_ladder(found, ladder_setting, ladder_target, picture[0])
+            lines = format_lines(found, ladder_setting, ladder_target, target, records)
         blocks = read_blocks(records)
         if blocks:
             text += format_blocks(*blocks, target)
@@ -258,8 +293,12 @@ def format_blocks(folder: Path, blocks: dict[str, results.Record], target: float
     ) + text + (f"\n{ablation.read_text()}" if ablation.exists() else "") + "\n"
 
 
-def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> str:
+def format_ladder(rungs: list[Rung], setting: results.Record, target: float, curves: list[plot.Curve]
+                  ) -> str:
     """The note, the picture and the table of the ladder."""
+    picture = LADDER_PICTURE + "".join(
+        f"- {curve.label}: [{curve.record.name}]({curve.record.name}), {len(curve.record.results)} seeds; "
+        f"{format_machine(curve.record.results[0])}.\n" for curve in curves)
     tokens = [record.results[0]["config"]["derived"]["train_tokens"]
               for record in (rungs[-1].record, setting)]
     summary = results.summarize(list(setting.losses.values()))
@@ -267,12 +306,20 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float) -> 
                               sd=summary.sd, target_minutes=time_runs(setting) / 60,
                               machine=format_machine(setting.results[0]),
                               title=setting.folder.parent.name, ladder=setting.name.removesuffix("/target"))
-    return f"{note}\n![the ladder](ladder.svg)\n{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
+    return f"{note}{picture}{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
 def time_runs(record: results.Record) -> float:
     """Training seconds of a record, the median over its runs."""
     return statistics.median(result["train_time_ms"] for result in record.results) / 1000
+
+
+def choose_curves(records: list[results.Record]) -> list[plot.Curve]:
+    """Those of CURVES that are among a track's records."""
+    by_name = {record.name.partition("/")[2]: record for record in records}
+    return [plot.Curve(by_name[name], label, colour, *rest)
+            for colour, (name, (label, *rest)) in zip((plot.GREY, plot.BLUE, plot.RED, plot.GREEN),
+                                                      CURVES.items()) if name in by_name]
 
 
 def find_fastest(records: list[results.Record], target: float) -> list[results.Record]:
@@ -296,8 +343,8 @@ def format_claims(records: list[results.Record], target: float, prefix: str = ""
         p, seconds = format_p(summary.p), find_arrival(record, target)[2]
         lines.append(f"- [`{record.folder.name}`]({prefix}{record.name}) reaches it after "
                      f"{seconds:.0f} s of training (median) and ends at {summary.mean:.3f} after "
-                     f"{time_runs(record):.0f} s: n = {summary.n}, standard deviation {summary.sd:.3f}, "
-                     f"p {p if p.startswith('<') else f'= {p}'}; "
+                     f"{time_runs(record):.0f} s. It has {summary.n} seeds with a standard deviation of "
+                     f"{summary.sd:.3f}, p {p if p.startswith('<') else f'= {p}'}. Machine: "
                      f"{format_machine(record.results[0])}.\n")
     return "".join(lines) or "No record reaches it yet with p < 0.01.\n"
 
@@ -313,15 +360,16 @@ def format_target(setting: results.Record, target: float, records: list[results.
 def format_lines(rungs: list[Rung], setting: results.Record, ladder_target: float, target: float,
                  records: list[results.Record]) -> str:
     """What the README says of the ladder."""
-    counts = [judge(rung.effect) for rung in rungs]
-    return (f"{MARKS[0]}\n![The ladder of records, run again on two CPU cores](records/ladder.svg)\n\n"
-            f"The target of track `{setting.results[0]['track']}` is {target:g}.\n\n"
+    helps, hurts, others = map([judge(rung.effect) for rung in rungs].count,
+                               ("helps", "hurts", "no effect shown"))
+    return (f"{MARKS[0]}\n{README_PICTURE}\n"
+            f"Track `{setting.results[0]['track']}` asks for a loss of {target:g} nats per byte.\n\n"
             f"{format_claims(records, target, 'records/')}\n"
-            f"The first rung of the ladder (AdamW with rotary) takes {time_runs(setting):.0f} s to "
-            f"{ladder_target:g}.\nAt equal tokens its loss is {rungs[0].summary.mean:.2f}, that of the last "
-            f"rung {rungs[-1].summary.mean:.2f}.\nAgainst the rung before it, {counts.count('helps')} rungs "
-            f"help at this scale, {counts.count('hurts')} hurt, of {counts.count('no effect shown')} no "
-            f"effect is shown: [records/README.md](records/README.md).\n{MARKS[1]}")
+            f"The first rung of the ladder, AdamW with rotary positions, takes {time_runs(setting):.0f} s "
+            f"to {ladder_target:g}.\nAt equal tokens its loss is {rungs[0].summary.mean:.2f}, and that of "
+            f"the last rung is {rungs[-1].summary.mean:.2f}.\nOf the rungs after it {helps} help at this "
+            f"scale and {hurts} {'hurts' if hurts == 1 else 'hurt'}, each against the one before. Of the "
+            f"other {others} no effect is shown\n([records/README.md](records/README.md)).\n{MARKS[1]}")
 
 
 def replace_marked(readme: str, lines: str) -> str:

@@ -4,27 +4,66 @@
     python records/plot.py logs/*.jsonl --out=runs
 
 Of folders: validation loss against training time and against tokens, a line for every run, a colour for
-every folder, the target dashed. Of runs: a row for each, with losses, gradient norms and update ratios by
-group of parameters, and where the time of a step goes. The picture of the ladder is drawn by
-make_leaderboard.py with plot_ladder() of this file.
+every folder, the target dashed. Of runs: four panels for each, with losses, gradient norms and update
+ratios by group of parameters, and where the time of a step goes. The pictures of the leaderboard are drawn
+by make_leaderboard.py with plot_ladder() and plot_times() of this file.
 """
 
+import csv
 import io
+import itertools
 import json
-import math
 import statistics
 import sys
+from datetime import date, timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
+import matplotlib.dates
 import results
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-plt.rcParams.update({"svg.hashsalt": "records", "font.size": 8, "axes.spines.top": False,
-                     "axes.spines.right": False})
-GREY, BLUE, RED = "#8a8f98", "#2563eb", "#dc2626"
+plt.rcParams.update({
+    "svg.hashsalt": "records", "font.size": 9, "lines.linewidth": 1.6, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#6b7280",
+    "axes.labelcolor": "#4b5563", "xtick.color": "#4b5563", "ytick.color": "#4b5563",
+    "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titleweight": "bold",
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e5e7eb"})
+INK, GREY = "#1f2937", "#6b7280"
+ON_WHITE = dict(facecolor="white", edgecolor="none", pad=0.5)  # a label hides the grid behind it
+COLOURS = BLUE, RED, GREEN, ORANGE, PINK, SKY = (  # told apart by who sees few colours, too
+    "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
+TITLES = "Loss", "Gradient norm", "Update over weight", "Milliseconds of a step"
+PUBLISHED = results.RECORDS / "published.csv"
+
+
+class Published(NamedTuple):
+    """A published record of the short track, on 8xH100."""
+
+    record: int
+    day: date
+    minutes: float
+
+
+class Curve(NamedTuple):
+    """A recipe of the picture at the top of the README: its runs here, and what is published of it."""
+
+    record: results.Record
+    label: str
+    colour: str
+    place: tuple[float, float]  # of the label: seconds, loss
+    published: int | None = None  # the number of its published record
+    name: str = ""  # of that, with a place for its minutes
+
+
+def read_published() -> list[Published]:
+    """The published records whose day is known, in their order."""
+    with PUBLISHED.open(newline="") as file:
+        return [Published(int(row["record"]), date.fromisoformat(row["date"]), float(row["minutes"]))
+                for row in csv.DictReader(file)]
 
 
 def count_tokens(folder: Path, result: dict) -> list[float]:
@@ -81,78 +120,113 @@ def read_events(path: Path, kind: str) -> list[dict]:
 
 
 def plot_runs(paths: list[Path], out: Path) -> None:
-    """What telemetry has measured: a row for every run, columns with the same scale."""
-    figure, rows = plt.subplots(len(paths), 4, figsize=(12, 2.4 * len(paths) + 0.4), sharex=True,
-                                sharey="col", squeeze=False, layout="constrained")
-    for path, row in zip(paths, rows):
+    """What telemetry has measured: four panels for every run, all with the same scales."""
+    figure, rows = plt.subplots(2 * len(paths), 2, figsize=(8, 5.6 * len(paths)), squeeze=False,
+                                layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
+    first = list(rows[:2].flat)
+    for index, path in enumerate(paths):
+        losses, norms, ratios, seconds = panels = list(rows[2 * index : 2 * index + 2].flat)
+        for panel, start in zip(panels, first if index else ()):  # before anything is drawn
+            panel.sharex(start)
+            panel.sharey(start)
         measured, validations = (read_events(path, kind) for kind in ("telemetry", "validation"))
         steps = [event["step"] for event in measured]
-        row[0].plot(steps, [event["loss_ema"] for event in measured], color=BLUE, label="training")
-        row[0].plot(*zip(*((event["step"], event["val_loss"]) for event in validations)), ".-", color=RED,
+        losses.plot(steps, [event["loss_ema"] for event in measured], color=BLUE, label="training")
+        losses.plot(*zip(*((event["step"], event["val_loss"]) for event in validations)), ".-", color=RED,
                     label="validation")
-        for panel, key in ((row[1], "grad_norm"), (row[2], "update_ratio")):
-            for group in measured[0]["groups"]:
-                panel.plot(steps, [event["groups"][group][key] for event in measured], label=group)
+        for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):
+            for group, colour in zip(measured[0]["groups"], itertools.cycle(COLOURS)):
+                panel.plot(steps, [event["groups"][group][key] for event in measured], color=colour,
+                           label=group)
             panel.set_yscale("log")
-        for part in measured[0]["seconds"]:
-            row[3].plot(steps, [1000 * event["seconds"][part] for event in measured], label=part)
-        row[0].set_ylabel(path.stem)
-    for panel, title in zip(rows[0], ("loss", "gradient norm", "update / weight", "milliseconds of a step")):
-        panel.set_title(title, loc="left", fontsize=8)
-        panel.legend(frameon=False, fontsize=6)
-    for panel in rows[-1]:
-        panel.set_xlabel("step")
+        for part, colour in zip(measured[0]["seconds"], itertools.cycle(COLOURS)):
+            seconds.plot(steps, [1000 * event["seconds"][part] for event in measured], color=colour,
+                         label=part)
+        seconds.set_yscale("log")
+        for panel, title in zip(panels, TITLES):
+            panel.set_title(title, pad=28)  # the legend stands between
+            panel.set_xlabel("step")
+            add_legend(panel).set_in_layout(False)  # one that is wide makes no panel narrower
+        if len(paths) > 1:
+            losses.set_ylabel(path.stem)
     save(figure, out)
+
+
+def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, label: str | None = None,
+               linestyle: str = "-") -> None:
+    """Loss against training time: the median of the seeds, in a band that holds all of them."""
+    validations = list(zip(*(result["val_points"] for result in record.results)))[1:]  # but for the start
+    losses = [[loss for _, loss, _ in seeds] for seeds in validations]
+    seconds = [statistics.median(ms / 1000 for _, _, ms in seeds) for seeds in validations]
+    panel.fill_between(seconds, [min(seeds) for seeds in losses], [max(seeds) for seeds in losses],
+                       color=colour, alpha=0.18, linewidth=0)
+    panel.plot(seconds, [statistics.median(seeds) for seeds in losses], color=colour, label=label,
+               linestyle=linestyle)
+
+
+def add_legend(panel: plt.Axes) -> matplotlib.legend.Legend:
+    """Above the panel, where no curve goes."""
+    return panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, fontsize=8,
+                        borderaxespad=0.1, labelspacing=0.2, columnspacing=1.2, handlelength=1.1,
+                        handletextpad=0.5)
 
 
 def plot_times(records: dict[str, results.Record], out: Path) -> None:
-    """Loss against training time, a line for every run, a colour for every record, by name."""
-    figure, panel = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for index, (name, record) in enumerate(records.items()):
-        for result in record.results:
-            _, losses, milliseconds = zip(*result["val_points"])
-            panel.plot([ms / 1000 for ms in milliseconds[1:]], losses[1:], color=f"C{index}", linewidth=1,
-                       label=name if result is record.results[0] else None)
-    panel.set(xlabel="training time (s)", ylabel="validation loss")
-    panel.legend(frameon=False)
+    """Loss against training time: a line for every record, by name, in a band of its seeds."""
+    figure, panel = plt.subplots(figsize=(8, 4), layout="constrained")
+    for (name, record), colour in zip(records.items(), itertools.cycle(COLOURS)):
+        draw_seeds(panel, record, colour, f"{name} ({len(record.results)} seeds)")
+    panel.set(xlabel="seconds of training", ylabel="validation loss", xlim=(0, None))
+    add_legend(panel)
     save(figure, out)
 
 
-def plot_ladder(rungs: list, target_run: results.Record, target: float, out: Path) -> None:
-    """Three columns over the rungs: published minutes, loss after equal tokens, seconds to the target.
+def plot_ladder(curves: list[Curve], target: float, out: Path) -> None:
+    """Two panels: published minutes against the day of the record; loss against training time here.
 
-    rungs: make_leaderboard.Rung; hollow points have not reached the target.
+    Curves of another machine than the first one's are dashed.
     """
-    height = 0.2 * len(rungs) + 1.0
-    figure, panels = plt.subplots(1, 3, figsize=(9.5, height), sharey=True, width_ratios=(1, 1.6, 1))
-    figure.subplots_adjust(left=0.2, right=0.99, top=1 - 0.55 / height, bottom=0.3 / height, wspace=0.08)
-    places = range(len(rungs))
-    panels[0].barh(places, [rung.minutes for rung in rungs], color=GREY, height=0.6)
-    panels[0].set(xscale="log", xlim=(2, None), yticks=places, yticklabels=[rung.name for rung in rungs],
-                  ylim=(-0.7, len(rungs) - 0.3))
-    panels[0].set_xticks([3, 10, 30], ["3", "10", "30"])
-    panels[0].set_xticks([], minor=True)
-    panels[0].set_title("published: minutes to 3.28\non 8xH100", loc="left", fontsize=8)
-    for place, rung in enumerate(rungs):
-        losses = list(rung.record.losses.values())
-        is_below = rung.summary.mean <= target
-        panels[1].plot(losses, [place] * len(losses), ".", color=BLUE, alpha=0.4, markersize=4)
-        panels[1].plot(rung.summary.mean, place, "o", color=BLUE, markersize=5,
-                       markerfacecolor=BLUE if is_below else "white")
-        if not math.isnan(rung.seconds):
-            panels[2].barh(place, rung.seconds, color=BLUE, height=0.6)
-        else:
-            panels[2].text(0.02, place, f"{rung.num_reached} of {rung.summary.n} seeds reach it", color=GREY,
-                           va="center", fontsize=7, transform=panels[2].get_yaxis_transform())
-    panels[1].axvline(target, color=RED, linestyle="--", linewidth=1)
-    panels[1].set_title("laptop: validation loss after equal tokens\n(dots: seeds; dashed: the target)",
-                        loc="left", fontsize=8)
-    seconds = statistics.median(result["train_time_ms"] / 1000 for result in target_run.results)
-    panels[2].axvline(seconds, color=RED, linestyle="--", linewidth=1)
-    panels[2].set_xlim(0, None)
-    panels[2].set_title("laptop: seconds to the target\n(dashed: the first rung)", loc="left", fontsize=8)
-    panels[0].invert_yaxis()
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.9), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    draw_published(panels[0], curves)
+    for curve in curves:
+        is_elsewhere = (results.describe_machine(curve.record.results[0])
+                        != results.describe_machine(curves[0].record.results[0]))
+        draw_seeds(panels[1], curve.record, curve.colour, linestyle="--" if is_elsewhere else "-")
+        panels[1].text(*curve.place, curve.label, color=curve.colour, va="center", fontweight="bold",
+                       bbox=ON_WHITE)
+    panels[1].axhline(target, color=INK, linestyle=":", linewidth=1.2)
+    panels[1].annotate(f"target {target:g}", (1, target), (0, 3), color=INK, textcoords="offset points",
+                       xycoords=panels[1].get_yaxis_transform(), ha="right", va="bottom",
+                       bbox=ON_WHITE)
+    panels[1].set(title="In miniature, on two CPU cores: validation loss", xlabel="seconds of training",
+                  xlim=(0, 230), ylim=(0.8, None))
     save(figure, out)
+
+
+def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
+    """Minutes to 3.28 by day, those marked that this file has as presets."""
+    published = read_published()
+    days, minutes = [record.day for record in published], [record.minutes for record in published]
+    panel.step(days, minutes, where="post", color=GREY)
+    panel.plot(days, minutes, ".", color=GREY, markersize=4)
+    panel.set(yscale="log", title="Published: minutes to a loss of 3.28 on 8xH100", ylim=(0.5, 85),
+              xlim=(days[0] - timedelta(30), days[-1] + timedelta(60)))
+    panel.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    panel.set_yticks([], minor=True)
+    panel.xaxis.set_major_locator(matplotlib.dates.MonthLocator((1, 7)))
+    panel.xaxis.set_major_formatter(matplotlib.dates.DateFormatter("%Y-%m"))
+    by_number = {record.record: record for record in published}
+    for curve in curves:
+        if curve.published:
+            _, day, minutes = by_number[curve.published]
+            panel.plot(day, minutes, "o", color=curve.colour, markersize=8, markeredgecolor="white")
+            is_last = day == days[-1]  # its label stands below and to the left
+            panel.annotate(curve.name.format(minutes), (day, minutes), color=curve.colour,
+                           xytext=(6, -10) if is_last else (3, 9), textcoords="offset points",
+                           ha="right" if is_last else "left", va="top" if is_last else "bottom",
+                           fontweight="bold", linespacing=1.3, bbox=ON_WHITE)
 
 
 def main() -> None:

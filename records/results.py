@@ -136,7 +136,7 @@ def find_misfit(result: dict, first: dict, digest: str) -> str:
 def settings(result: dict) -> dict:
     """What runs of one record share: the config but for the seed and for what a run leaves behind."""
     free = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume", "time_limit",
-            "telemetry_every", "print_every"}
+            "telemetry_every", "print_every"}  # the last is of older scripts
     return {name: value for name, value in result["config"].items() if name not in free}
 
 

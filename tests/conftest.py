@@ -36,22 +36,32 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests marked gpu where there is none; leave slow ones out unless they are asked for."""
+    """Skip tests marked gpu where there is none; leave slow ones and those of cards out unless they are asked for."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    if "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    for kind in ("slow", "cards"):
+        if kind not in config.option.markexpr:
+            left_out = [item for item in items if item.get_closest_marker(kind)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def use_one_thread():
     """Small tensors: more threads only add noise and time."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measure_small_products():
+    """Every run measures a product of 1,024: in bfloat16 half a minute where the processor does not multiply it."""
+    real = gpt.measure_matmul
+    gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
+    yield
+    gpt.measure_matmul = real
 
 
 @pytest.fixture(autouse=True)

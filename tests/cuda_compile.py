@@ -1,12 +1,13 @@
 """Compile the training step and validation of train_gpt.py for a GPU that is not there; print JSON of what came out.
 
-    python tests/cuda_compile.py CARD [--micros=2] [--json=FILE] [--segments=0] [train_gpt.py options]
+    python tests/cuda_compile.py CARD [--micros=2] [--ranks=1] [--own] [--json=FILE] [train_gpt.py options]
 
 Drives the real Trainer on fake tensors, which have shapes and no values: TorchDynamo traces, Inductor and Triton
 compile to cubins, the generated code runs and launches nothing. benchmarks/roofline.py reads the file; the line
 printed is its part "figures", or {"error": ...} with status 1.
 """
 
+import dataclasses
 import sys
 
 import fake_cuda
@@ -24,15 +25,18 @@ import re
 import subprocess
 import tempfile
 import time
+import traceback
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.runtime.triton_heuristics as heuristics
 import triton
 from torch._dynamo.utils import counters
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -40,6 +44,9 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.dont_write_bytecode = True
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import timeline  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -47,19 +54,23 @@ MOVES_NOTHING = re.compile(  # views, allocations, values asked for
     r"(view|as_strided|_?reshape|transpose|permute|slice|select|(un)?squeeze|expand|alias|detach|split|unbind|t\.|"
     r"(new_)?empty|_local_scalar|lift)"
 )
+READS_ROWS, ADDS_ROWS = re.compile(r"embedding\."), re.compile(r"index_add_")
 READS_NOTHING = re.compile(r"(new_)?(zero|fill|ones|full|arange)")
 
 
 class Observer:
     """What was compiled, launched and held. phase tells parts of a run apart."""
 
-    def __init__(self, card: fake_cuda.Card):
+    def __init__(self, card: fake_cuda.Card, is_own_only: bool = False):
+        self.is_own_only = is_own_only
         self.card, self.phase, self.running = card, "setup", ""  # running: label of a graph
+        self.exit_stack = contextlib.ExitStack()
         self.graphs: list[dict] = []
         self.kernels: list[dict] = []  # one for every compiled config of every kernel
         self.eager = collections.defaultdict(lambda: collections.defaultdict(lambda: [0, 0]))  # count, bytes
         self.peaks = collections.defaultdict(int)  # bytes of live storages by phase
         self.live, self.seen = 0, weakref.WeakKeyDictionary()
+        self.sequence: list[tuple] = []  # graphs, operations outside them, messages, in their order
         self._watch_inductor()
 
     @functools.cache  # noqa: B019 - one backend for all functions of a name: they share graphs, as on a card
@@ -88,6 +99,7 @@ class Observer:
             own, self.running = list(arguments), graph["label"]
             arguments.clear()
             graph["calls"][self.phase] += 1
+            self.sequence.append(("graph", graph["label"]))
             try:
                 return code(own)
             finally:
@@ -114,6 +126,15 @@ class Observer:
                                    f"shared memory, {observer.card.name} has {observer.card.shared_memory:,}")
             tuner.launchers = [fake_cuda.always(None) for kernel in made if kernel["fits"]]
 
+        precompile = heuristics.CachingAutotuner.precompile
+
+        def precompile_own(tuner, *args, **options):
+            """Inductor's own kernels, which are nearly all, are generated and left at that."""
+            if not tuner.inductor_meta.get("kernel_name", tuner.fn.__name__).startswith("triton_"):
+                precompile(tuner, *args, **options)
+
+        if self.is_own_only:
+            heuristics.CachingAutotuner.precompile = precompile_own
         GraphLowering.codegen, GraphLowering.count_bytes = codegen_and_note, fake_cuda.always((0, [], []))
         heuristics.CachingAutotuner._make_launchers = note_kernel
         heuristics.CachingAutotuner._dynamic_scale_rblock = fake_cuda.always(None)  # asks the loaded kernel
@@ -132,7 +153,13 @@ class Observer:
         if outputs and not self.running and not MOVES_NOTHING.match(name):
             entry = self.eager[self.phase][name]
             entry[0] += 1
-            entry[1] += sum(t.nbytes for t in (outputs if READS_NOTHING.match(name) else inputs + outputs))
+            if READS_ROWS.match(name):  # of a table, as many as it returns
+                inputs = [*inputs[1:], *outputs]
+            elif ADDS_ROWS.match(name):  # reads and writes as many rows of the table as it is given
+                inputs, outputs = inputs[1:], 2 * inputs[-1:]
+            num_bytes = sum(t.nbytes for t in (outputs if READS_NOTHING.match(name) else inputs + outputs))
+            entry[1] += num_bytes
+            self.sequence.append(("eager", num_bytes))
 
     def _free(self, size: int) -> None:
         self.live -= size
@@ -172,13 +199,18 @@ def list_cuda(tree) -> list[torch.Tensor]:
 def describe_node(lowering: GraphLowering, node) -> dict:
     """A kernel or library call: what it moves, where every buffer is read or written once, and FLOPs."""
     parts = [part.node for part in node.get_nodes() if part.node is not None]
-    kind, call = type(node).__name__.removesuffix("SchedulerNode"), ""
+    kind, call, flops = type(node).__name__.removesuffix("SchedulerNode"), "", 0
     if kind == "ExternKernel":
         names = (getattr(parts[0], key, None) for key in ("python_kernel_name", "op_overload"))
         call = str(next(filter(None, names), type(parts[0]).__name__))
         # of views what they show; what a Triton kernel of ours writes is among its inputs
         tensors = [*parts[0].inputs, *([parts[0]] if "mm" in call else [])]
-        num_bytes = sum(count_bytes(tensor) for tensor in tensors)
+        distinct = {getattr(tensor, "get_name", tensor.__repr__)(): tensor for tensor in tensors}
+        num_bytes = sum(count_bytes(tensor) for tensor in (tensors if "mm" in call else distinct.values()))
+        if find_kernel(parts[0]) == "squared_product_kernel":
+            call, (rows, inner), columns = "squared_product_kernel", tensors[0].get_size(), tensors[1].get_size()[1]
+            flops = 2 * int(rows) * int(inner) * int(columns)
+            call += "_fp8" if tensors[0].get_dtype().itemsize == 1 else ""
     else:
         touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         real = lowering.scheduler.mutation_real_name  # of buffers that were written again
@@ -186,8 +218,15 @@ def describe_node(lowering: GraphLowering, node) -> dict:
                         for name, size in ((real.get(name, name), size) for name, size in touched.items()))
     origins = [origin for part in parts for origin in getattr(part, "origins", ())]
     return dict(kind=kind, call=call, is_template=any(part.is_template() for part in node.get_nodes()),
-                bytes=num_bytes, flops=int(node.estimate_flops() or 0),
+                bytes=num_bytes, flops=flops or int(node.estimate_flops() or 0),
                 operations=sorted({str(o.target) for o in origins if o.op == "call_function"}))
+
+
+def find_kernel(part) -> str:
+    """The name of a Triton kernel of ours, or nothing."""
+    if not hasattr(part, "kernel_idx"):
+        return ""
+    return triton_kernel_wrap.kernel_side_table.get_kernel(part.kernel_idx).fn.__name__
 
 
 def count_bytes(tensor) -> int:
@@ -241,19 +280,34 @@ class FakeBatches:
         return next(self)
 
 
-def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.Trainer:
+class NotingRecorder(timeline.Recorder):
+    """Notes messages between what an observer sees."""
+
+    def __init__(self, rt: gpt.Runtime, observer: Observer):
+        super().__init__(rt)
+        self.sequence = observer.sequence
+
+    def add(self, event: timeline.Event) -> None:
+        self.sequence.append(("event", *event))
+
+
+def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Trainer:
     """The real one; its choices are those of the real probes, but for FP8, of which fake tensors know nothing."""
     has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
     wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
     dtype, _, _ = gpt.choose_dtype(cfg, DEVICE)
     use_compile, _ = gpt.choose_compile(cfg, DEVICE)
-    use_kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
-    assert use_kernels == (cfg.kernels != "off" and observer.card.capability >= (8, 0)), note
+    use_flex, note = gpt.choose_attention(cfg, DEVICE, dtype, use_compile)
+    assert use_flex == use_compile, note
+    gpt.time_mlp = fake_cuda.always(0.5)  # nothing can be timed
+    kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
+    wanted = set() if cfg.kernels == "off" or observer.card.capability < (8, 0) else set(gpt.KERNELS)
+    assert kernels == wanted, note
     fp8 = [cfg.fp8_head != "off" and "fp8_head", wants_linear and "fp8_linear",
            cfg.fp8_mlp != "off" and "fp8_mlp"]
-    rt = gpt.Runtime(DEVICE, dtype=dtype, use_compile=use_compile, use_flex=use_compile,
-                     use_kernels=use_kernels, fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(),
-                     peak_flops=1e15)
+    rt = gpt.Runtime(DEVICE, dtype=dtype, use_compile=use_compile, use_flex=use_flex,
+                     kernels=kernels, fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(),
+                     peak_flops=1e15, world_size=num_ranks)
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
@@ -262,10 +316,9 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
             init(model, *args, **kwargs)
 
     gpt.GPT.__init__, gpt.GPT.to = init_on_card, lambda model, _device: model
+    if num_ranks > 1:
+        observer.exit_stack.enter_context(NotingRecorder(rt, observer).replace_collectives())
     trainer = gpt.Trainer(cfg, rt)
-    if num_segments:  # as with several ranks
-        del trainer.model.compute_loss
-        trainer.compile_parts(num_segments)
     step = trainer.optimizer.step
 
     def step_in_own_phase(*args, **kwargs) -> None:
@@ -277,19 +330,22 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_segments: int) -> gpt.
     return trainer
 
 
-def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -> dict:
+def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> dict:
     """All that a run compiles, then all of it again, which must compile nothing; returns facts about the run."""
     torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(f.__qualname__))
     with ObservedMode(observer), values_are(True):
-        trainer = make_trainer(cfg, observer, num_segments)
+        trainer = make_trainer(cfg, observer, num_ranks)
     accum, rows = gpt.split_rows(cfg, 1, cfg.tokens_per_step)
-    gpt.split_rows = fake_cuda.always((micros, rows))
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
+    counts = [[micro_tokens // num_ranks] * num_ranks] * num_ranks  # of rows of tables: no token comes twice
+    gpt.HostCopy = lambda *_: SimpleNamespace(read=lambda: SimpleNamespace(tolist=lambda: counts))
     val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
 
     def run_step(at: int) -> None:
+        state = trainer.schedule.at(at)
+        stage = dataclasses.replace(state.stage, tokens_per_step=micros * micro_tokens * num_ranks)
         for _ in range(cfg.adam_every):
-            trainer.train_step(FakeBatches(micro_tokens, DEVICE), trainer.schedule.at(at))
+            trainer.train_step(FakeBatches(micro_tokens, DEVICE), state._replace(stage=stage))
 
     def validate(at: int) -> None:
         with values_are(1.0):
@@ -301,6 +357,8 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -
         ("validation", validate, cfg.num_iterations, True), ("validation", validate, 0, False),
         ("training", run_step, 0, False), ("measured", run_step, 0, False)):
         num_graphs, observer.phase = len(observer.graphs), phase
+        is_first |= at == last and cfg.full_stages[-1].num_targets != cfg.full_stages[0].num_targets  # a head of its own
+        observer.sequence.clear()
         with ObservedMode(observer):
             action(at)
         again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
@@ -312,10 +370,11 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_segments: int) -
             batch = next(FakeBatches(micro_tokens, DEVICE))
             stage = trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
             gpt.Telemetry(trainer, None).measure_layers(
-                *trainer.model.look_up(batch.inputs, stage.is_start), batch.doc_ids, stage)
+                batch.inputs, batch.doc_ids, stage)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
     return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,
+                sequence=list(observer.sequence), ranks=num_ranks,
                 micros_per_step=accum, micro_tokens=micro_tokens, model_dim=cfg.model_dim,
                 mean_window=sum(duration * window for duration, window in spans)
                 / sum(duration for duration, _ in spans),
@@ -367,19 +426,20 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("card", choices=fake_cuda.CARDS)
     parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
-    parser.add_argument("--segments", type=int, default=0,
-                        help="graphs the layers are cut into, as for several ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="as rank 0 of so many, whose messages are noted")
+    parser.add_argument("--own", action="store_true", help="of Triton kernels compile only those of train_gpt.py")
     parser.add_argument("--json", help="file for all of it")
     args, options = parser.parse_known_args(argv)
     warnings.simplefilter("ignore")
     for name in ("torch._inductor", "torch._inductor.runtime.triton_heuristics"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails is reported below
     torch.set_float32_matmul_precision("high")  # as start_runtime
-    observer = Observer(fake_cuda.CARDS[args.card])
+    observer = Observer(fake_cuda.CARDS[args.card], args.own)
     try:
         cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)[0]})
-        facts = drive(cfg, observer, args.micros, args.segments)
+        facts = drive(cfg, observer, args.micros, args.ranks)
     except Exception as error:  # whatever a compiler raises
+        traceback.print_exc()
         print(json.dumps(dict(error=explain(error))))
         return 1
     figures = summarize(observer, facts)

@@ -44,7 +44,7 @@ def main() -> None:
     moments = random.Random(0)
     ends = []
     for i in range(int(kills)):  # every fifth while it starts, the others while they train and write
-        from_where = "" if i % 5 == 4 else "train_time"  # the first step, with --print_every=1
+        from_where = "" if i % 5 == 4 else "train_time"  # the first validation, of every step
         ends.append(live(i, argv, from_where, moments.uniform(0.1, 0.6)))
     ends.append(live(int(kills), argv, "", None))
     lives = [Path(f"life_{i}.txt").read_text() for i in range(len(ends))]

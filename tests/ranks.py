@@ -38,21 +38,27 @@ def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list
     return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
 
-def count_bytes(sent: dict[str, float]) -> None:
-    """Replace the collectives by ones that also count what this rank gives to others, from the tensors themselves."""
+def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> None:
+    """Replace the collectives by ones that also count what this rank gives to others, from the tensors themselves; and
+    note the groups of all-gathers."""
 
     def wrap(owner, name, size):
         real = getattr(owner, name)
 
         def counted(*args, **kwargs):
-            sent[name] += size(*args)
+            if name == "all_gather_single" and "group" in kwargs:
+                groups.add("gathers" if kwargs["group"] is rt.gathers else "others")
+            if name != "all_gather_single" or "group" in kwargs:  # not the few numbers of a RowPlan
+                sent[name] += size(*args)
             return real(*args, **kwargs)
 
         setattr(owner, name, counted)
 
-    others = dist.get_world_size() - 1
+    others = rt.world_size - 1
     wrap(gpt, "reduce_scatter_single", lambda shard, full: full.nbytes - shard.nbytes)
     wrap(gpt, "all_gather_single", lambda full, shard: shard.nbytes * others)
+    wrap(dist, "all_to_all_single", lambda _out, given, _to, counts:
+         given[0].nbytes * (sum(counts) - counts[rt.rank]) if len(given) else 0)
     for name in ("all_reduce", "broadcast"):  # a step has no others
         wrap(dist, name, lambda tensor, *_: tensor.nbytes * others)
 
@@ -61,12 +67,13 @@ def use_multipliers(model: torch.nn.Module) -> None:
     """Give every other parameter a learning rate and a decay of its own: they then differ inside the buckets."""
     for param in list(model.parameters())[1::2]:
         lr_mul = param.spec.lr_mul if isinstance(param.spec.lr_mul, tuple) else 0.5
-        param.spec = gpt.ParamSpec(param.spec.group, lr_mul, wd_mul=2)
+        param.spec = dataclasses.replace(param.spec, lr_mul=lr_mul, wd_mul=2)
 
 
 def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
-    """Note in the last step what was sent by the end of backward, in which order; and how many buckets of the first
-    block, the last block and the head are still on their way back when the first block begins."""
+    """Note in the last step what was sent by the end of backward, in which order; where the model first reads what was
+    sent, and what was updated, in their orders; and how many buckets of the first block, the last block and the head
+    are still on their way back when the first block begins."""
     optimizer, notes = trainer.optimizer, {}
     first, last, head = (
         {bucket for name, bucket in optimizer.bucket_of.items() if name.startswith(prefix)}
@@ -75,7 +82,8 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
 
     def note_sent(_):
         if optimizer.is_armed:
-            notes["sent"] = [bucket.name for bucket in optimizer.launched]
+            notes["sent"] = [bucket.name for bucket in optimizer.in_flight]
+            notes["places"] = [bucket.place for bucket in optimizer.in_flight]
 
     def note_awaited(*_):  # registered later than the hook that waits for the first block's own parameters
         if optimizer.step_count == last_step:
@@ -84,8 +92,23 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
             notes.setdefault("awaited", counts)  # of the first micro-batch
 
     named = dict(trainer.model.named_parameters())
-    for name in trainer.model.early_parameters():  # whose gradients are final when backward ends
+    for name in trainer.model.read_order[0]:  # whose gradients are final when backward ends
         named[name].register_post_accumulate_grad_hook(note_sent)
+    update = gpt.Bucket.update
+
+    def note_update(bucket, *args):
+        if bucket in optimizer.buckets and optimizer.step_count == last_step + 1:
+            notes["updated"] = [*notes.get("updated", ()), (bucket.group_name, bucket.place)]
+        update(bucket, *args)
+
+    gather = gpt.Bucket.start_gather
+
+    def note_gather(bucket):
+        if bucket in optimizer.buckets and optimizer.step_count == last_step + 1:
+            notes["gathered"] = [*notes.get("gathered", ()), bucket.place]
+        gather(bucket)
+
+    gpt.Bucket.update, gpt.Bucket.start_gather = note_update, note_gather
     trainer.model.blocks[0].register_forward_pre_hook(note_awaited)
     return notes
 
@@ -95,8 +118,9 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
     torch.set_num_threads(int(num_threads))
     cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
     rt, results, sent = gpt.start_runtime(next(iter(cfgs.values()))), {}, defaultdict(float)
+    groups = set()
     if rt.world_size > 1:
-        count_bytes(sent)
+        count_bytes(sent, rt, groups)
     build = gpt.GPT.__init__
 
     def build_with_multipliers(self, *args):
@@ -110,21 +134,24 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         notes = note_overlap(trainer, steps - 1) if rt.world_size > 1 else {}
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(cfg, rt, 0, steps), rt.device)
-        counts = torch.zeros(rt.world_size, 2, dtype=torch.float64)  # bytes counted here, and by the optimizer
+        counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes counted here, by the optimizer; of rows
         for step in range(steps):
             sent.clear()
             before, _ = trainer.optimizer.count_bytes()
             trainer.train_step(batches, trainer.schedule.at(step))
-            counts[rt.rank] += torch.tensor([sum(sent.values()), trainer.optimizer.count_bytes()[0] - before])
+            reported = trainer.optimizer.count_bytes()[0] - before
+            counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
             if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
                 trainer.optimizer.check_ranks()
-        batches.close()
+        batches.executor.shutdown(cancel_futures=True)
         gpt.all_reduce_sum(counts, rt)
         trainer.optimizer.check_ranks()
         results[name] = dict(
             params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
             sent=(counts[:, 0] / steps).tolist(),
             reported=(counts[:, 1] / steps).tolist(),
+            rows=(counts[:, 2] / steps).tolist(),
+            groups=sorted(groups),
             minimum=trainer.optimizer.count_bytes()[1] / steps,
             buckets=[bucket.name for bucket in trainer.optimizer.updated],
             notes=notes,
@@ -141,10 +168,76 @@ def scales(out: str) -> None:
     rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
     module = gpt.DelayedScale()
     module(torch.tensor([1.0, 5.0 + 2 * rt.rank]))
-    gpt.advance_scales(torch.nn.ModuleList([module]), rt)
+    scales = gpt.DelayedScales(torch.nn.ModuleList([module]), rt)
+    scales.start()
+    scales.finish()
     found = gpt.gather_shards(module.scale.view(1), rt)
     if rt.is_main:
         torch.save(found, out)
+    gpt.barrier(rt)
+    dist.destroy_process_group()
+
+
+def scale_steps(out: str, changes: str) -> None:
+    """Three steps of a config with FP8 scales; what rank 0 calls, in order, goes to the file."""
+    torch.set_num_threads(1)
+    calls, all_reduce, update = [], dist.all_reduce, gpt.Bucket.update
+
+    class Noted:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            calls.append("await scales")
+            self.work.wait()
+
+    def send(tensor, op=dist.ReduceOp.SUM, **options):
+        work = all_reduce(tensor, op, **options)
+        if op == dist.ReduceOp.MAX:
+            calls.append("send scales")
+            return Noted(work)
+        return work
+
+    def note_update(*args):
+        if calls[-1] != "update":
+            calls.append("update")
+        update(*args)
+
+    cfg = gpt.make_config(json.loads(changes))
+    trainer = gpt.Trainer(cfg, dataclasses.replace(gpt.start_runtime(cfg), fp8=frozenset({"fp8_mlp"})))
+    dist.all_reduce, gpt.Bucket.update = send, note_update
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append("forward"))
+    data = gpt.TrainData(cfg, trainer.schedule)
+    batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 3), trainer.rt.device)
+    for step in range(3):
+        trainer.train_step(batches, trainer.schedule.at(step))
+    batches.executor.shutdown(cancel_futures=True)
+    trainer.optimizer.finish()
+    if trainer.rt.is_main:
+        Path(out).write_text(json.dumps(calls))
+    gpt.barrier(trainer.rt)
+    dist.destroy_process_group()
+
+
+def rows(out: str) -> None:
+    """The gradient of a table (37, 6) by rows, from two micro-batches of every rank, joined from their
+    shards; and the dense one of all tokens. Gradients are multiples of 1/16: any order gives the same."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    changes = dict(preset="smoke", device="cpu", seq_len=128, tokens_per_step=128 * num_ranks)
+    rt = gpt.start_runtime(gpt.make_config(changes))
+    param = gpt.declare(torch.zeros(37, 6, dtype=torch.float64), "value_embed", is_table=True)
+    bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
+    param.take_rows, dense = bucket.take_rows, torch.zeros(37, 6, dtype=torch.float64)
+    torch.manual_seed(rt.rank)
+    for least in (0, 20 + rt.rank):  # in the second one rank 0 is sent nothing
+        tokens = torch.cat((torch.randint(least, 30, (50,)), torch.tensor([36, least, 36])))
+        grad = torch.randint(-99, 99, (len(tokens), 6)) / 16.0
+        gpt.look_up(param, tokens, gpt.RowPlan(tokens, len(param), rt)).backward(grad.double())
+        dense.index_add_(0, tokens, grad.double())
+    bucket.take_rows()
+    dense, shards = gpt.all_reduce_sum(dense, rt), gpt.gather_shards(bucket.grads[:-6].view(-1, 6), rt)
+    if rt.is_main:
+        torch.save((shards, dense), out)
     gpt.barrier(rt)
     dist.destroy_process_group()
 
@@ -186,13 +279,13 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
             if mode == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if mode == "nan":
-                self.optimizer.bucket_of["embed"].grads[:3] = float("nan")
+                self.model.embed.grad = torch.full_like(self.model.embed, float("nan"))
             if mode in ("term", "int"):
                 os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
             if mode == "differ":
                 loss = real(self, *args)
                 self.optimizer.finish()
-                self.model.numbers["scalar"].data[0] += 1e-6
+                self.model.scalars["scalar"].data[0] += 1e-6
                 return loss
         return real(self, *args)
 

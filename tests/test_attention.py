@@ -123,10 +123,8 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
         b.data.copy_(a)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    flex.cut(num_segments)
-    if num_segments == 1:
-        flex.compute_loss = torch.compile(flex.compute_loss, dynamic=False, fullgraph=True)
-    for part in flex.segments if num_segments > 1 else ():
+    flex.make_segments(num_segments)
+    for part in flex.segments:
         part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
     schedule, windows = gpt.Schedule(cfg), []
     with torch.no_grad():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, data_args, gpt, launch, smoke_config
+from torch.autograd.profiler_util import FunctionEvent
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import against  # noqa: E402
@@ -19,11 +20,12 @@ import peer  # noqa: E402
 import roofline  # noqa: E402
 import rules  # noqa: E402
 import step  # noqa: E402
+import tune  # noqa: E402
 
 
 @pytest.mark.slow
 def test_step_compares_profiles_and_predicts(shards, tmp_path):
-    """The median is that of the steps, shares add up to it, and the prediction follows from the parts."""
+    """The median is that of the steps, shares add up to it, and slow messages are waited for."""
     args = ["--preset=smoke", "--device=cpu", *data_args(shards), "--num_steps=6",
             f"--json={tmp_path}/step.json"]
     args += [f"--trace={tmp_path}/trace.json", "--compare=--num_value_embeds=0", "--predict_ranks=2"]
@@ -41,11 +43,10 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
         assert run["tokens_per_s"] == pytest.approx(2048e3 / run["ms_per_step"], rel=1e-3)
     cfg = smoke_config()
     assert first["tflop_per_step"] == pytest.approx(gpt.count_flops(cfg) * 2048 / 1e12, rel=0.05)
-    prediction, num_params = result["prediction"], gpt.derive(cfg, 1)["num_params"]
-    assert prediction["messages_ms"] == pytest.approx(4 * num_params / 0.1e6, rel=1e-6)  # 2 P (N - 1) / N
-    halves = prediction["forward_backward_ms"] + prediction["optimizer_ms"]
-    assert halves == pytest.approx(first["ms_per_step"] / 2)
-    assert prediction["exposed_ms"] == pytest.approx(halves + prediction["messages_ms"])
+    prediction = result["prediction"]
+    assert prediction["ms"] == pytest.approx(prediction["computing_ms"] + prediction["exposed_ms"])
+    assert prediction["ms"] >= prediction["sent_mb"] / 0.1 > 0  # at 0.1 GB/s no step is shorter than its messages
+    assert sum(prediction["exposed"].values()) == pytest.approx(prediction["exposed_ms"])
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "second / first" in done.stdout and "recompiles" in done.stdout
 
@@ -68,6 +69,9 @@ def test_step_makes_do_without_shards(tmp_path):
     (comm, "--num_steps=0", "0 is not a whole number of at least 1"),
     (comm, "--max_mb=-1", "-1 is not a number of at least 0.004"),
     (copying, "--depth=3", "the following arguments are required: checkpoints"),
+    (gpu, "--parts=tests,track_3", "track_3 is no part: choose among tests, track_1, train, frontier, kernels, memory"),
+    (gpu, "--parts=", "nothing is no part"),
+    (gpu, "--seconds=0", "0 is not a number of at least 1"),
     (gpt2_baseline, "--options='a", "--options: invalid split value"),
     (gpt2_baseline, "--steps=0", "0 is not a whole number of at least 1"),
     (gpt2_baseline, "--options=--model_dims=4", "--model_dims is not an option: did you mean --model_dim"),
@@ -75,7 +79,11 @@ def test_step_makes_do_without_shards(tmp_path):
     (laptop_choices, "--variant=bare", "invalid choice: 'bare'"),
     (peer, "--seeds=0", "0 is not a whole number of at least 1"),
     (roofline, "--cards=h200,x1", "x1 is not one of h200"),
-    (rules, "--seeds=1", "1 is not a whole number of at least 2")])
+    (rules, "--seeds=1", "1 is not a whole number of at least 2"),
+    (tune, "--rounds=1", "1 is not a whole number of at least 2"),
+    (tune, "--alternative=--segments=3 fast", "fast is neither NAME=value nor --option=value"),
+    (tune, "--num_step=9", "--num_step is not an option"),
+    (tune, "--seq_len=100", "--seq_len=100 is too small: give at least 128")])
 def test_bad_options_end_with_one_line(module, option, words, monkeypatch, capsys):
     """And status 2, whatever the tool."""
     name = f"{module.__name__}.py"
@@ -88,10 +96,84 @@ def test_bad_options_end_with_one_line(module, option, words, monkeypatch, capsy
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{name}: error: ") and words in err
 
 
-def test_the_gpu_days_files_keep_the_points_of_their_name(tmp_path):
-    day = gpu.Day(gpu.Namespace(rehearse=True, out=tmp_path / "day_0.5"), [], tmp_path)
-    day.note("tests", dict(ok=False, skipped="not run: the time was up"))
+@pytest.fixture
+def gpu_day(tmp_path):
+    """A rehearsal with 100 seconds, whose files keep the points of their name."""
+    return gpu.Day(gpu.Namespace(rehearse=True, seconds=100, out=tmp_path / "day_0.5"), [], tmp_path)
+
+
+def test_the_gpu_day_passes_over_what_there_is_no_time_for(gpu_day, tmp_path, capsys):
+    """And goes on with a shorter part; each is printed and written at once."""
+    gpu_day.run_part("frontier", gpu.Part("", 290, pytest.fail))
+    gpu_day.run_part("tests", gpu.Part("", 90, lambda day: dict(ok=True, counts=dict(passed=3), failed=[]), is_timed=False))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0.5.json", "day_0.5.md"]
+    rows = (tmp_path / "day_0.5.md").read_text().splitlines()[-2:]
+    assert re.match(r"\| frontier \| \*\*not right:\*\* not run: (99|100) s are left, it needs 290 \|", rows[0])
+    assert rows[1] == "| tests | 3 passed |" and capsys.readouterr().out.splitlines() == rows
+
+
+def test_the_gpu_day_sees_a_throttled_card(gpu_day, monkeypatch):
+    """The rates around each part, against the best of the day: a card at two fifths is named, one a tenth slower is not."""
+    rates = iter([750.0, 770.0, 760.0, 300.0, 300.0, 310.0, 700.0, 760.0])
+    assert gpu_day.measure_rate() > 0
+    monkeypatch.setattr(gpu_day, "measure_rate", lambda: next(rates))
+    for name in ("a", "b", "c", "d"):
+        gpu_day.run_part(name, gpu.Part("", 0, lambda day: dict(ok=False, error="none")))
+    parts = gpu_day.result["parts"]
+    assert [part["is_throttled"] for part in parts.values()] == [False, True, True, False]
+    assert parts["b"]["product_tflops"] == [760, 300]
+    row = gpu.format_row("b", parts["b"])
+    assert "before and after: 760 and 300 TFLOP/s; **throttled: these times do not count** |" in row
+
+
+def test_parts_of_the_gpu_day_are_chosen_and_keep_their_order(monkeypatch, capsys):
+    """Those of a rehearsal are the same; help says what each one is."""
+    assert gpu.choose_parts("tune,tests") == ["tests", "tune"]
+    assert list(gpu.list_parts(True)) == list(gpu.list_parts(False)) == gpu.choose_parts(",".join(gpu.list_parts(False)))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--help"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert re.search(r"^    frontier +a step of preset frontier; from \d+ s on$", capsys.readouterr().out, re.M)
+
+
+KERNELS_BY_KIND = {
+    "our kernels": [name + number for name, value in vars(gpt).items() if hasattr(value, "arg_names") for number in ("", "_0")],
+    "attention": ["triton_tem_fused_flex_attention_backward_select_backward_transpose_1", "triton_tem_fused_zeros_1",
+                  "triton_per_fused_flex_attention_backward_select_backward_transpose_0",
+                  "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)"],
+    "matmuls": ["nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x256x128",
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align8>(int)",
+                "void cublasLt::splitKreduce_kernel<32, 16, int, float>(float*)", "triton_tem_fused_mm_3"],
+    "Inductor's kernels": ["triton_poi_fused__scaled_mm__to_copy_clamp_div_full_permute_view_0", "triton_red_fused_sum_15"],
+    "other kernels": ["void at::native::indexFuncLargeIndex<float, long>(int)", "vectorized_elementwise_kernel"],
+    "copies and fills": ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)"],
+    "NCCL": ["ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"]}
+
+
+@pytest.mark.parametrize("kind", KERNELS_BY_KIND)
+def test_kernels_are_told_by_their_names(kind):
+    """Ours as Triton and as Inductor call them; Inductor's as it names them for a compiled step of track_1."""
+    assert list(step.KERNEL_KINDS) == list(KERNELS_BY_KIND)
+    assert {step.name_kind(name) for name in KERNELS_BY_KIND[kind]} == {kind}
+
+
+def test_kernels_share_the_time_and_the_longest_are_listed():
+    """Three steps: a product that hides half of a message, a fill that nothing hides, and a pause, which is nobody's. What the
+    host did, and a range that it named, are no kernels."""
+    kinds = dict(device_type=step.DeviceType.CUDA)
+    names = ["nvjet_tst_1", "ncclDevKernel_AllGather", "Memset (Device)", "optimizer", "aten::mm"]
+    spans = [(0, 4), (2, 6), (8, 9), (0, 10), (0, 5)]
+    options = [kinds, kinds, kinds, dict(kinds, is_user_annotation=True), {}]
+    events = [FunctionEvent(id=0, name=name, thread=0, start_us=1e3 * (start + at), end_us=1e3 * (end + at), **more)
+              for at in (0, 10, 20) for name, (start, end), more in zip(names, spans, options)]
+    kernels = step.list_kernels(events)
+    assert {kind: ms for kind, ms in step.share_time(kernels).items() if ms} == {"matmuls": 12, "NCCL": 6, "copies and fills": 3}
+    assert step.find_longest(kernels, 3) == [
+        dict(name="nvjet_tst_1", kind="matmuls", calls=1, ms=4), dict(name="ncclDevKernel_AllGather", kind="NCCL", calls=1, ms=4),
+        dict(name="Memset (Device)", kind="copies and fills", calls=1, ms=1)]
+    with torch.profiler.profile() as prof:
+        torch.ones(2) + 1
+    assert prof.events() and step.list_kernels(prof.events()) == []
 
 
 @pytest.mark.parametrize("name, shapes, part", [
@@ -110,16 +192,19 @@ def test_operators_are_told_by_their_sizes(name, shapes, part):
 @pytest.mark.slow
 def test_the_gpu_day_is_rehearsed(tmp_path):
     """Every part of benchmarks/gpu.py on the CPU; the tests marked gpu are found, and skipped without a GPU."""
-    done = launch([str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", f"--out={tmp_path}/day"], tmp_path)
+    done = launch([str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", f"--out={tmp_path}/new/day"], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    result, rows = json.loads((tmp_path / "day.json").read_text()), (tmp_path / "day.md").read_text()
+    result, rows = json.loads((tmp_path / "new/day.json").read_text()), (tmp_path / "new/day.md").read_text()
     parts = result["parts"]
-    assert len(parts) == 6 and all(part["ok"] for part in parts.values())
+    assert list(parts) == list(gpu.list_parts(True)) and all(part["ok"] for part in parts.values())
     assert parts["tests"]["counts"]["skipped"] >= 20
-    first, second = parts["step, kernels off beside auto"]["runs"]
+    first, second = parts["kernels"]["runs"]
     assert first["ms_per_step"] > 0 and second["flags"].endswith("--kernels=off")
-    assert parts["fused against plain"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # both plain here
-    assert rows.count("\n| ") == 7 and "not right" not in rows
+    assert parts["frontier"]["runs"][0]["flags"].endswith("--preset=smoke_frontier")
+    assert parts["train"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # both plain here
+    assert [row["verdict"] in ("faster", "no difference", "slower") for row in parts["tune"]["tuned"]["alternatives"]] == [True] * 2
+    assert all(len(parts[name]["product_tflops"]) == 2 for name in parts if name != "tests")
+    assert rows.count("\n| ") == 8 and "not right" not in rows
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -134,7 +219,7 @@ def test_the_roofline_adds_up(tmp_path):
     """One kernel bound by memory, one by arithmetic, on rates of the data sheet times what is attainable."""
     nodes = [dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
              dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[])]
-    graph = dict(name="GPT.compute_loss", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
+    graph = dict(name="Segment.forward", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
     run = dict(graphs=[graph], eager={"measured update": {"zero_": [1, 4.32e9]}}, micros=2, updates=1)
     run |= dict(micros_per_step=8, bytes_per_rank=2 * 0.8 * 450e9)
     parts = roofline.tabulate(run, roofline.DEVICES["h200"], 1)
@@ -144,6 +229,24 @@ def test_the_roofline_adds_up(tmp_path):
     eight = roofline.tabulate(run, roofline.DEVICES["h200"], 8)
     assert eight["pointwise forward"][0] == pytest.approx(1)
     assert eight["sent, if nothing hid it"][0] == pytest.approx(1750)  # 7/8 of 2 s
+
+
+def test_the_roofline_plays_messages_between_graphs():
+    """Three kernels of a ms, of which one is our product, which is bound by its arithmetic, and 2 ms outside graphs; a
+    message of 10 ms that is sent after the first of two such graphs and awaited at the end."""
+    ours = dict(call="squared_product_kernel", bytes=1, flops=0.8e-3 * 989e12)
+    nodes = [dict(kind="", is_template=False, operations=[], **facts)
+             for facts in (dict(call="", bytes=4.32e9, flops=0), dict(call="", bytes=4.32e9, flops=0), ours)]
+    graph = dict(label="0 Segment.forward forward", name="Segment.forward", direction="forward", nodes=nodes)
+    parts = [part for part, *_ in roofline.time_nodes({}, graph, roofline.DEVICES["h200"])]
+    assert parts == ["pointwise forward", "pointwise forward", "blocks: matmuls with ReLU^2 (our kernel)"]
+    num_bytes = 1e6 * roofline.timeline.BUS_GB_PER_S * (10 - roofline.timeline.LATENCY_MS)
+    run = dict(graphs=[graph], updates=2, ranks=8, micro_tokens=4096, sequence=[
+        ("graph", graph["label"]), ("event", "send", "gather x", 5, "gathers", num_bytes), ("eager", 2 * 4.32e9),
+        ("graph", graph["label"]), ("event", "wait", "gather x", 5)])
+    text = roofline.format_messages(run, roofline.DEVICES["h200"])
+    assert "each of 8 GPUs, 4,096 tokens" in text and "6.50 ms a step, 4.00 of computing, 2.50 of waiting" in text
+    assert "| gather x | 5.00 |" in text
 
 
 def test_repeats_are_told_by_what_the_same_document_holds():
@@ -199,7 +302,8 @@ def test_two_versions_step_against_step(shards, monkeypatch, capsys):
 
     def load_another(path):
         module = load(path)
-        monkeypatch.setattr(module.Schedule, "lr_factor", lambda *_: 0.5)
+        at = module.Schedule.at
+        monkeypatch.setattr(module.Schedule, "at", lambda self, step: at(self, step)._replace(matrix_lr_factor=0.5))
         return module
 
     monkeypatch.setattr(against, "load_script", load_another)

@@ -366,7 +366,7 @@ def test_the_time_limit_saves_and_stops(shards, here, capsys):
 @pytest.mark.slow
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step: each life finds a whole one, none repeats far."""
-    args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=0", "--print_every=1"]
+    args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=1", "--val_tokens=1024"]
     command = [sys.executable, str(ROOT / "tests/killed.py"), "20", *TINY, *data_args(shards), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -484,7 +484,7 @@ def test_no_room_for_the_log(shards, here):
         "train_gpt.py: error: this run is not recorded: logs cannot be written (File too large)"
     )
     assert done.stderr.count("\n") == 1
-    assert "step:6/6 val_loss" in done.stdout and "| validation loss |" in done.stdout
+    assert "step:6/6 val_loss" in done.stdout and "| validation loss  |" in done.stdout
     assert not list(Path("logs").glob("*.json"))
 
 
@@ -597,7 +597,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 5'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 6'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)
@@ -683,13 +683,14 @@ def test_ranks_refuse_with_one_line(shards, saved, here):
     assert statuses == [2, 2] and errors.count("\n") == 1 and "it is damaged: the checksum of " in errors
 
 
-def test_a_record_goes_on_with_its_own_script_only(saved):
+def test_a_record_goes_on_with_its_own_script_only(saved, monkeypatch):
     path = saved / "smoke_seed0/step_000006.pt"
     facts, _ = gpt.read_checkpoint(path)
-    cfg = gpt.config_from_dict({**facts["config"], "record": "mine"})
-    gpt.check_same_run(path, facts, cfg)
+    cfg = gpt.config_from_dict({**facts["config"], "record": "mine", "resume": str(path)})
+    assert gpt.find_checkpoint(cfg)[0] == path
+    monkeypatch.setattr(gpt, "hash_script", lambda: "other")
     with pytest.raises(gpt.InputError, match="left by another script"):
-        gpt.check_same_run(path, {**facts, "script_sha256": "other"}, cfg)
+        gpt.find_checkpoint(cfg)
 
 
 @pytest.mark.parametrize("args", OPTIONS, ids=lambda args: " ".join(args))

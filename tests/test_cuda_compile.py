@@ -36,48 +36,56 @@ def compile_for(card: str, *options: str) -> dict:
     return figures
 
 
-def test_every_kind_of_layer_compiles_for_hopper():
-    """Head, masks, layers, both update rules; an uncompiled remainder that is small."""
-    figures = compile_for("h200", *SMALL)
-    # check of the kernels; forward and backward; Muon for two shapes of matrices and the gates, Adam for
-    # tables and for numbers; forward
-    assert figures["graphs"] == {"setup": 1, "training": 2, "training update": 5, "validation": 1}
+@pytest.mark.parametrize(
+    "options", [["--own"], pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all kernels"])  # fmt: skip
+def test_every_kind_of_layer_compiles_for_hopper(options):
+    """Head, masks, layers, both update rules; an uncompiled remainder that is small. Inductor writes all its code; that
+    Triton makes a cubin of every kernel, not only of ours, takes as long again and is left to -m cards."""
+    figures = compile_for("h200", *SMALL, *options)
+    # checks of attention, both ways, and of three kernels; forward and backward of layers and head; Muon for two shapes of
+    # matrices and the gates, Adam for tables and for numbers; layers and head
+    assert figures["graphs"] == {"setup": 5, "training": 4, "training update": 5, "validation": 2}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
-    assert set(own) == {"symmetric_kernel", "cross_entropy_kernel"}
-    assert own["symmetric_kernel"]["wgmma"] > 0  # Hopper's matrix units, not the older path
+    assert set(own) == {"symmetric_kernel", "cross_entropy_kernel", "squared_product_kernel", "transpose_kernel"}
+    for name in ("symmetric_kernel", "squared_product_kernel"):
+        assert own[name]["wgmma"] > 0  # Hopper's matrix units, not the older path
     assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # 16 bytes at a time
-    # per micro-batch: 2 look-ups, their gradients, and the sums of 13 gradients into their bucket
-    assert figures["eager_per_micro"] <= 30 and figures["eager_gb_per_micro"] < 1.4
+    # per micro-batch: 2 look-ups, their gradients, the sums of 13 gradients into their bucket, and rows of 3 tables that
+    # are read, added to and written
+    assert figures["eager_per_micro"] <= 40 and figures["eager_gb_per_micro"] < 1.4
 
 
 @pytest.mark.slow
 def test_segments_of_several_ranks_compile():
     """Two graphs for each of three segments and the head; the small graphs of validation and of the measuring pass
-    beside them."""
-    figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off", "--telemetry_every=1")
+    beside them. As rank 0 of two, whose messages are noted."""
+    figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off", "--telemetry_every=1",
+                          "--ranks=2")
     assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
     assert figures["graphs"]["telemetry"] == 1
 
 
 @pytest.mark.slow
 def test_segments_of_the_newest_recipe_compile():
-    """With all its mechanisms, in five layers: what one segment computes, the others read."""
+    """With all its mechanisms, in five layers: what one segment computes, the others read. The head has two graphs more,
+    for the one target of the last stage."""
     layers = json.dumps(list(map(dataclasses.asdict, gpt.SMALL_LAYERS)))
     figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096")
-    assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
+    assert figures["graphs"]["training"] == 10 and figures["graphs"]["validation"] == 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset, training, validation", [("track_1", 25.2, 15.8), ("frontier", 36.9, 22.9)])
+@pytest.mark.cards
+@pytest.mark.parametrize("preset, training, validation", [("track_1", 21.3, 18.1), ("frontier", 30.9, 20.1)])
 def test_the_whole_step_compiles(preset, training, validation):
-    """One graph forward and one backward for all stages, one for validation; GB of live tensors as in RESULTS.md."""
+    """One graph forward and one backward for all stages, and for the head one each for every number of targets; one each
+    for validation; GB of live tensors as in RESULTS.md."""
     figures = compile_for("h200", f"--preset={preset}")
-    assert figures["graphs"]["training"] == 2 and figures["graphs"]["validation"] == 1
+    assert figures["graphs"]["training"] == dict(track_1=4, frontier=6)[preset] and figures["graphs"]["validation"] == 2
     assert figures["peak_gb"] == pytest.approx(dict(training=training, validation=validation), rel=0.05)
 
 
 def compile_kinds(card: str, *options: str) -> None:
     """Every kind of layer at full width: what fits or does not, spills or breaks, does so in any number of layers."""
     figures = compile_for(card, *SMALL, *options)
-    assert figures["graphs"]["training"] == 2 and figures["graphs"]["validation"] == 1
+    assert figures["graphs"]["training"] == 4 and figures["graphs"]["validation"] == 2

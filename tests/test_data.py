@@ -191,7 +191,7 @@ def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     assert next(prefetcher).inputs.tolist() == [BOS, 1]
     with pytest.raises(ValueError, match="disk on fire"):
         next(prefetcher)
-    prefetcher.close()
+    prefetcher.executor.shutdown(cancel_futures=True)
     assert not prefetch_threads()
 
 
@@ -201,7 +201,7 @@ def test_batches_come_in_order_and_no_more_than_were_planned():
     assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
     with pytest.raises(AssertionError, match="used up"):
         next(prefetcher)
-    prefetcher.close()
+    prefetcher.executor.shutdown(cancel_futures=True)
 
 
 def prefetch_threads():
@@ -214,7 +214,7 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
     prefetcher = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 12), torch.device("cpu"))
     next(prefetcher)
     assert len(prefetch_threads()) == 1
-    prefetcher.close()
+    prefetcher.executor.shutdown(cancel_futures=True)
     assert not prefetch_threads()
 
 

@@ -104,15 +104,16 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_bytes_sent_are_few_and_known(equality, num_ranks):
     """Of every rank, counted from the tensors given to PyTorch's collectives, against the optimizer's own count and
-    against the least, 2 P (N - 1) / N of what is due in a step. Padding travels too: the 16 and 8 matrices of the
+    against the least, 2 P (N - 1) / N of what is due in a step; of tables once, and the rows that a rank has read. Padding travels too: the 16 and 8 matrices of the
     laptop's blocks become 18 and 9 on 3 ranks. Two thirds of the bytes, the Adam groups, travel every second step alone;
     or the rest, with a tied head, whose table is sent once."""
     results = equality[num_ranks]
     for result in results.values():
         assert result["sent"] == pytest.approx(result["reported"])
-        assert result["sent"] == result["sent"][:1] * num_ranks
+        others = [sent - rows for sent, rows in zip(result["sent"], result["rows"])]
+        assert others == pytest.approx(others[:1] * num_ranks) and min(result["rows"]) > 0
     ratios = {case: result["sent"][0] / result["minimum"] for case, result in results.items()}
-    assert 1 <= ratios["laptop"] < (1.11 if num_ranks == 3 else 1.001)
+    assert 1 <= ratios["laptop"] < (1.12 if num_ranks == 3 else 1.001)
     assert 1 <= ratios["adamw rounded"] < 1.02  # elements, which nearly always divide
     assert 1 <= ratios["adamw exact"] < 1.1 and 1 <= ratios["adamw tied"] < 1.1
     model = gpt.GPT(smoke_config(num_layers=3, model_dim=32, num_heads=2, head_dim=16))
@@ -121,20 +122,35 @@ def test_bytes_sent_are_few_and_known(equality, num_ranks):
         cfg = smoke_config(**CASES.get(case.removeprefix("adamw "), {}))
         params = {name: p.nbytes for name, p in equality[1][case]["params"].items()}
         params["embed"] *= cfg.tie_head == "off"
-        due = sum(nbytes / (cfg.groups[groups[name]].every if case != "laptop" else 1) for name, nbytes in params.items())
-        assert results[case]["minimum"] == pytest.approx(2 * due * (num_ranks - 1) / num_ranks)
+        every = {name: cfg.groups[groups[name]].every if case != "laptop" else 1 for name in params}
+        tables = [name for name in params if name.startswith("value_embeds.")]
+        due = sum((2 - (name in tables)) * nbytes / every[name] for name, nbytes in params.items())
+        dense = results[case]["minimum"] - results[case]["rows"][0]
+        assert dense == pytest.approx(due * (num_ranks - 1) / num_ranks)
+        row = max(nbytes for name, nbytes in params.items() if name in tables) // 257
+        assert results[case]["rows"][0] <= 3072 / num_ranks * len(tables) * (row + 8)  # at most a row a token
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
-    """In the last step: the head is sent first, then the blocks, all before the end of backward; and when the first block begins, its own
-    parameters have come back while those of the last block and of the head are still under way."""
+    """In the last step: what the model reads last is sent first, the head before the last segment and so on, all before the end
+    of backward. Matrices beyond the first segment are updated first, which fills the time until the tables' gradients
+    arrive; all else, and what is sent back, in the order in which the model reads it; and when the first block begins, its own parameters have come back while those of the last block and of the head are
+    still under way."""
     result = equality[num_ranks]["muon rounded"]
-    order, (own, last, head) = result["notes"]["sent"], result["notes"]["awaited"]
-    is_of_block = [name.startswith("blocks.") for name in order[1:]]
-    assert order[0] == "head.weight" and is_of_block == sorted(is_of_block, reverse=True) and "embed" in order
-    assert sorted(order) == sorted(result["buckets"])
+    notes, (own, last, head) = result["notes"], result["notes"]["awaited"]
+    assert notes["sent"][0] == "head.weight" and sorted(notes["sent"]) == sorted(result["buckets"])
+    places = [max(place, 1) for place in notes["places"]]  # what is read before the first segment is final with it
+    assert places == sorted(places, reverse=True)
+    # of more than two ranks the matrices of the second and third segment share a bucket: those of one do not divide
+    assert set(notes["places"]) == (set(range(5)) if num_ranks <= 2 else {0, 1, 2, 4})
+    assert notes["gathered"] == sorted(notes["places"])
+    late = [place for group, place in notes["updated"] if group == "matrix" and place > 1]
+    rest = [place for _, place in notes["updated"][len(late) :]]
+    assert len(late) > (num_ranks <= 2) and notes["updated"][: len(late)] == [("matrix", place) for place in late]
+    assert rest == sorted(rest) and rest[0] == 0 and len(late) + len(rest) == len(notes["sent"])
     assert own == 0 and last > 0 and head > 0
+    assert result["groups"] == ["gathers"]  # all-gathers wait for no reduction
 
 
 def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
@@ -155,7 +171,7 @@ def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
 def test_round_to_grid_makes_sums_exact():
     torch.manual_seed(0)
     for dtype, grid, size in ((torch.float32, 2.0**-12, 30.0), (torch.bfloat16, 0.5, 6.0)):
-        x = gpt.round_to_grid((torch.randn(64, 100) * size / 8).to(dtype), grid)
+        x = gpt.round_to_multiple((torch.randn(64, 100) * size / 8).to(dtype), grid)
         assert torch.equal(x / grid, (x / grid).round()) and x.abs().max() > 4 * grid
         sequential, backwards = torch.zeros(100, dtype=dtype), torch.zeros(100, dtype=dtype)
         for row in x:
@@ -178,7 +194,7 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
         assert len(list((folder / "logs").iterdir())) == 3  # one log, one json, the script
         assert result["config"]["derived"]["ranks"] == nproc and result["stdout"].count("val_loss") == 3
         assert ("sent per step" in result["stdout"]) == (nproc > 1)
-        most = 1.14 if nproc == 4 else 1.01  # the 6 matrices of MLPs travel as 8
+        most = 1.16 if nproc == 4 else 1.01  # the 6 matrices of MLPs travel as 8
         assert result["bytes_per_step"] <= most * result["minimum_bytes_per_step"]
     assert losses[2] == losses[1] and losses[4] == losses[1]
     assert losses[1][-1] < losses[1][0] - 1
@@ -216,22 +232,34 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (5, 4)])
 def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, num_segments):
     """On several ranks, with as few as one segment; each part for its own, and none of the model is left out."""
-    awaited, wait_before = {}, gpt.Optimizer.wait_before
-
-    def note(optimizer, module, names):
-        awaited[module] = list(names)
-        wait_before(optimizer, module, names)
-
-    monkeypatch.setattr(gpt.Optimizer, "wait_before", note)
+    awaited = []
+    monkeypatch.setattr(gpt.Optimizer, "wait_for", lambda _optimizer, names: awaited.append(names))
     monkeypatch.setattr(gpt, "broadcast", lambda tensor, rt: None)  # nobody else is there
-    model = gpt.Trainer(smoke_config(num_layers=num_layers), make_runtime(0, 2)).model
-    assert list(awaited) == [model, *model.segments, model.head] and len(model.segments) == num_segments
-    assert all(len(part._forward_pre_hooks) == 1 for part in awaited)
-    names = [name for names in awaited.values() for name in names]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    trainer = gpt.Trainer(smoke_config(num_layers=num_layers), make_runtime(0, 2))
+    model, tokens = trainer.model, torch.randint(257, (128,))
+    owners = {id(param): part for part in (*model.segments, model.head) for param in part.parameters()}
+    names = {id(param): name for name, param in model.named_parameters()}
+    reads = []  # parameters in the order in which parts and look-ups read them
+
+    def note(part):
+        part.register_forward_pre_hook(lambda *_: reads.append({names[id(p)] for p in part.parameters()}))
+
+    for part in (*model.segments, model.head):
+        note(part)
+    look_up, stage = gpt.look_up, trainer.inputs_at(trainer.schedule.at(0), 128, 128)
+    monkeypatch.setattr(gpt, "look_up", lambda table, *args: (reads.append({names[id(table)]}), look_up(table, *args))[1])
+    with torch.no_grad():
+        model(tokens.int(), tokens, torch.zeros(128, dtype=torch.int32), stage)
+    assert len(awaited) == num_segments + 2 and owners
+    order = [name for names in awaited for name in names]
+    assert sorted(order) == sorted(names.values()) and "embed" in awaited[0]
+    place = {name: i for i, names in enumerate(awaited) for name in names}
+    places = [{place[name] for name in part} for part in reads]
+    assert all(len(part) == 1 for part in places)  # each part has waited for all that it reads at once
+    assert [min(part) for part in places] == sorted(min(part) for part in places)
 
 
 def test_a_single_layer_is_waited_for_too(shards, tmp_path):
@@ -252,7 +280,8 @@ def start_agents(shards, folder, *options) -> list[subprocess.Popen]:
     for node in ("a", "b"):
         (folder / node).mkdir()
         agents.append(
-            subprocess.Popen(command, cwd=folder / node, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+            subprocess.Popen(command, cwd=folder / node, stderr=subprocess.PIPE, text=True,
+                             env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"})
         )
     return agents
 

@@ -59,10 +59,11 @@ def test_scales_keep_unit_activations_and_gradients_in_range():
 def test_validation_does_not_use_it():
     model = gpt.GPT(smoke_config(), make_runtime(fp8={"fp8_head"}))
     model.head.weight.data.normal_(std=0.1)
-    x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32, 1))
-    exact = torch.nn.functional.cross_entropy(CAP(x @ model.head.weight.T), targets[:, 0], reduction="sum")
-    assert torch.equal(model.eval().head(x, targets, torch.ones(1)), exact)
-    assert not torch.equal(model.train().head(x, targets, torch.ones(1)), exact)
+    x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32,))
+    stage = gpt.make_stage_inputs(gpt.Schedule(model.cfg).at(0), 32, 32, make_runtime(), model.cfg)
+    exact = torch.nn.functional.cross_entropy(CAP(x @ model.head.weight.T), targets, reduction="sum")
+    assert torch.equal(model.eval().head(x, targets, stage), exact)
+    assert not torch.equal(model.train().head(x, targets, stage), exact)
 
 
 @pytest.mark.slow
@@ -143,16 +144,17 @@ def test_linears_validate_and_sample_in_the_activation_dtype():
     model = gpt.GPT(cfg, make_runtime(fp8={"fp8_linear"}))
     x, attention = torch.randn(64, 128), model.blocks[1].attention
     stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
-    step = gpt.StepInputs(stage, model.expand_numbers(64)[1])
+    weights = gpt.Weights(value=torch.full((64, 1), 0.5))
     mlp = model.blocks[1].mlp
     exact = gpt.ReLUSquared.apply(x @ mlp.up_down[0]) @ mlp.up_down[1].T
     assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
     assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
     mask = gpt.build_dense_mask(torch.zeros(64), 64)
-    outputs = [attention.train(mode)(x, {}, None, mask, step) for mode in (True, False)]
+    inputs = x, None, gpt.Saved({0: x, 1: x, 2: x}), weights._replace(value_embed=0 * weights.value), mask, None, stage
+    outputs = [attention.train(mode)(*inputs) for mode in (True, False)]
     assert not torch.equal(*outputs)
     model.set_fp8(frozenset())
-    assert torch.equal(attention.train()(x, {}, None, mask, step), outputs[1])
+    assert torch.equal(attention.train()(*inputs), outputs[1])
 
 
 @pytest.mark.slow

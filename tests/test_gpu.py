@@ -48,6 +48,43 @@ def test_symmetric_product(dtype, bound, is_compiled):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
+def test_transpose_of_a_gradient(is_compiled):
+    """d loss / d logits of 8,192 tokens, and a shape that the tiles do not divide: every byte is in its place."""
+    run = compiled(gpt.transpose) if is_compiled else gpt.transpose
+    for shape in ((8192, 50_304), (1000, 272)):
+        x = torch.randint(256, shape, dtype=torch.uint8, device=CUDA).view(torch.float8_e5m2)
+        assert torch.equal(run(x, True).view(torch.uint8), x.view(torch.uint8).T)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_mlp_in_one_function(is_compiled):
+    """Sizes of track_1, bfloat16: output and gradients within the rounding of products and of what is squared; the
+    kernel's time against plain PyTorch's is finite."""
+    if not gpt.computes_bfloat16(CUDA):
+        pytest.skip("no bfloat16 on this device")
+    torch.manual_seed(0)
+    shapes = (1024, 768), (768, 3072), (768, 3072)
+    x, up, down = ((torch.randn(shape, device=CUDA) * shape[1] ** -0.25).bfloat16().requires_grad_() for shape in shapes)
+    run = compiled(gpt.FusedMLP.apply) if is_compiled else gpt.FusedMLP.apply
+    y = run(x, up, down, None)
+    grad = torch.randn_like(y)
+    wide = [t.detach().double().requires_grad_() for t in (x, up, down)]
+    exact = torch.relu(wide[0] @ wide[1]).square() @ wide[2].T
+    theirs = [exact, *torch.autograd.grad(exact, wide, grad.double())]
+    for ours, other in zip((y, *torch.autograd.grad(y, (x, up, down), grad)), theirs):
+        assert relative_error(ours, other) < 2**-7
+    cfg = gpt.make_config({"preset": "track_1"})
+    assert 0 < gpt.time_mlp(cfg, CUDA, torch.bfloat16) < 100
+
+
+def test_flex_attention_is_taken_where_it_is_right():
+    cfg = smoke_config(num_heads=2, head_dim=64, model_dim=128)
+    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    use_compile, _ = gpt.choose_compile(dataclasses.replace(cfg, compile="auto"), CUDA)
+    assert gpt.choose_attention(cfg, CUDA, dtype, use_compile)[0] == use_compile
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("grad_dtype, scale, bound", [
     (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, gpt.FP8_GRAD_SCALE, 2**-3)])
 @pytest.mark.parametrize("cap, target_weights", list(zip(CAPS, [(1.0,), (1.0, 0.5, 0.25, 0.25)])))
@@ -181,7 +218,8 @@ def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     model.to(CUDA).eval()
-    model.compute_loss = compiled(model.compute_loss)
+    for part in (*model.segments, model.head):
+        part.forward = compiled(part.forward)
     rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, use_flex=True, peak_flops=1e15)
     state = gpt.Schedule(cfg).at(0)
     tokens = torch.randint(257, (262_145,), device=CUDA)

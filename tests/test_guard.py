@@ -3,13 +3,17 @@
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, slow_but, smoke_config
+from conftest import ROOT, data_args, gpt, make_runtime, slow_but, smoke_config
 from ranks import run_ranks
+
+sys.path.insert(0, str(ROOT / "data"))
+import text as text_tool  # noqa: E402
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
 ARGS += ["--val_loss_every=0", "--guard=on"]
@@ -20,8 +24,8 @@ FAULT = 102  # the step, counted from 1, in which something breaks
 def text(tmp_path_factory) -> Path:
     """Real text: on the progressions of the other tests the loss comes so near 0 that its noise is a multiple of it."""
     folder = tmp_path_factory.mktemp("text")
-    files = itertools.islice(gpt.read_torch_source(), 0, None, 8)
-    gpt.write_corpus(files, folder, "every eighth file", gpt.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+    files = itertools.islice(text_tool.read_torch_source(), 0, None, 8)
+    text_tool.write_corpus(files, folder, "every eighth file", text_tool.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
     return folder
 
 
@@ -57,21 +61,22 @@ def in_step(first: int, last: int | None = None):
     """Whether a trainer is in one of these steps of the real run, not of the warm-up."""
 
     def is_in(trainer) -> bool:
-        return trainer.optimizer.probe.rows and first <= trainer.progress.step + 1 <= (last or first)
+        return trainer.optimizer.probe and first <= trainer.progress.step + 1 <= (last or first)
 
     return is_in
 
 
-def spoil_gradient(patch, value=float("nan")):
-    real = gpt.Optimizer.arm
+def spoil(param, value):
+    """A gradient to which backward will add."""
+    param.grad = torch.zeros_like(param)
+    param.grad[0, 0].fill_(value)
 
+
+def spoil_gradient(patch, value=float("nan")):
     def train_step(self, *args, real_step=gpt.Trainer.train_step):
         if in_step(FAULT)(self):
-            bucket = self.optimizer.bucket_of["blocks.1.mlp.up_down"]
-            patch.setattr(gpt.Optimizer, "arm", lambda opt: (bucket.grads[0, 0].fill_(value), real(opt)))
-        loss = real_step(self, *args)
-        patch.setattr(gpt.Optimizer, "arm", real)
-        return loss
+            spoil(self.model.blocks[1].mlp.up_down, value)
+        return real_step(self, *args)
 
     patch.setattr(gpt.Trainer, "train_step", train_step)
 
@@ -90,12 +95,11 @@ def poison_batch(patch):
 
 
 def raise_learning_rate(patch):
-    real = gpt.Schedule.lr_factor
-    patch.setattr(
-        gpt.Schedule,
-        "lr_factor",
-        lambda self, step, *rest: real(self, step, *rest) * (100 if step + 1 == FAULT else 1),
-    )
+    def at(self, step, real=gpt.Schedule.at):
+        state, factor = real(self, step), 100 if step + 1 == FAULT else 1
+        return state._replace(lr_factor=state.lr_factor * factor, matrix_lr_factor=state.matrix_lr_factor * factor)
+
+    patch.setattr(gpt.Schedule, "at", at)
 
 
 def overflow_fp8(patch):
@@ -235,7 +239,7 @@ def test_the_learning_rate_is_scaled_until_a_step(text):
         data = gpt.TrainData(trainer.cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(trainer.cfg, trainer.rt, 0, 1), trainer.rt.device)
         trainer.train_step(batches, trainer.schedule.at(0))
-        batches.close()
+        batches.executor.shutdown(cancel_futures=True)
         changes[step, scale] = trainer.model.head.weight.detach() - before
     assert torch.allclose(changes[4, 0.5], changes[4, 1.0] / 2, atol=1e-6)
     assert torch.equal(changes[5, 0.5], changes[4, 1.0]) and changes[4, 1.0].abs().max() > 1e-4
@@ -247,7 +251,7 @@ def test_validation_loss_that_rises(text):
     first = trainer.model.embed.detach().clone()
     trainer.progress.step = 10
     trainer.model.embed.data.add_(1)
-    guard.snapshots.append((10, trainer.optimizer.snapshot()))
+    guard.snapshots.append((10, trainer.snapshot()))
     trainer.progress.step = 30
     guard.judge_validation(30, 2.0)
     guard.judge_validation(30, 2.0999)
@@ -275,11 +279,11 @@ def test_what_counts_as_a_fault(text):
 def test_a_snapshot_must_have_proved_itself(text):
     """After a fault in step 12 the snapshot of step 10 is too young; the one of step 0 returns, and stays."""
     guard, trainer, log = make_guard(text)
-    guard.snapshots.append((10, trainer.optimizer.snapshot()))
+    guard.snapshots.append((10, trainer.snapshot()))
     trainer.progress.step = 13
     guard._act(12, "a fault")
     assert "weights of step 0" in log.lines[0] and [step for step, _ in guard.snapshots] == [0]
-    guard.snapshots.append((20, trainer.optimizer.snapshot()))
+    guard.snapshots.append((20, trainer.snapshot()))
     trainer.progress.step = 25
     guard._act(24, "a fault")
     assert "weights of step 20" in log.lines[1]

@@ -61,6 +61,16 @@ def exact_loss(x, weight, targets):
 CAP = gpt.Softcap(30.0, 0.0, 7.5)  # 15 tanh(logit / 15) + 15
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (300, 130), (16, 259)])
+def test_transpose_moves_every_byte(shape):
+    """In the kernel as in PyTorch's copy, also where tiles stand over the edge."""
+    x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE).view(torch.float8_e5m2)
+    for use_kernels in (False, True):
+        turned = gpt.transpose(x, use_kernels)
+        assert turned.dtype == x.dtype and turned.is_contiguous()
+        assert torch.equal(turned.view(torch.uint8), x.view(torch.uint8).T)
+
+
 def test_the_cap_of_before():
     logits = torch.linspace(-99, 99, 67, dtype=torch.float64)
     assert torch.allclose(CAP(logits), 15 * torch.tanh(logits / 15) + 15)
@@ -123,7 +133,7 @@ def test_head_loss_against_float64(monkeypatch, use_kernels):
 
 def test_choose_kernels_compares_before_it_trusts(monkeypatch):
     cfg = smoke_config(kernels="on")
-    assert gpt.choose_kernels(cfg, *AT) == (True, "kernels: on")
+    assert gpt.choose_kernels(cfg, *AT) == (set(gpt.KERNELS), "kernels: on")
     use_kernels, note = gpt.choose_kernels(smoke_config(), torch.device("cpu"), torch.float32, False)
     assert not use_kernels and "plain PyTorch" in note
     plain = gpt.softcapped_cross_entropy
@@ -133,6 +143,15 @@ def test_choose_kernels_compares_before_it_trusts(monkeypatch):
         return losses, grads * (1.02 if use_kernels else 1)
 
     monkeypatch.setattr(gpt, "softcapped_cross_entropy", wrong)
+    assert gpt.choose_kernels(smoke_config(kernels="products"), *AT) == ({"products"}, "kernels: products")
+    real = gpt.try_launch
+    with monkeypatch.context() as patch:  # as auto does where there is a GPU: the others stay
+        patch.setattr(gpt, "try_launch", lambda field, wish, _reason, *rest: real(field, wish, "", *rest))
+        patch.setattr(gpt, "time_mlp", lambda *_: 0.5)
+        chosen, note = gpt.choose_kernels(smoke_config(kernels="auto"), *AT)
+        assert chosen == {"products", "mlp"} and note.startswith("kernels: mlp, products; not loss, it fails on this cpu device")
+    with pytest.raises(gpt.InputError, match="--kernels=loss but .* differs"):
+        gpt.choose_kernels(smoke_config(kernels="loss"), *AT)
     with pytest.raises(gpt.InputError, match="--kernels=on but .* differs from its plain form by 0.0[12]"):
         gpt.choose_kernels(cfg, *AT)
 
@@ -140,11 +159,11 @@ def test_choose_kernels_compares_before_it_trusts(monkeypatch):
 @pytest.mark.parametrize(
     "capability, has_triton, expected",
     [
-        ((9, 0), True, (torch.bfloat16, True, True)),
-        ((8, 0), True, (torch.bfloat16, True, True)),
-        ((7, 5), True, (torch.float32, True, True)),  # T4: no bfloat16
-        ((6, 1), True, (torch.float32, False, False)),  # no Triton for it
-        ((8, 9), False, (torch.bfloat16, False, False)),  # Windows: no Triton, so no FlexAttention either
+        ((9, 0), True, (torch.bfloat16, True)),
+        ((8, 0), True, (torch.bfloat16, True)),
+        ((7, 5), True, (torch.float32, True)),  # T4: no bfloat16
+        ((6, 1), True, (torch.float32, False)),  # no Triton for it
+        ((8, 9), False, (torch.bfloat16, False)),  # Windows: no Triton, so no FlexAttention either
     ],
 )
 def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
@@ -155,7 +174,7 @@ def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
     cfg, device = smoke_config(dtype="auto"), torch.device("cuda")
     dtype, _, note = gpt.choose_dtype(cfg, device)
     use_compile, compile_note = gpt.choose_compile(cfg, device)
-    assert (dtype, use_compile, "FlexAttention" in compile_note) == expected
+    assert (dtype, use_compile) == expected and f"torch.compile {'on' if use_compile else 'off'}" in compile_note
     assert ("activations: bfloat16" in note) == (capability >= (8, 0))
     if not has_triton:
         with pytest.raises(gpt.InputError, match="--compile=on .*Triton is not installed"):
@@ -206,19 +225,105 @@ def test_training_with_the_kernels_is_training_without(shards):
             adam_eps=1.0,
             grad_grid=0.0,
         )
-        trainer = gpt.Trainer(cfg, make_runtime(use_kernels=use_kernels))
+        trainer = gpt.Trainer(cfg, make_runtime(kernels=frozenset(gpt.KERNELS if use_kernels else ())))
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 2), trainer.rt.device)
         for step in range(2):
             trainer.train_step(batches, trainer.schedule.at(step))
-        batches.close()
+        batches.executor.shutdown(cancel_futures=True)
         weights[use_kernels] = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     for name, plain in weights[False].items():
         assert torch.allclose(plain, weights[True][name], rtol=0, atol=1e-3), name
     assert any(not torch.equal(plain, weights[True][name]) for name, plain in weights[False].items())
 
 
+@pytest.mark.parametrize("name", gpt.KERNELS)
+def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
+    """And the other not."""
+    launched = set()
+    for own, kernel in dict(loss="cross_entropy_kernel", products="symmetric_kernel", mlp="squared_product_kernel").items():
+        real = getattr(gpt, kernel)
+
+        class Noting:
+            def __getitem__(self, grid, own=own, real=real):
+                launched.add(own)
+                return real[grid]
+
+        monkeypatch.setattr(gpt, kernel, Noting())
+    cfg = smoke_config(shards, seq_len=128, tokens_per_step=128, micro_batch_tokens=128, num_layers=2, num_heads=1, model_dim=192, head_dim=192)
+    trainer = gpt.Trainer(cfg, make_runtime(kernels=frozenset({name})))
+    batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(cfg, trainer.rt, 0, 1), trainer.rt.device)
+    trainer.train_step(batches, trainer.schedule.at(0))
+    batches.executor.shutdown(cancel_futures=True)
+    assert launched == {name}
+
+
 def test_kernels_on_the_command_line(shards, tmp_path):
     args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
     result = smoke_run(shards, tmp_path, "--kernels=on", *args, "--warmup_iterations=0")
     assert "kernels: on" in result["stdout"]
+
+
+def test_a_compiler_that_is_to_search_must_compile():
+    with pytest.raises(gpt.InputError, match="--compile_mode=coordinate-descent has no effect where nothing"):
+        gpt.choose_compile(smoke_config(compile_mode="coordinate-descent"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "coordinate-descent"])
+def test_how_the_compiler_is_called(mode, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: calls.append(options) or fn)
+    make_runtime(use_compile=True, compile_mode=mode).compile(len)
+    expected = dict(options=dict(coordinate_descent_tuning=True)) if mode == "coordinate-descent" else dict(mode=mode)
+    assert calls == [dict(dynamic=False, **expected)]
+
+
+@pytest.mark.parametrize("shape", [(128, 64, 128), (384, 128, 256)])
+def test_the_squared_product_and_its_gradient(shape):
+    """Forward and backward of the MLP by the kernel, against float64; as the plain form, but for rounding."""
+    torch.manual_seed(0)
+    tokens, dim, hidden = shape
+    given = [torch.randn(*s) / s[-1] ** 0.25 for s in ((tokens, dim), (dim, hidden), (dim, hidden), (tokens, dim))]
+    x, up, down, grad = (t.to(DEVICE).requires_grad_() for t in given)
+    y = gpt.FusedMLP.apply(x, up, down, None)
+    ours = [y, *torch.autograd.grad(y, (x, up, down), grad)]
+    wide = [t.detach().double().requires_grad_() for t in (x, up, down)]
+    exact = torch.relu(wide[0] @ wide[1]).square() @ wide[2].T
+    theirs = [exact, *torch.autograd.grad(exact, wide, grad.double())]
+    for one, other in zip(ours, theirs):
+        assert relative_error(one, other) < (2e-3 if DEVICE == "cuda" else 1e-5)  # there products are in TF32
+
+
+def test_sizes_that_the_tiles_do_not_divide_stay_plain(monkeypatch):
+    assert gpt.can_fuse_mlp(128, 64, 128) and gpt.can_fuse_mlp(49_152, 768, 3072)
+    assert not any(gpt.can_fuse_mlp(*sizes) for sizes in ((64, 64, 128), (128, 32, 128), (128, 64, 192)))
+    cfg = smoke_config(model_dim=32, num_heads=1, head_dim=32)
+    mlp, x = gpt.MLP(cfg), torch.randn(128, 32)
+    plain = mlp(x)
+    mlp.use_kernels = True
+    monkeypatch.setattr(gpt, "squared_product_kernel", None)
+    assert torch.equal(mlp(x), plain)
+
+
+def test_a_slow_kernel_is_left_out(monkeypatch):
+    """By auto alone; time_mlp() itself runs where there is a GPU."""
+    launches = []
+    monkeypatch.setattr(gpt, "try_launch", lambda *args: (launches.append(args), (True, "kernels: on"))[1])
+    for ratio, expected in ((0.9, {"loss", "products", "mlp"}), (1.13, {"loss", "products"})):
+        monkeypatch.setattr(gpt, "time_mlp", lambda *_args, ratio=ratio: ratio)
+        chosen, note = gpt.choose_kernels(smoke_config(kernels="auto"), torch.device("cuda"), torch.bfloat16, True)
+        assert chosen == expected and ("not mlp, it takes 1.13 times as long" in note) == (ratio > 1)
+    assert gpt.choose_kernels(smoke_config(kernels="on"), torch.device("cuda"), torch.bfloat16, True)[0] == set(gpt.KERNELS)
+
+
+def test_the_squared_product_of_scaled_factors():
+    """As the MLP has it in FP8; here in float16, of which the interpreter knows products: the scale of the product, a
+    small copy over its own scale that saturates, the largest entry."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(*shape, device=DEVICE).half() for shape in ((256, 64), (128, 64)))
+    scale, small_scale = torch.tensor(0.05, device=DEVICE), torch.tensor(1e-5, device=DEVICE)
+    exact = torch.relu(x.double() @ w.double().T * 0.05).square()
+    post, small, largest = gpt.squared_product_fp8(x, w.T, scale, small_scale, torch.float32, torch.float16)
+    assert relative_error(post, exact) < 1e-3 and largest.item() == pytest.approx(exact.max().item(), rel=1e-3)
+    limit = torch.finfo(torch.float16).max
+    assert relative_error(small, (exact / 1e-5).clamp(max=limit)) < 1e-3 and (small == limit).any()

@@ -458,7 +458,7 @@ def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
     for step in range(4):
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
         trainer.progress.step += 1
-    batches.close()
+    batches.executor.shutdown(cancel_futures=True)
     assert losses[3] < math.log(257) < losses[0] < 7
 
 
@@ -575,7 +575,7 @@ def test_a_learning_rate_for_the_first_matrix_of_the_mlp():
             model = gpt.GPT(cfg)
             optimizer, param = gpt.Optimizer(model, cfg, make_runtime()), model.blocks[1].mlp.up_down
             before = param.detach().clone()
-            param.grad.copy_(torch.randn(param.shape))
+            param.grad = torch.randn(param.shape)
             optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
             moved[factor, rule] = param.detach() - before
     for rule in ("muon", "adamw"):
@@ -593,8 +593,8 @@ def test_a_tied_head_takes_both_gradients_and_stays_equal():
         optimizer, head, embed = gpt.Optimizer(model, cfg, make_runtime()), model.head.weight, model.embed
         before = head.detach().clone()
         first, second = torch.randn(2, *head.shape, generator=torch.Generator().manual_seed(1))
-        head.grad.copy_(first if is_tied == "on" else first + second)
-        embed.grad.copy_(second)
+        head.grad = first.clone() if is_tied == "on" else first + second
+        embed.grad = second.clone()
         optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
         assert torch.equal(head, embed) == (is_tied == "on")
         moved[is_tied] = head.detach() - before

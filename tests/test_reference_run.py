@@ -117,7 +117,7 @@ def read_record_32(model, p):
     values = {"embed": p["embed"], "head.weight": p["head"]}
     values.update({f"value_embeds.{i}": p[f"ve.{i}"] for i in model.value_embeds})
     numbers = dict(x="a", x0="b", skip="skip", value="s0", value_embed="s1")
-    values["numbers.scalar"] = torch.stack([p[f"{numbers[c.name]}.{c.layer}"] for c in model.coefficients])
+    values["scalars.scalar"] = torch.stack([p[f"{numbers[c.name]}.{c.layer}"] for c in model.weights])
     for i, block in enumerate(model.blocks):
         if block.attention is not None:
             values[f"blocks.{i}.attention.qk"] = torch.stack((p[f"q.{i}"], p[f"k.{i}"]))

@@ -85,14 +85,16 @@ def test_the_numbers(shards):
         arm = trainer.optimizer.step
 
         def note(*args, arm=arm, grads=grads):
-            grads.update({name: param.grad.clone() for name, param in trainer.model.named_parameters()})
+            tables = {name: bucket.grads for name, bucket in trainer.optimizer.bucket_of.items() if bucket.row_size}
+            grads.update({name: (tables[name] if name in tables else param.grad).clone()
+                          for name, param in trainer.model.named_parameters()})
             arm(*args)
 
         trainer.optimizer.step = note
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
         trainer.optimizer.step = arm
         telemetry.end_step(losses[-1], probe, 0.0)
-    batches.close()
+    batches.executor.shutdown(cancel_futures=True)
     norm = lambda named: sum(t.double().square().sum().item() for t in named) ** 0.5
     after = dict(trainer.model.named_parameters())
     for group, facts in lines[2]["groups"].items():
@@ -186,7 +188,7 @@ def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypa
         for step in range(2):
             telemetry.start_step()
             trainer.train_step(batches, trainer.schedule.at(step))
-        batches.close()
+        batches.executor.shutdown(cancel_futures=True)
         graphs.append("end")
     half = graphs.index("end")
     without, measured = graphs[:half], graphs[half + 1 : -1]
@@ -204,7 +206,7 @@ def test_telemetry_costs_no_time_when_off(shards):
     after = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
     )
-    assert before == after == 0 and gpt.Probe().sums is None
+    assert before == after == 0 and trainer.optimizer.probe is None
 
 
 def test_a_tracker_gets_what_the_jsonl_has(shards, tmp_path, monkeypatch):
@@ -246,7 +248,7 @@ def test_a_tracker_that_fails_is_left(shards, tmp_path, monkeypatch, capsys):
 
 
 def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
-    """Every measured step is a point of every curve, every run a row."""
+    """Every measured step is a point of every curve, every run four panels of the same scales, legends above them."""
     monkeypatch.chdir(tmp_path)
     for seed in (0, 1):
         assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", f"--seed={seed}"]) == 0
@@ -260,6 +262,14 @@ def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
         assert losses.get_lines()[0].get_ydata().tolist() == [line["loss_ema"] for line in measured]
         assert norms.get_lines()[0].get_xdata().tolist() == [3, 6, 9]
         assert len(norms.get_lines()) == len(measured[0]["groups"]) and len(seconds.get_lines()) == 5
+    figures[0].canvas.draw()
+    for first, second in zip(*rows):
+        assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim()
+        for panel in (first, second):
+            low, high = panel.get_ylim()
+            assert all(low <= y <= high for line in panel.get_lines() for y in line.get_ydata())
+            assert panel.get_legend().get_window_extent().y0 >= panel.get_window_extent().y1
+            assert panel.title.get_window_extent().y0 >= panel.get_legend().get_window_extent().y1 - 1
     paths[0].write_text('{"event": "validation", "step": 0}\n')
     with pytest.raises(results.RecordError, match="give the jsonl of a run with --telemetry_every"):
         plot.read_events(paths[0], "telemetry")

@@ -82,7 +82,7 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path, capsys):
         assert max(map(len, pieces)) <= 2047
         for file in (texts / "sub").iterdir():
             is_validation = hashlib.sha256(f"sub/{file.name}".encode()).digest()[0] < 16
-            is_here = {piece in pieces for piece in gpt.split_text(file.read_bytes(), 2047)}
+            is_here = {piece in pieces for piece in text.split_text(file.read_bytes(), 2047)}
             assert is_here == {is_validation == (split == "val")}
 
 
@@ -96,7 +96,7 @@ def test_the_same_texts_give_the_same_bytes(tmp_path, capsys):
 def test_documents_stand_in_the_order_of_their_hash():
     """Of number and name; both splits as they were before few files were shared out by document."""
     names = ["a/b.py", "c.py", "d\u00e9.py", "e.py", "f.py", "g.py", *map(str, range(60))]
-    splits = gpt.split_documents([(name, (name + " ").encode() * 200) for name in names], gpt.encode_bytes, BOS, 2047)
+    splits = text.split_documents([(name, (name + " ").encode() * 200) for name in names], text.encode_bytes, BOS, 2047)
     is_val = {name: hashlib.sha256(name.encode()).digest()[0] < 16 for name in names}
     for split, docs in splits.items():
         mine = [name for name in names if is_val[name] == (split == "val")]
@@ -130,7 +130,7 @@ def test_what_suffices_suffices_for_every_name(size, doc_bytes):
     content = ((b"x" * 58 + b"\n") * (size // 59 + 1))[:size]
     for number in range(300):
         for texts in ([(f"book{number}", content)], [(f"book{number}", content), ("1.txt", b"short")]):
-            splits = gpt.split_documents(texts, gpt.encode_bytes, BOS, doc_bytes)
+            splits = text.split_documents(texts, text.encode_bytes, BOS, doc_bytes)
             assert min(sum(map(len, docs)) for docs in splits.values()) > gpt.BLOCK
     assert hashlib.sha256(b"1.txt").digest()[0] < 16
 
@@ -152,7 +152,7 @@ def test_too_little_text_leaves_nothing(tmp_path, capsys):
 
 def test_splitting_keeps_every_byte_and_prefers_line_ends():
     content = b"aa\n" * 10 + b"x" * 25 + b"\nlast"
-    pieces = list(gpt.split_text(content, 10))
+    pieces = list(text.split_text(content, 10))
     assert b"".join(pieces) == content and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
 
 
@@ -280,7 +280,7 @@ def test_a_corpus_of_before_is_known_by_its_names_and_sizes(tmp_path, capsys):
     info = read_info(out)
     del info["files"]
     (out / "corpus.json").write_text(json.dumps(info))
-    assert gpt.read_corpus(out)[0] == str(book)  # whole: a run does not build it again
+    assert text.read_corpus(out)[0] == str(book)  # whole: a run does not build it again
     with open(out / "train_000001.bin", "ab") as file:
         file.write(b"12")
     assert "is in the way" in make(capsys, book, "--out", out, status=2)
@@ -301,9 +301,9 @@ def test_what_is_broken_off_can_be_made_again(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        gpt.write_corpus([("a", book.read_bytes() * 2)], out, "x", gpt.encode_bytes, VOCAB, BOS, 200_000)
+        text.write_corpus([("a", book.read_bytes() * 2)], out, "x", text.encode_bytes, VOCAB, BOS, 200_000)
     monkeypatch.undo()
-    assert gpt.read_corpus(out)[0] is None and read_info(out)["files"] == sorted(read_shards(out))
+    assert text.read_corpus(out)[0] is None and read_info(out)["files"] == sorted(read_shards(out))
     assert len(read_shards(out)) > 10
     make(capsys, book, "--out", out)
     assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"] == sorted(read_info(out)["files"])
@@ -329,9 +329,9 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, capsys):
 
 
 def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
-    names = dict(gpt.read_torch_source())
+    names = dict(text.read_torch_source())
     assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
-    assert "+" not in gpt.torch_source_name()
+    assert "+" not in text.torch_source_name()
 
 
 @pytest.fixture
@@ -339,7 +339,11 @@ def small_source(tmp_path, monkeypatch):
     """A few files of PyTorch's source as the embedded corpus, in a folder of its own."""
     torch_folder = Path(gpt.torch.__file__).parent
     files = [(f"nn/{name}.py", (torch_folder / f"nn/{name}.py").read_bytes()) for name in ("functional", "init")]
-    monkeypatch.setattr(gpt, "read_torch_source", lambda: iter(files))
+    for name, content in files:
+        path = tmp_path / "torch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    monkeypatch.setattr(gpt.torch, "__file__", str(tmp_path / "torch/__init__.py"))
     monkeypatch.chdir(tmp_path)
     return Path("data", "torch_source")
 

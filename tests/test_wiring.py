@@ -38,7 +38,7 @@ def make_trainer(shards, **changes):
         trainer.progress.step += 1
         return loss
 
-    return trainer, step, batches.close
+    return trainer, step, lambda: batches.executor.shutdown(cancel_futures=True)
 
 
 def trainer_batches(trainer):
@@ -104,13 +104,10 @@ def test_no_fault_of_the_step_before_is_saved(shards, here, monkeypatch, capsys)
     real = gpt.Trainer.train_step
 
     def train_step(self, *args):
-        bucket = self.optimizer.bucket_of["blocks.1.mlp.up_down"]
         if self.progress.step == 5:
-            arm = self.optimizer.arm
-            self.optimizer.arm = lambda: (bucket.grads[0, 0].fill_(math.nan), arm())
-        loss = real(self, *args)
-        self.optimizer.__dict__.pop("arm", None)
-        return loss
+            param = self.model.blocks[1].mlp.up_down
+            param.grad = torch.full_like(param, math.nan)
+        return real(self, *args)
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
     run(shards, "--num_iterations=8", "--checkpoint_every=6", "--guard=on")
@@ -150,14 +147,15 @@ def test_a_resumed_run_knows_the_prefixes(shards, here):
     saved = Path("checkpoints/smoke_seed0/step_000003.pt")
     again = run(shards, *args, f"--resume={saved}", "--checkpoint_dir=other")["val_points"]
     assert [point[:2] for point in again] == [point[:2] for point in whole]
-    prefixes = gpt.read_prefixes(gpt.make_config({"preset": "smoke", "device": "cpu", "vocab_file": "vocab.json"}))
+    cfg = gpt.make_config({"preset": "smoke", "device": "cpu", "vocab_file": "vocab.json"})
+    prefixes = gpt.find_prefixes(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
     assert prefixes[96:104].tolist() == [-1, -1, 97, 98, 97, 98, 99, 100]  # of a, ab, abc, a-, ab-, abc-, a--
 
 
 # ---- masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_masks_of_paired_heads_see_two_rows_of_every_token():
+def test_masks_of_paired_heads_see_two_rows_of_every_token(monkeypatch):
     """Under FlexAttention and dense: a token is two rows, and a window of tokens one of rows."""
     layers = (gpt.LayerSpec(paired=True), gpt.LayerSpec("long"))
     cfg = smoke_config(num_layers=2, layers=layers, seq_len=256)
@@ -166,8 +164,15 @@ def test_masks_of_paired_heads_see_two_rows_of_every_token():
     masks = {}
     for use_flex in (True, False):
         rt = make_runtime(use_flex=use_flex)
-        segment = gpt.Segment(cfg, gpt.GPT(cfg).blocks, range(2), use_flex)
-        made, _ = segment.build_masks(doc_ids, gpt.make_stage_inputs(state, 256, 256, rt, cfg), torch.float32)
+        made, model = {}, gpt.GPT(cfg, rt)
+
+        def note(block, x, saved, w, mask, *_, made=made):
+            made[block.spec.attention, block.spec.paired] = mask
+            return x
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt.Block, "forward", note)
+            model.run_layers(doc_ids.int(), doc_ids, gpt.make_stage_inputs(state, 256, 256, rt, cfg))
         assert set(made) == {("short", True), ("long", False)}
         masks[use_flex] = made
     for (kind, paired), window, ids in (
@@ -191,11 +196,12 @@ def test_masks_of_paired_heads_see_two_rows_of_every_token():
 def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards):
     """Of a step whose first micro-batch has the larger entry; and the next step begins anew."""
     trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
-    (module,), seen = gpt.list_scales(trainer.model), []
+    (module,), seen = [m for m in trainer.model.modules() if isinstance(m, gpt.DelayedScale)], []
     sizes = iter([5.0, 3.0, 2.0, 4.0])
     module.register_forward_pre_hook(lambda _, args: (seen.append(args[0].max()), args[0].clamp(max=0) + next(sizes))[1])
     for expected in (5.0, 4.0):
         step()
+        trainer.scales.finish()
         assert module.scale.item() == pytest.approx(expected * 1.8 / 448, rel=1e-6)
     close()
     assert len(seen) == 4 and module.largest == 0

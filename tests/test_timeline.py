@@ -1,0 +1,96 @@
+"""Messages on paper: when they arrive, by hand, and that those of a real step are all noted."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, gpt, make_runtime, smoke_config
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import timeline  # noqa: E402
+from timeline import Event  # noqa: E402
+
+
+def send(number, ms, communicator="a"):
+    return Event("send", f"m{number}", number, communicator, 1e6 * ms)  # at 1 GB/s
+
+
+def wait(number):
+    return Event("wait", f"m{number}", number)
+
+
+def compute(ms):
+    return Event("compute", "", ms=ms)
+
+
+def play(*events, latency_ms=0.0, num_cycles=1):
+    return timeline.play(list(events), 1.0, latency_ms, num_cycles)
+
+
+@pytest.mark.parametrize(
+    "events, latency, total, exposed",
+    [
+        ([send(0, 10), compute(15), wait(0)], 0, 15, 0),  # has arrived meanwhile
+        ([send(0, 10), compute(4), wait(0)], 0, 10, 6),
+        ([send(0, 10), send(1, 10), compute(5), wait(1)], 0, 20, 15),  # a communicator works in order
+        ([send(0, 10), send(1, 10, "b"), compute(5), wait(1)], 0, 20, 15),  # two share the link
+        ([send(0, 10), send(1, 2, "b"), wait(1), wait(0)], 0, 12, 12),  # the short one takes 4, then one has it all
+        ([send(0, 10), send(1, 2), wait(1)], 0, 12, 12),  # and here it waits behind the long one
+        ([send(0, 10), compute(4), wait(0)], 3, 13, 9),
+        ([send(0, 10), send(1, 10, "b"), wait(0), wait(1)], 3, 23, 23),  # latencies pass side by side
+    ],
+)
+def test_when_messages_arrive(events, latency, total, exposed):
+    played = play(*events, latency_ms=latency)
+    assert played["ms"] == pytest.approx(total) and played["exposed_ms"] == pytest.approx(exposed)
+    assert played["ms"] == pytest.approx(played["computing_ms"] + played["exposed_ms"])
+
+
+def test_a_message_is_awaited_in_the_next_cycle():
+    """Number 5 is sent at the end of a cycle and awaited as number 4 in the next one, which has 3 ms before."""
+    cycle = [compute(3), wait(4), compute(10), send(5, 8)]
+    assert play(*cycle, num_cycles=1)["exposed_ms"] == 0
+    for num_cycles in (2, 3):
+        played = play(*cycle, num_cycles=num_cycles)
+        assert (played["ms"], played["exposed"]) == (pytest.approx(18), {"m4": pytest.approx(5)})
+
+
+def test_what_is_never_sent_is_an_error():
+    with pytest.raises(AssertionError, match="awaited and was never sent"):
+        play(send(0, 1), wait(1))
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+def test_a_recorded_step_has_all_its_messages(shards, preset):
+    """Of both kinds of steps where Adam acts in every second one: as many bytes as the optimizer counts, every message
+    awaited once, all-gathers by a communicator of their own; computing takes time."""
+    cfg = smoke_config(shards, preset=preset, num_iterations=12, extension_steps=0, stages=(gpt.Stage(1, 128, 64),))
+    rt = dataclasses.replace(make_runtime(), world_size=2)
+    steps = []
+    real = gpt.Trainer.train_step
+
+    def train_step(trainer, *args):
+        before = trainer.optimizer.count_bytes()[0]
+        loss = real(trainer, *args)
+        steps.append(trainer.optimizer.count_bytes()[0] - before)
+        return loss
+
+    gpt.Trainer.train_step = train_step
+    try:
+        events = timeline.record_cycle(cfg, rt, gpt.TrainData(cfg, gpt.Schedule(cfg)), num_cycles=2)
+    finally:
+        gpt.Trainer.train_step = real
+    sent = [event for event in events if event.kind == "send"]
+    counted = [event for event in sent if not event.name.startswith("rows")]
+    rows = sum(event.num_bytes for event in sent if event.name.startswith("rows"))
+    assert sum(event.num_bytes for event in counted) + rows == pytest.approx(sum(steps[-cfg.adam_every :]))
+    assert {event.communicator for event in sent} == {"reductions", "gathers"}
+    assert all((event.communicator == "gathers") == event.name.startswith("gather") for event in sent)
+    waits = {event.number for event in events if event.kind == "wait"}  # rows of several tables come with one list
+    numbers = [event.number for event in sent]
+    shifted = sorted(number if number in numbers else number + len(numbers) for number in waits)
+    assert shifted == sorted(numbers)  # those of the cycle before stand for the last ones of this
+    assert all(event.ms >= 0 for event in events if event.kind == "compute")
+    assert sum(event.ms for event in events if event.kind == "compute") > 1
+    assert gpt.dist.all_reduce is torch.distributed.all_reduce and gpt.start_exchange.__module__ == "train_gpt"
