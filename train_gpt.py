@@ -1549,11 +1549,13 @@ class DelayedScales:
             self.work.wait()
         if self.sent is not None:
             new = self.sent.clamp(min=1e-12) * (DelayedScale.MARGIN / 448)
-            self.write(torch.where(new.isfinite(), new, torch.stack(self.scales)).unbind())
+            new = torch.where(new.isfinite(), new, torch.stack(self.scales))
+            torch._foreach_copy_(self.scales, list(new.unbind()))
+            self.clear()
 
-    def write(self, scales: Iterable[Tensor]) -> None:
+    def clear(self) -> None:
+        """Forget the largest entries, sent or not."""
         if self.scales:
-            torch._foreach_copy_(self.scales, list(scales))
             torch._foreach_zero_(self.largest)
         self.sent = self.work = None
 
@@ -2411,74 +2413,10 @@ class Optimizer:
             if bucket.gathering is not None:
                 bucket.finish()
 
-    def check_ranks(self) -> None:
-        """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
-        self.finish()
-        digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
-                   for bucket in self.buckets]
-        hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=self.rt.device)
-        hashes = gather_shards(hashes, self.rt)  # (N, buckets)
-        for rank, i in (hashes != hashes[0]).nonzero().tolist():
-            raise RunError(f"after step {self.step_count} rank {rank} holds other parameters than rank 0 "
-                           f"in {self.buckets[i].name}: a collective went wrong, or a GPU is faulty")
-
     def is_settled(self) -> bool:
         """Whether no gradients wait for a later step: only then a snapshot holds everything."""
         return not any(bucket.tokens for bucket in self.updated)
 
-    def state_dict(self, staging: dict[str, Tensor]) -> dict[str, HostCopy]:
-        """Parameters by name, and their states as name/key; on rank 0 alone, being copied, into the tensors
-        of those names where staging has them.
-
-        It does not depend on the ranks. All must call it; the tensors are those of now.
-        """
-        self.finish()
-        copies = {}
-        for bucket in self.buckets:
-            for key in ("", *bucket.state):
-                full = bucket.read(key)  # (M, ...)
-                for name, param in bucket.params.items() if self.rt.is_main else ():
-                    tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
-                    tensor = tensor if key else tensor.view(param.shape)
-                    copies[entry] = HostCopy(tensor, staging.get(entry))
-        return copies
-
-    def load_state_dict(self, tensors: dict[str, Tensor], step_count: int) -> None:
-        """Take over what state_dict() of any number of ranks has left; only rank 0 needs the tensors."""
-        self.step_count, left = step_count, dict(tensors)
-        self.tie()
-        for bucket in self.buckets:
-            for key in ("", *bucket.state):
-                full = bucket.read(key).clone()
-                for name in bucket.params if self.rt.is_main else ():
-                    part = full[bucket.slices[name]]
-                    part.copy_(left.pop(f"{name}/{key}".removesuffix("/")).view(part.shape))
-                broadcast(full, self.rt)
-                if key:
-                    bucket.state[key].copy_(local_shard(full, self.rt))
-                else:
-                    bucket.values.copy_(full)
-            bucket.clear()
-        for name in left:
-            if name.partition("/")[0] in self.bucket_of:  # state of a rule that this script does not have
-                raise KeyError(name)
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for bucket in self.buckets for tensor in (bucket.values, *bucket.state.values())]
-
-    def snapshot(self) -> tuple[int, list[Tensor]]:
-        self.finish()
-        return self.step_count, [tensor.clone() for tensor in self.tensors()]
-
-    def restore(self, snapshot: tuple[int, list[Tensor]]) -> None:
-        """Return to a snapshot exactly; gradients are cleared."""
-        self.finish()
-        self.step_count, saved = snapshot
-        self.tie()
-        for tensor, old in zip(self.tensors(), saved):
-            tensor.copy_(old)
-        for bucket in self.buckets:
-            bucket.clear()
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, and these become batches. A packed sequence ("row") is seq_len tokens of
@@ -3055,7 +2993,7 @@ class Trainer:
         # What looks on after every step, with its loss, its measurements and the seconds on the clock.
         looking = [log.log_step, self.announce_end]
         if cfg.check_ranks_every:
-            looking.insert(0, lambda *_: progress.step % cfg.check_ranks_every or optimizer.check_ranks())
+            looking.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
         looking += [look.end_step for look in (guard, telemetry if cfg.telemetry_every else None) if look]
         if rt.world_size > 1:
             barrier(rt)
@@ -3118,7 +3056,7 @@ class Trainer:
                     optimizer.finish()
                     now = clock(rt.device)
                     progress.train_time, started, is_due = progress.train_time + now - started, now, False
-                    checkpoints.save(progress.step, *self.state_dict())  # what this costs is training time
+                    checkpoints.save(progress.step, *collect_state(self))  # what this costs is training time
                     if status:
                         stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
 
@@ -3136,71 +3074,26 @@ class Trainer:
         hint = ", --preset=quick takes a third of that" if cfg.preset == "laptop" and left > 120 else ""
         self.log.print(f"step {progress.step}: about {left // 60} min {left % 60} s to go{hint}")
 
-    def lower_precision(self) -> str:
-        """Give up the next low precision; says which, or nothing where none is left."""
-        if "fp8_head" in self.model.fp8:
-            self.model.set_fp8(self.model.fp8 - {"fp8_head"})
-            lowered = "the head leaves FP8"
-        elif self.model.fp8:
-            self.model.set_fp8(frozenset())
-            lowered = "the linears leave FP8"
-        elif self.rt.dtype == torch.bfloat16:
-            self.rt = self.optimizer.rt = dataclasses.replace(self.rt, dtype=torch.float32)
-            self.model.dtype, lowered = torch.float32, "activations become float32"
-            self.stage_inputs.clear()
-        else:
-            return ""
-        self.progress.num_lowered += 1
-        return lowered
+    def tensors(self) -> list[Tensor]:
+        """Parameters, state of their rules, FP8 scales: all that training changes."""
+        return [*(tensor for bucket in self.optimizer.buckets
+                  for tensor in (bucket.values, *bucket.state.values())), *self.scales.scales]
 
-    def state_dict(self) -> tuple[dict, dict[str, HostCopy]]:
-        """What a checkpoint holds of this run: plain facts, and tensors being copied (rank 0), which must
-        have been read before it is called again."""
+    def snapshot(self) -> tuple[int, list[Tensor]]:
+        self.optimizer.finish()
         self.scales.finish()
-        copies = self.optimizer.state_dict(self.staging)
-        copies["random/cpu"] = HostCopy(torch.get_rng_state())
-        copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(self.scales.scales)}
-        if self.rt.device.type == "cuda":
-            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(self.rt.device))
-        items = {**dataclasses.asdict(Stage(1, 1, 1)), **dataclasses.asdict(LayerSpec())}
-        facts = dict(config=plain_dict(self.cfg), defaults=plain_dict(Config()), item_defaults=items,
-                     model_options=[field.name for field in dataclasses.fields(ModelConfig)],
-                     progress=dataclasses.asdict(self.progress),
-                     optimizer_steps=self.optimizer.step_count, world_size=self.rt.world_size,
-                     script_sha256=hash_script())
-        return facts, copies if self.rt.is_main else {}
+        return self.optimizer.step_count, [tensor.clone() for tensor in self.tensors()]
 
-    def make_staging(self) -> None:
-        """Take the memory for checkpoints now, and not when the first one is due. All ranks must call it."""
-        for name, copy in self.optimizer.state_dict({}).items():
-            self.staging[name] = copy.read().pin_memory() if self.rt.device.type == "cuda" else copy.read()
-
-    def load_state_dict(self, facts: dict, tensors: dict[str, Tensor]) -> None:
-        """Continue where state_dict() was called; only rank 0 needs the tensors."""
-        self.optimizer.load_state_dict(tensors, facts["optimizer_steps"])
-        self.progress = Progress(**facts["progress"])
-        lowered, self.progress.num_lowered = self.progress.num_lowered, 0
-        for _ in range(lowered):
-            self.lower_precision()
-        for i, scale in enumerate(self.scales.scales):
-            scale.copy_(tensors.get(f"fp8/{i}", scale))
-            broadcast(scale, self.rt)
-        if "random/cpu" in tensors:
-            torch.set_rng_state(tensors["random/cpu"])
-        if "random/cuda" in tensors and self.rt.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random/cuda"], self.rt.device)
-
-    def snapshot(self) -> tuple:
-        """Parameters, state of their rules and FP8 scales, for restore()."""
-        self.scales.finish()
-        return self.optimizer.snapshot(), [scale.clone() for scale in self.scales.scales]
-
-    def restore(self, snapshot: tuple) -> None:
+    def restore(self, snapshot: tuple[int, list[Tensor]]) -> None:
         """Return to a snapshot exactly; gradients are cleared."""
-        tensors, scales = snapshot
-        self.optimizer.restore(tensors)
+        self.optimizer.finish()
         self.scales.finish()
-        self.scales.write(scales)
+        self.optimizer.step_count, saved = snapshot
+        self.optimizer.tie()
+        for tensor, old in zip(self.tensors(), saved):
+            tensor.copy_(old)
+        for part in (*self.optimizer.buckets, self.scales):
+            part.clear()
 
 
 def train(cfg: Config, argv: list[str]) -> None:
@@ -3242,7 +3135,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
         if cfg.checkpoint_every or cfg.time_limit:
-            trainer.make_staging()
+            make_staging(trainer)
         facts = dict(config={**plain_dict(cfg), "derived": derived},
                      compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s,
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
@@ -4885,6 +4778,76 @@ def find_result(facts: dict, cfg: Config) -> str:
     return str(paths[0]) if paths and facts["progress"]["step"] == cfg.num_iterations else ""
 
 
+def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
+    """What a checkpoint holds: plain facts, and on rank 0 tensors being copied, which must have been read
+    before this is called again.
+
+    Parameters by name, their states as name/key; none depends on the ranks. All must call it.
+    """
+    rt, optimizer, cfg, copies = trainer.rt, trainer.optimizer, trainer.cfg, {}
+    optimizer.finish()
+    trainer.scales.finish()
+    for bucket in optimizer.buckets:
+        for key in ("", *bucket.state):
+            full = bucket.read(key)  # (M, ...)
+            for name, param in bucket.params.items() if rt.is_main else ():
+                tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
+                tensor = tensor if key else tensor.view(param.shape)
+                copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
+    if rt.is_main:
+        copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
+        copies["random/cpu"] = HostCopy(torch.get_rng_state())
+        if rt.device.type == "cuda":
+            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(rt.device))
+    items = {**dataclasses.asdict(Stage(1, 1, 1)), **dataclasses.asdict(LayerSpec())}
+    return dict(config=plain_dict(cfg), defaults=plain_dict(Config()), item_defaults=items,
+                model_options=[field.name for field in dataclasses.fields(ModelConfig)],
+                progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
+                world_size=rt.world_size, script_sha256=hash_script()), copies
+
+
+def make_staging(trainer: Trainer) -> None:
+    """Take the memory for copies of the parameters and their states now, and not when the first checkpoint
+    is due. All ranks must call it."""
+    for name, copy in collect_state(trainer)[1].items():
+        if not name.startswith(("fp8/", "random/")):
+            copy = copy.read()
+            trainer.staging[name] = copy.pin_memory() if trainer.rt.device.type == "cuda" else copy
+
+
+def load_state(trainer: Trainer, facts: dict, tensors: dict[str, Tensor]) -> None:
+    """Continue where collect_state() was called, by any number of ranks; only rank 0 needs the tensors."""
+    rt, optimizer, left = trainer.rt, trainer.optimizer, dict(tensors)
+    optimizer.step_count = facts["optimizer_steps"]
+    optimizer.tie()
+    for bucket in optimizer.buckets:
+        for key in ("", *bucket.state):
+            full = bucket.read(key).clone()
+            for name in bucket.params if rt.is_main else ():
+                part = full[bucket.slices[name]]
+                part.copy_(left.pop(f"{name}/{key}".removesuffix("/")).view(part.shape))
+            broadcast(full, rt)
+            if key:
+                bucket.state[key].copy_(local_shard(full, rt))
+            else:
+                bucket.values.copy_(full)
+        bucket.clear()
+    for name in left:
+        if name.partition("/")[0] in optimizer.bucket_of:  # state of a rule that this script does not have
+            raise KeyError(name)
+    for i, scale in enumerate(trainer.scales.scales):
+        scale.copy_(tensors.get(f"fp8/{i}", scale))
+        broadcast(scale, rt)
+    if "random/cpu" in tensors:
+        torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors and rt.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], rt.device)
+    trainer.progress = Progress(**facts["progress"])
+    lowered, trainer.progress.num_lowered = trainer.progress.num_lowered, 0
+    for _ in range(lowered):
+        lower_precision(trainer)
+
+
 class Checkpoints:
     """Writes checkpoints in the background, and keeps the newest two of this run, earlier lives included.
 
@@ -4986,7 +4949,7 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
     """Load a checkpoint; returns a line that says so, and which options are others now."""
     path, facts, tensors = saved
     try:
-        trainer.load_state_dict(facts, tensors)
+        load_state(trainer, facts, tensors)
     except (KeyError, TypeError, RuntimeError) as error:
         raise InputError(f"{path} cannot be read as a checkpoint (nothing in it fits {str(error)[:100]}): "
                          "name another one", of_one_rank=True) from error
@@ -5115,6 +5078,37 @@ class Telemetry:
                              groups=groups, **self.measured, seconds=probe.seconds)
 
 
+def check_ranks(optimizer: Optimizer) -> None:
+    """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
+    optimizer.finish()
+    digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
+               for bucket in optimizer.buckets]
+    hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
+    hashes = gather_shards(hashes, optimizer.rt)  # (N, buckets)
+    for rank, i in (hashes != hashes[0]).nonzero().tolist():
+        raise RunError(f"after step {optimizer.step_count} rank {rank} holds other parameters than rank 0 "
+                       f"in {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
+
+
+def lower_precision(trainer: Trainer) -> str:
+    """Give up the next low precision; says which, or nothing where none is left."""
+    model = trainer.model
+    if "fp8_head" in model.fp8:
+        model.set_fp8(model.fp8 - {"fp8_head"})
+        lowered = "the head leaves FP8"
+    elif model.fp8:
+        model.set_fp8(frozenset())
+        lowered = "the linears leave FP8"
+    elif trainer.rt.dtype == torch.bfloat16:
+        trainer.rt = trainer.optimizer.rt = dataclasses.replace(trainer.rt, dtype=torch.float32)
+        model.dtype, lowered = torch.float32, "activations become float32"
+        trainer.stage_inputs.clear()
+    else:
+        return ""
+    trainer.progress.num_lowered += 1
+    return lowered
+
+
 class Guard:
     """Notices that training goes wrong, and restores weights and optimizer state from before it did.
 
@@ -5199,7 +5193,7 @@ class Guard:
             progress.lr_scale = in_force * self.LR_FACTOR
             progress.lr_scale_until = progress.step + self.LR_STEPS
             set_timeout(trainer.rt, PATIENCE)  # another precision may have to be compiled
-            measures = [trainer.lower_precision(), f"learning rates times {progress.lr_scale:g} until step "
+            measures = [lower_precision(trainer), f"learning rates times {progress.lr_scale:g} until step "
                                                    f"{progress.lr_scale_until}"]
         text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
         self.log.print(f"guard: step {step}: {fault}: {text}")

@@ -142,10 +142,10 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
             reported = trainer.optimizer.count_bytes()[0] - before
             counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
             if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
-                trainer.optimizer.check_ranks()
+                gpt.check_ranks(trainer.optimizer)
         batches.executor.shutdown(cancel_futures=True)
         gpt.all_reduce_sum(counts, rt)
-        trainer.optimizer.check_ranks()
+        gpt.check_ranks(trainer.optimizer)
         results[name] = dict(
             params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
             sent=(counts[:, 0] / steps).tolist(),

@@ -322,7 +322,7 @@ def test_checkpoints_share_memory_that_was_taken_before_the_clock(shards, here, 
     """Of three, each has the weights of its step to the last bit, though the disk is slower than the steps
     and all are copied into the same tensors. What is small has none: the state of random numbers."""
     events, saves, weights, write = [], [], {}, gpt.write_atomic
-    before_call(monkeypatch, gpt.Trainer, "make_staging", lambda _: events.append("staging"))
+    before_call(monkeypatch, gpt, "make_staging", lambda _: events.append("staging"))
     before_call(monkeypatch, gpt.Trainer, "run", lambda made, *_: (events.append("clock"), trainer.append(made)))
 
     def note_save(checkpoints, step, facts, copies):

@@ -345,9 +345,8 @@ def test_a_parameter_without_a_group_is_named(spec):
         gpt.Optimizer(model, smoke_config(), make_runtime())
 
 
-def test_padding_stays_zero_and_restore_is_exact():
+def test_padding_stays_zero():
     optimizer = gpt.Optimizer(Pair(), smoke_config(), make_runtime())
-    step_count, before = optimizer.snapshot()
     for bucket in optimizer.buckets:
         for param in bucket.params.values():
             param.grad = torch.ones_like(param)
@@ -356,9 +355,6 @@ def test_padding_stays_zero_and_restore_is_exact():
     assert bucket is optimizer.bucket_of["d"] and len(bucket.values) == 64
     for part in bucket.values.view(2, 32):
         assert part[:5].all() and not part[5:].any()
-    assert not any(torch.equal(*pair) for pair in zip(optimizer.tensors(), before))
-    optimizer.restore((step_count, before))
-    assert optimizer.step_count == 0 and all(map(torch.equal, optimizer.tensors(), before))
 
 
 class Stuck(Ends):

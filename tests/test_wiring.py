@@ -127,13 +127,28 @@ def test_a_copy_on_its_way_does_not_change_with_its_tensor():
     assert copy.read().tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_snapshot_returns_exactly(shards):
+    """All that three steps have changed: values, moments and FP8 scales; and what the last had begun is gone.
+    In the first ones a head of zeros, and layers whose outputs are zero, hold back gradients."""
+    trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
+    count, before = snapshot = trainer.snapshot()
+    for _ in range(3):
+        step()
+    assert count == 0 and trainer.optimizer.step_count == 3
+    assert not any(map(torch.equal, trainer.tensors(), before))
+    trainer.restore(snapshot)
+    assert trainer.optimizer.step_count == 0 and all(map(torch.equal, trainer.tensors(), before))
+    assert trainer.scales.sent is None and not any(trainer.scales.largest)
+    close()
+
+
 def test_random_state_goes_on_where_it_was_saved(shards):
     trainer, step, close = make_trainer(shards, num_iterations=2)
     step()
-    facts, copies = trainer.state_dict()
+    facts, copies = gpt.collect_state(trainer)
     expected = torch.rand(3)
     torch.manual_seed(99)
-    trainer.load_state_dict(facts, {name: copy.read() for name, copy in copies.items()})
+    gpt.load_state(trainer, facts, {name: copy.read() for name, copy in copies.items()})
     assert torch.equal(torch.rand(3), expected)
     close()
 
