@@ -398,10 +398,6 @@ class Config(TrainConfig, OptimConfig, ModelConfig, GroupConfig, SampleConfig):
             name: getattr(stage, name) or getattr(self, name)
             for name in ("tokens_per_step", "max_doc_len", "seq_len")}) for stage in self.stages)
 
-    @property
-    def has_prefixes(self) -> bool:
-        return any(stage.has_prefixes for stage in self.stages)
-
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, GroupConfig, SampleConfig)  # in the order of --help
 OPTIONS = {field.name: field for part in CONFIG_PARTS for field in dataclasses.fields(part)}
@@ -2042,7 +2038,7 @@ class RowPlan:
 
 
 class ArrivingRows(typing.NamedTuple):
-    """Rows of a gradient on their way to this rank, and how many of each rank."""
+    """Rows of a gradient on their way to this rank, and how many of each rank, in turn."""
 
     rows: Tensor  # (n, 1)
     rows_work: dist.Work
@@ -2051,12 +2047,6 @@ class ArrivingRows(typing.NamedTuple):
     counts: list[int]
     first_row: int  # of this rank's shard
     num_bytes: int  # that this rank has sent to others
-
-    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait; then (rows of the shard, sums) of each rank in turn, so that sums have one order."""
-        self.rows_work.wait()
-        self.work.wait()
-        return zip((self.rows[:, 0] - self.first_row).split(self.counts), self.sums.split(self.counts))
 
 
 class LookUp(torch.autograd.Function):
@@ -2169,7 +2159,12 @@ class Bucket:
     def take_rows(self, plan: RowPlan | None = None, sums: Tensor | None = None) -> None:
         """Add sums (T, D) of a plan's rows to the gradient of a table. Of several ranks each sends them to
         those who own the rows, and adds what has arrived of the micro-batch before."""
-        pieces, self.arriving = self.arriving.read() if self.arriving else [], None
+        pieces, arrived, self.arriving = [], self.arriving, None
+        if arrived:  # those of each rank in turn, so that sums have one order
+            arrived.rows_work.wait()
+            arrived.work.wait()
+            rows = arrived.rows[:, 0] - arrived.first_row
+            pieces = zip(rows.split(arrived.counts), arrived.sums.split(arrived.counts))
         if plan is not None:
             sums = round_to_multiple(sums, self.grad_grid) if self.grad_grid else sums
             if self.rt.world_size == 1:
@@ -2864,7 +2859,7 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
     return StageInputs(
         windows if rt.use_flex else state.windows, *tables, scale.to(dtype),
         (is_fixed & (positions > 0)[:, None, None]).to(dtype), positions == 0, len(state.loss_weights),
-        state.stage.prefix_weight != "0", None if rt.use_flex else period)
+        state.stage.has_prefixes, None if rt.use_flex else period)
 
 # ==== TRAINING =============================================================================================
 # One step, the loop around it, and the run around the loop. The clock runs while the model trains, and
@@ -3113,7 +3108,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     ensure_corpus(cfg, rt)
     setup_start = time.perf_counter()
     train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
-    vocabulary = read_vocabulary(cfg) if cfg.has_prefixes else {}
+    vocabulary = read_vocabulary(cfg) if any(stage.has_prefixes for stage in cfg.stages) else {}
     data_setup_s = round(time.perf_counter() - setup_start, 2)
     with explain_memory(cfg):
         rt = choose_precision(cfg, rt, activations)
@@ -3411,15 +3406,12 @@ def choose_attention(cfg: Config, device: torch.device, dtype: torch.dtype, use_
     def launch() -> None:
         doc_ids, window = torch.arange(4 * BLOCK, device=device) // 300, torch.tensor(BLOCK, device=device)
         shape = 3, len(doc_ids), cfg.num_heads, cfg.head_dim
-        results = []
-
-        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, build_block_mask(doc_ids, window))
-
-        compute = torch.compile(compute, dynamic=False) if use_compile else compute
-        x = torch.randn(shape, device=device)
+        forms = [lambda *x: attend(*x, build_block_mask(doc_ids, window)),
+                 lambda *x: attend(*x, build_dense_mask(doc_ids, BLOCK, dtype=dtype))]
+        forms[0] = torch.compile(forms[0], dynamic=False) if use_compile else forms[0]
+        x, results = torch.randn(shape, device=device), []
         x[0] *= cfg.head_dim**-0.5  # the softmax scale
-        for form in (compute, lambda *x: attend(*x, build_dense_mask(doc_ids, BLOCK, dtype=dtype))):
+        for form in forms:
             qkv = x.to(dtype, copy=True).requires_grad_()
             y = form(*qkv.unbind())
             y.float().square().sum().backward()
@@ -3479,10 +3471,7 @@ def choose_kernels(cfg: Config, device: torch.device, dtype: torch.dtype, use_co
         # Triton's interpreter, which is what a CPU has, cannot multiply bfloat16
         x = torch.randn(2, 256, 304, device=device).to(torch.float32 if is_cpu else dtype)
         has_fp8 = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 9)
-
-        def form(x: Tensor, use_kernels: bool) -> list[Tensor]:
-            return compute_by_kernel(name, has_fp8, x, use_kernels)
-
+        form = functools.partial(compute_by_kernel, name, has_fp8)
         compiled = torch.compile(form, dynamic=False) if use_compile and not is_cpu else form
         for our, plain in zip(compiled(x, True), form(x, False)):
             error = (our.float() - plain.float()).norm() / plain.float().norm()
@@ -3529,14 +3518,12 @@ def compute_by_kernel(name: str, has_fp8: bool, x: Tensor, use_kernels: bool) ->
 
 def time_mlp(cfg: Config, device: torch.device, dtype: torch.dtype) -> float:
     """Time of squared_product() of both kinds by our kernel, over that of plain PyTorch, compiled."""
-    def draw_matrix(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
-
     hidden = cfg.mlp_ratio * cfg.model_dim
     if not can_fuse_mlp(8192, cfg.model_dim, hidden):
         return math.inf
-    x, w = draw_matrix(8192, cfg.model_dim), draw_matrix(cfg.model_dim, hidden)
-    post, times = draw_matrix(8192, hidden).abs(), []
+    x, w, post = (torch.randn(shape, device=device).to(dtype) for shape in (
+        (8192, cfg.model_dim), (cfg.model_dim, hidden), (8192, hidden)))
+    post, times = post.abs(), []
     for use_kernels in (True, False):
         form = torch.compile(functools.partial(squared_product, use_kernels=use_kernels), dynamic=False)
         for given in ((x, w), (x, w, post)):
@@ -4003,38 +3990,38 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line, from the fields of the config."""
-
-    def __init__(self):
-        super().__init__("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                         "Defaults are those of --preset=track_1. '-' and '_' are the same in names.",
-                         argument_default=argparse.SUPPRESS, allow_abbrev=False)
-        self.add_argument("--list_presets", action="store_true", help="the presets and what they are")
-        self.add_argument("--print_config", action="store_true", help="the resolved config as JSON; touches "
-                          "no data")
-        for part in CONFIG_PARTS:
-            section = self.add_argument_group(part.__doc__.strip().rstrip("."))
-            for field in dataclasses.fields(part):
-                meta, is_json = field.metadata, field.name in ("layers", "stages")
-                kind = "|".join(list_choices(field)) or getattr(TYPES[field.name], "__name__", "str").upper()
-                shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
-                bounds = (("at least", meta["low"]), ("at most", meta["high"]))
-                shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
-                section.add_argument(f"--{field.name}", type=functools.partial(parse_value, field),
-                                     metavar="JSON" if is_json else kind,
-                                     help=" ".join((meta["help"], *shown)))
+    """One whose errors are InputErrors."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise InputError(f"{message}: see --help")
 
 
 def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
-    """Split a command line into ({option: value}, {flags among list_presets, print_config})."""
+    """Split a command line into ({option: value}, {flags among list_presets, print_config}). The parser is
+    made of the fields of the config."""
+    parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                    "Defaults are those of --preset=track_1. '-' and '_' are the same in names.",
+                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("--list_presets", action="store_true", help="the presets and what they are")
+    parser.add_argument("--print_config", action="store_true",
+                        help="the resolved config as JSON; touches no data")
+    for part in CONFIG_PARTS:
+        section = parser.add_argument_group(part.__doc__.strip().rstrip("."))
+        for field in dataclasses.fields(part):
+            meta, is_json = field.metadata, field.name in ("layers", "stages")
+            kind = "|".join(list_choices(field)) or getattr(TYPES[field.name], "__name__", "str").upper()
+            shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
+            bounds = (("at least", meta["low"]), ("at most", meta["high"]))
+            shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
+            section.add_argument(f"--{field.name}", type=functools.partial(parse_value, field),
+                                 metavar="JSON" if is_json else kind, help=" ".join((meta["help"], *shown)))
+
+    # '-' and '_' are the same in names.
     words = []
     for word in argv:
         name, equals, text = word.partition("=")
         words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
-    values, unknown = Parser().parse_known_args(words)
+    values, unknown = parser.parse_known_args(words)
     for word in unknown:
         name = word.partition("=")[0]
         raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}")
@@ -5031,8 +5018,17 @@ class Telemetry:
         if optimizer.probe:
             optimizer.probe.mark("measuring")
         x, layers = self.measure_layers(batch.inputs, batch.doc_ids, stage)
-        self.measured = dict(layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
-                             **self._measure_head(x, batch.targets))
+        head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
+        x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
+        logits = head.cap(x @ w.T)  # (T, V)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets, x.new_ones(1), head.cap, torch.float32,
+                                            FP8_GRAD_SCALE)
+        self.measured = dict(
+            layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
+            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
+            fp8=dict(x=measure_fp8(x, math.sqrt(x.size(1)) / 448, E4M3),
+                     w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], head.fp8_max / 448, E4M3),
+                     grad=measure_fp8(grads, 1.0, E5M2)))
         if optimizer.probe:
             optimizer.probe.mark("forward and backward")
         self.trainer.inspect = None
@@ -5043,19 +5039,6 @@ class Telemetry:
         x, saved = model.run_layers(inputs, doc_ids, stage, save_all=True)
         outputs = (saved.layers[layer].float() for layer in range(len(model.blocks)))
         return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
-
-    def _measure_head(self, x: Tensor, targets: Tensor) -> dict:
-        head = self.trainer.model.head
-        x, targets = (t[:: max(1, len(t) // self.SAMPLE)] for t in (x, targets))
-        w = head.weight.type_as(x)
-        logits = head.cap(x @ w.T)  # (T, V)
-        _, grads = softcapped_cross_entropy(x @ w.T, targets[:, None], x.new_ones(1), head.cap,
-                                            torch.float32, FP8_GRAD_SCALE)
-        rows = w[:: max(1, len(w) // self.SAMPLE)]
-        return dict(
-            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
-            fp8=dict(x=measure_fp8(x, math.sqrt(x.size(1)) / 448, E4M3),
-                     w=measure_fp8(rows, head.fp8_max / 448, E4M3), grad=measure_fp8(grads, 1.0, E5M2)))
 
     def end_step(self, loss: Tensor, probe: Probe | None, train_time: float) -> None:
         """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
