@@ -4638,7 +4638,8 @@ class RunLog:
 # ==== CHECKPOINTS ==========================================================================================
 # All that a run needs to go on as if it had never stopped, on any number of ranks. Files are written in the
 # background while training goes on. Nothing in a checkpoint is executed when it is read; one that does not
-# fit this script or these options is refused in one line.
+# fit this script or these options is refused in one line. To keep something more, add it to collect_state()
+# and load_state(), and raise CHECKPOINT_FORMAT where older files lack it.
 
 CHECKPOINT_FORMAT = "train_gpt 6"
 
@@ -4947,7 +4948,9 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # What looks on while training. Telemetry measures every so many steps into a file. The guard notices that
-# training goes wrong, restores what was before, and continues more carefully. Both are off by default.
+# training goes wrong, restores what was before, and continues more carefully. check_ranks() finds ranks that
+# have drifted apart. All are off by default. To measure something more, add it to Probe.note() or to
+# Telemetry.inspect(); to look on in another way, add a function to the list in Trainer.run().
 
 class Probe:
     """Measures one step, where it is asked to: seconds of its parts, sums of squares by parameter group."""
