@@ -332,7 +332,7 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
 
 def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> dict:
     """All that a run compiles, then all of it again, which must compile nothing; returns facts about the run."""
-    torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(f.__qualname__))
+    torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(getattr(f, "func", f).__qualname__))
     with ObservedMode(observer), values_are(True):
         trainer = make_trainer(cfg, observer, num_ranks)
     accum, rows = gpt.split_rows(cfg, 1, cfg.tokens_per_step)

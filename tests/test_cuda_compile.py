@@ -65,13 +65,14 @@ def test_segments_of_several_ranks_compile():
     assert figures["graphs"]["telemetry"] == 1
 
 
-@pytest.mark.slow
-def test_segments_of_the_newest_recipe_compile():
+@pytest.mark.parametrize("options", [
+    pytest.param(["--own"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all"])
+def test_segments_of_the_newest_recipe_compile(options):
     """With all its mechanisms, in five layers: what one segment computes, the others read. The head has two graphs more,
     for the one target of the last stage."""
     layers = json.dumps(list(map(dataclasses.asdict, gpt.SMALL_LAYERS)))
     figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
-                          "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096")
+                          "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096", *options)
     assert figures["graphs"]["training"] == 10 and figures["graphs"]["validation"] == 4
 
 
