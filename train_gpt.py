@@ -4029,14 +4029,6 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
     return {name: value for name, value in vars(values).items() if name not in flags}, flags
 
 
-def preset_overrides(name: str) -> dict:
-    """Merge a preset with its parents into one dict of option values."""
-    if name not in PRESETS:
-        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
-    parent, _, changes = PRESETS[name]
-    return {**(preset_overrides(parent) if parent else {}), **changes, "preset": name}
-
-
 def make_config(overrides: dict) -> Config:
     """Preset, overrides, what --without takes away, layers by pattern; InputError where they do not fit."""
     name = overrides.get("preset", "auto")
@@ -4045,7 +4037,13 @@ def make_config(overrides: dict) -> Config:
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    preset = {**vars(Config()), **preset_overrides(name)}
+    if name not in PRESETS:
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
+    preset, ancestor = {}, name
+    while ancestor:  # its parents' changes, where it makes none of its own
+        ancestor, _, changes = PRESETS[ancestor]
+        preset = {**changes, **preset}
+    preset = {**vars(Config()), **preset}
     values = {**preset, **overrides, "preset": name}
     if values["depth"]:
         preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
