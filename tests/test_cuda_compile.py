@@ -59,8 +59,7 @@ def test_every_kind_of_layer_compiles_for_hopper(options):
 def test_segments_of_several_ranks_compile():
     """Two graphs for each of three segments and the head; the small graphs of validation and of the measuring pass
     beside them. As rank 0 of two, whose messages are noted."""
-    figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off", "--telemetry_every=1",
-                          "--ranks=2")
+    figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off", "--telemetry_every=1", "--ranks=2", "--own")
     assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
     assert figures["graphs"]["telemetry"] == 1
 
