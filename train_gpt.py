@@ -2859,7 +2859,7 @@ def make_stage_inputs(state: StepState, num_tokens: int, period: int, rt: Runtim
     return StageInputs(
         windows if rt.use_flex else state.windows, *tables, scale.to(dtype),
         (is_fixed & (positions > 0)[:, None, None]).to(dtype), positions == 0, len(state.loss_weights),
-        state.stage.has_prefixes, None if rt.use_flex else period)
+        state.stage.prefix_weight != "0", None if rt.use_flex else period)
 
 # ==== TRAINING =============================================================================================
 # One step, the loop around it, and the run around the loop. The clock runs while the model trains, and
