@@ -1957,8 +1957,9 @@ class Rule:
         # On a CPU PyTorch's own kernel does all of a plain Adam update in an eighth of the time. It is told
         # a late step, at which it corrects no bias: ours is in the rate, as our epsilon needs it.
         if (self.direction is adam_direction and self.apply is apply_update and hyper.decay == "decoupled"
-                and lr.numel() == 1 and param.dtype == state["exp_avg"].dtype == wide_dtype(param)
-                and param.device.type == "cpu" and not torch.compiler.is_compiling()):
+                and lr.numel() == decay.numel() == 1 and param.device.type == "cpu"
+                and param.dtype == state["exp_avg"].dtype == wide_dtype(param)
+                and not torch.compiler.is_compiling()):
             rate = float(lr * hyper.bias_correction2.sqrt() / hyper.bias_correction1)
             torch._fused_adamw_(
                 [param], [grad * hyper.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
@@ -2880,7 +2881,7 @@ class Progress:
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
     loss_ema: float = math.nan  # telemetry
     num_actions: int = 0  # of the guard
-    num_lowered: int = 0  # precisions given up
+    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard gave up
     lr_scale: float = 1.0
     lr_scale_until: int = 0  # step
 
@@ -3048,6 +3049,8 @@ class Trainer:
                         guard.judge()
                     checkpoints.wait()
                     barrier(rt)  # patient: a slow disk is no stalled rank
+                    if status:  # and what was not to be saved has no memory of its own, and takes its time
+                        set_timeout(rt, PATIENCE)
                     optimizer.finish()
                     now = clock(rt.device)
                     progress.train_time, started, is_due = progress.train_time + now - started, now, False
@@ -3136,7 +3139,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                      corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
 
         # Train, and leave the result.
-        log.open_bar(trainer.progress)
+        log.start_training(trainer.progress)
         first_step, before = trainer.progress.step, trainer.optimizer.count_bytes()
         with stop.catch_signals():
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, vocabulary)
@@ -3725,7 +3728,8 @@ class Stop:
         """Raise RunStopped on every rank, with the command line that continues from the last checkpoint."""
         rt, argv = self.rt, list(self.argv)
         self.collect()
-        path = broadcast_object(checkpoints.wait(), rt)
+        path = checkpoints.wait() or next(iter(checkpoints.own), None)  # an older one, where that one failed
+        path = broadcast_object(path, rt)
         barrier(rt)  # a launcher ends all ranks when the first one leaves
         remedy = "no checkpoint"
         if path:
@@ -4506,7 +4510,7 @@ class RunLog:
         self.close_bar()
         if self.end_tracking:
             self.end_tracking()
-        if isinstance(error, RunError) and not isinstance(error, InputError):
+        if isinstance(error, RunError) and not (isinstance(error, InputError) and self.made):
             self._append(".txt", str(error))
         for file in self.files.values():
             file.close()
@@ -4528,8 +4532,9 @@ class RunLog:
             del self.files[suffix]
             print0(f"{file.name} cannot be written ({error.strerror}): training goes on without it", self.rt)
 
-    def open_bar(self, progress: Progress) -> None:
-        self.progress = progress
+    def start_training(self, progress: Progress) -> None:
+        """From here on files stay, whatever ends the run; and the bar is shown."""
+        self.progress, self.made = progress, []
         if show_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
                             dynamic_ncols=True)
@@ -4651,12 +4656,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed."""
+def read_checkpoint(path: Path, remedy: str = "name another one", is_checked: bool = True
+                    ) -> tuple[dict, dict[str, Tensor]]:
+    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed. Its
+    checksums, which need all of it, are checked unless told not to."""
     try:
         if not path.is_file():
             raise OSError("it is no file" if path.exists() else "it does not exist")
-        damaged = zipfile.ZipFile(path).testzip()  # torch.save() keeps a checksum of every member
+        damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() keeps one of every member
         if damaged:
             raise OSError(f"it is damaged: the checksum of {damaged} differs")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -4664,7 +4671,8 @@ def read_checkpoint(path: Path, remedy: str = "name another one") -> tuple[dict,
             raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
         facts, tensors = json.loads(content["facts"]), dict(content["tensors"])
         progress, kinds = Progress(**facts["progress"]), dict(
-            config=dict, optimizer_steps=int, world_size=int, script_sha256=str, val_points=list, run_id=str)
+            config=dict, optimizer_steps=int, world_size=int, script_sha256=str, val_points=list, run_id=str,
+            is_tied=bool)
         for name, value in {**{name: facts[name] for name in kinds}, "step": progress.step}.items():
             if not isinstance(value, kinds.get(name, int)) or isinstance(value, int) and value < 0:
                 raise ValueError(f"its {name} is {str(value)[:40]!r}")
@@ -4789,7 +4797,8 @@ def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
     return dict(config=plain_dict(cfg), defaults=plain_dict(Config()), item_defaults=items,
                 model_options=[field.name for field in dataclasses.fields(ModelConfig)],
                 progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
-                world_size=rt.world_size, script_sha256=hash_script()), copies
+                is_tied=optimizer.bucket_of["head.weight"].tied is not None, world_size=rt.world_size,
+                script_sha256=hash_script()), copies
 
 
 def make_staging(trainer: Trainer) -> None:
@@ -4805,6 +4814,11 @@ def load_state(trainer: Trainer, facts: dict, tensors: dict[str, Tensor]) -> Non
     """Continue where collect_state() was called, by any number of ranks; only rank 0 needs the tensors."""
     rt, optimizer, left = trainer.rt, trainer.optimizer, dict(tensors)
     optimizer.step_count = facts["optimizer_steps"]
+    if facts["is_tied"]:  # and stays so until the head's next update at least, however long the run is now
+        last = max(optimizer.last_tied_step, optimizer.step_count)
+        optimizer.last_tied_step = last + -(last + 1) % trainer.cfg.groups["head"].every
+    else:
+        optimizer.last_tied_step = min(optimizer.last_tied_step, optimizer.step_count - 1)
     optimizer.tie()
     for bucket in optimizer.buckets:
         for key in ("", *bucket.state):
@@ -4829,9 +4843,8 @@ def load_state(trainer: Trainer, facts: dict, tensors: dict[str, Tensor]) -> Non
     if "random/cuda" in tensors and rt.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], rt.device)
     trainer.progress = Progress(**facts["progress"])
-    lowered, trainer.progress.num_lowered = trainer.progress.num_lowered, 0
-    for _ in range(lowered):
-        lower_precision(trainer)
+    for name in trainer.progress.lowered:
+        lower_precision(trainer, [name])
 
 
 class Checkpoints:
@@ -4852,8 +4865,10 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self.log.rt.is_main and self.is_expected:
             self._lock(self.folder)
-        if self.log.is_continued:
-            self.own = list_checkpoints(self.folder)
+        for path in list_checkpoints(self.folder) if self.log.rt.is_main and self.log.is_continued else ():
+            with suppress(InputError):  # damaged: nobody's
+                facts, _ = read_checkpoint(path, is_checked=False)
+                self.own += [path] * (facts["run_id"] == self.log.run_id)
         return self
 
     def __exit__(self, *_) -> None:
@@ -4890,8 +4905,9 @@ class Checkpoints:
             path = self.folder / f"step_{step:06d}.pt"
             content = dict(format=CHECKPOINT_FORMAT, facts=facts,
                            tensors={name: copy.read() for name, copy in copies.items()})
-            self.log.leave_script(Path(self.log.cfg.logs_dir))  # with which it can be read for ever
             write_atomic(path, lambda file: torch.save(content, file))
+            with suppress(OSError):  # of a disk that the log has named
+                self.log.leave_script(Path(self.log.cfg.logs_dir))  # with which it can be read for ever
             self.own = [path, *(other for other in self.own if other != path)]
             for old in (*self.own[self.KEPT :], *self.folder.glob(".step_*.partial")):  # of killed runs
                 old.unlink(missing_ok=True)
@@ -4941,6 +4957,7 @@ def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str
                          "name another one", of_one_rank=True) from error
     trainer.progress.resumed_at.append(trainer.progress.step)
     others = list_differences(read_config(path, facts), trainer.cfg, FREE_OPTIONS - {"seed"})
+    others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in trainer.progress.lowered]
     return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
 
 
@@ -5074,23 +5091,24 @@ def check_ranks(optimizer: Optimizer) -> None:
                        f"in {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
-def lower_precision(trainer: Trainer) -> str:
-    """Give up the next low precision; says which, or nothing where none is left."""
-    model = trainer.model
-    if "fp8_head" in model.fp8:
-        model.set_fp8(model.fp8 - {"fp8_head"})
-        lowered = "the head leaves FP8"
-    elif model.fp8:
-        model.set_fp8(frozenset())
-        lowered = "the linears leave FP8"
-    elif trainer.rt.dtype == torch.bfloat16:
+LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave FP8",
+                  "bfloat16": "activations become float32"}
+
+
+def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
+    """Give up the first of these low precisions that is in use; says so, or nothing where none is."""
+    model, progress = trainer.model, trainer.progress
+    in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
+    name = next((name for name in names if name in in_use), "")
+    if name == "bfloat16":
         trainer.rt = trainer.optimizer.rt = dataclasses.replace(trainer.rt, dtype=torch.float32)
-        model.dtype, lowered = torch.float32, "activations become float32"
+        model.dtype = torch.float32
         trainer.stage_inputs.clear()
-    else:
-        return ""
-    trainer.progress.num_lowered += 1
-    return lowered
+    elif name:
+        model.set_fp8(model.fp8 - {"fp8_head"} if name == "fp8_head" else model.fp8 & {"fp8_head"})
+    if name and name not in progress.lowered:
+        progress.lowered.append(name)
+    return LOW_PRECISIONS.get(name, "")
 
 
 class Guard:
@@ -5120,7 +5138,8 @@ class Guard:
     def end_step(self, loss: Tensor, probe: Probe, _elapsed: float = 0.0) -> None:
         """Judge the step before this one; take a snapshot where one is due."""
         trainer, step, squares = self.trainer, self.trainer.progress.step, probe.sums[:, 0]  # by group
-        sums = torch.stack((loss / trainer.rt.world_size, squares @ self.steady, squares.sum()))
+        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # of all targets: stages differ
+        sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
         self.pending.append((step, HostCopy(all_reduce_sum(sums, trainer.rt))))
         self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
         if not self.is_snapshot_due or not trainer.optimizer.is_settled():
@@ -5128,7 +5147,8 @@ class Guard:
         elif self.judge():
             self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
             self.is_snapshot_due = False
-            set_timeout(trainer.rt, datetime.timedelta(seconds=trainer.cfg.comm_timeout))
+            if not (trainer.progress.lowered and trainer.rt.use_compile):  # later stages are compiled anew
+                set_timeout(trainer.rt, datetime.timedelta(seconds=trainer.cfg.comm_timeout))
 
     def judge(self, but: int = 0) -> bool:
         """Judge all steps but the last few; True if no judged step was bad."""

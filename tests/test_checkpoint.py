@@ -538,6 +538,50 @@ def test_runs_that_are_stopped_one_after_another_keep_what_they_left(shards, her
     assert script.read_bytes() == SCRIPT.read_bytes()
 
 
+def test_a_run_that_goes_on_deletes_its_own_checkpoints_only(shards, here, monkeypatch, capsys):
+    """Another one of its name and seed has left two there; its own first one is deleted, as the newest two stay."""
+    run(shards, "--num_iterations=10", "--checkpoint_every=5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt.Stop, "agree", lambda _: 143)
+        assert run(shards, "--num_iterations=400", "--val_loss_every=0", status=143) is None
+    args = ["--num_iterations=9", "--checkpoint_every=3", "--resume=checkpoints/smoke_seed0/step_000001.pt"]
+    run(shards, *args)
+    left = sorted(path.name for path in Path("checkpoints/smoke_seed0").iterdir())
+    assert left == [f"step_{step:06d}.pt" for step in (5, 6, 9, 10)]
+
+
+def refuse_to_write(monkeypatch, is_refused) -> None:
+    """A full disk, for some paths."""
+    real = gpt.write_atomic
+
+    def write_atomic(path, data):
+        if is_refused(path):
+            raise OSError(28, "No space left on device", str(path))
+        real(path, data)
+
+    monkeypatch.setattr(gpt, "write_atomic", write_atomic)
+
+
+def test_a_full_disk_of_logs_prevents_no_checkpoint(shards, here, monkeypatch, capsys):
+    refuse_to_write(monkeypatch, lambda path: path.parent.name == "logs")
+    args = [*TINY, *data_args(shards), "--num_iterations=6", "--checkpoint_every=3", "--checkpoint_dir=other"]
+    assert gpt.main(args) == 1
+    out, errors = capsys.readouterr()
+    assert "no checkpoint" not in out and "this run is not recorded: logs cannot be written" in errors
+    assert sorted(path.name for path in Path("other/smoke_seed0").iterdir()) == ["step_000003.pt", "step_000006.pt"]
+
+
+def test_where_the_last_checkpoint_fails_the_one_before_is_named(shards, here, monkeypatch, capsys):
+    refuse_to_write(monkeypatch, lambda path: path.name == "step_000005.pt")
+    count = iter(range(1, 99))
+    monkeypatch.setattr(gpt.Stop, "agree", lambda _: 143 if next(count) >= 5 else 0)
+    args = ["--num_iterations=400", "--val_loss_every=0", "--checkpoint_every=4"]
+    assert run(shards, *args, status=143) is None
+    out, errors = capsys.readouterr()
+    assert "no checkpoint of step 5: checkpoints/smoke_seed0 cannot be written (No space left on device)" in out
+    assert re.search(r"stopped by SIGTERM after step 5 of 400: continue with: .*smoke_seed0/step_000004.pt$", errors)
+
+
 @pytest.mark.parametrize("how", ["vanish", "become a file"])
 def test_folders_that_change_while_training(shards, here, monkeypatch, capsys, how):
     """Vanished folders are made anew, for the result and the next checkpoint; where a file stands in their place, the

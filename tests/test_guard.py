@@ -276,6 +276,14 @@ def test_what_counts_as_a_fault(text):
     assert guard._find_fault(2.999, 10.01) == "gradient norm 10.01 exceeds 10"
 
 
+def test_more_targets_are_no_fault(text, tmp_path, monkeypatch):
+    """The loss is the sum over targets: a stage with twice the weight has twice the loss, and trains as well."""
+    monkeypatch.chdir(tmp_path)
+    stages = [dict(duration=1, window_long=256, window_short=128, loss_weights=weights) for weights in ("1", "1 1")]
+    _, events = run(text, f"--stages={json.dumps(stages)}", "--num_iterations=60")
+    assert events == []
+
+
 def test_a_snapshot_must_have_proved_itself(text):
     """After a fault in step 12 the snapshot of step 10 is too young; the one of step 0 returns, and stays."""
     guard, trainer, log = make_guard(text)

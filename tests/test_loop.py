@@ -307,6 +307,25 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
         torch.zeros(2) @ torch.zeros(3, 3)  # other errors pass
 
 
+def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monkeypatch):
+    """Bad input leaves nothing behind; but what four steps have measured is the user's."""
+    monkeypatch.chdir(tmp_path)
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.log.progress.step == 4:
+            torch.empty(2**60)
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    args = ["--preset=smoke", "--device=cpu", "--warmup_iterations=0", "--telemetry_every=2"]
+    assert gpt.main([*args, *data_args(shards)]) == 2
+    measured, log = sorted((tmp_path / "logs").iterdir())
+    assert log.read_text().splitlines()[-1].startswith("out of memory with --micro_batch_tokens=1024")
+    events = map(json.loads, measured.read_text().splitlines())
+    assert [(e["event"], e["step"]) for e in events] == [("validation", 0), ("telemetry", 2), ("telemetry", 4)]
+
+
 def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError), gpt.RunLog(smoke_config(shards), make_runtime(), []) as log:

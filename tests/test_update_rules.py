@@ -412,15 +412,15 @@ def test_the_fused_form_of_adam_is_the_rule(dtype, error, monkeypatch):
         assert torch.allclose(ours, plain, rtol=error, atol=error)
     assert not torch.equal(results[0][0], torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).flatten())
 
-    def fits(rule="adamw", size=1, like=param, **changes) -> bool:
+    def fits(rule="adamw", size=1, like=param, num_decays=1, **changes) -> bool:
         """Whether an update is made by the kernel."""
-        before, like, one = len(calls), like.clone(), torch.ones(size).to(dtype)
+        before, like, one, decay = len(calls), like.clone(), *(torch.ones(n).to(dtype) for n in (size, num_decays))
         state = gpt.RULES[rule].init_state(like)
-        gpt.RULES[rule].update(like, torch.ones_like(like), state, one, one, make_hyper(**changes))
+        gpt.RULES[rule].update(like, torch.ones_like(like), state, one, decay, make_hyper(**changes))
         return len(calls) > before
 
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **more: calls.append(1))
     matrices = param.view(1, 64, 3)
-    assert fits() and not fits(decay="cautious") and not fits(size=192)
+    assert fits() and not fits(decay="cautious") and not fits(size=192) and not fits(num_decays=192)
     assert not fits("adamh", like=matrices) and not fits("muon", like=matrices)
     assert not fits(like=param.bfloat16())

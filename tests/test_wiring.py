@@ -48,6 +48,14 @@ def trainer_batches(trainer):
     )
 
 
+def load_from(trainer, shards, **changes):
+    """Another trainer, of other options, which goes on where this one stands."""
+    facts, copies = gpt.collect_state(trainer)
+    other, step, close = make_trainer(shards, **changes)
+    gpt.load_state(other, facts, {name: copy.read() for name, copy in copies.items()})
+    return other, step, close
+
+
 # ---- clock, result ----------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +148,50 @@ def test_a_snapshot_returns_exactly(shards):
     assert trainer.optimizer.step_count == 0 and all(map(torch.equal, trainer.tensors(), before))
     assert trainer.scales.sent is None and not any(trainer.scales.largest)
     close()
+
+
+def test_what_is_tied_stays_so_when_a_run_goes_on_with_another_length(shards):
+    """Tied for half of 12 steps. After four of them another run of 6 still has one parameter for both, and unties with
+    the state, as one of 12 does; after eight a run of 24 has two, and the embedding keeps what it has learned."""
+    options = dict(tie_head="on", untie_frac=0.5)
+    trainer, step, close = make_trainer(shards, num_iterations=12, **options)
+    for _ in range(4):
+        step()
+    shorter, step_shorter, close_shorter = load_from(trainer, shards, num_iterations=6, **options)
+    head, embed = (shorter.optimizer.bucket_of[name] for name in ("head.weight", "embed"))
+    assert head is embed and head.tied.name == "embed"
+    step_shorter()
+    embed = shorter.optimizer.bucket_of["embed"]
+    assert head.tied is None and torch.equal(embed.values, head.values)
+    assert embed.state.keys() == {"exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(embed.state[key], head.state[key]) and embed.state[key].any() for key in embed.state)
+    for _ in range(4):
+        step()
+    longer, step_longer, close_longer = load_from(trainer, shards, num_iterations=24, **options)
+    before = (longer.model.embed - longer.model.head.weight).norm().item()
+    step_longer()
+    after = (longer.model.embed - longer.model.head.weight).norm().item()
+    assert before > 0.1 and after > before / 2  # and not the head's copy again
+    for end in (close, close_shorter, close_longer):
+        end()
+
+
+def test_a_precision_that_was_given_up_is_the_one_that_stays_so(shards):
+    """The head's FP8 was; where it is off anyhow, bfloat16 goes on, and so does what else is in FP8."""
+    wide = dict(fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
+    trainer, _, close = make_trainer(shards, **wide)
+    trainer.model.set_fp8(frozenset(gpt.FP8_OPTIONS))
+    assert gpt.lower_precision(trainer) == "the head leaves FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp"}
+    other, _, close_other = load_from(trainer, shards, **wide)
+    assert other.progress.lowered == ["fp8_head"] and other.model.fp8 == {"fp8_mlp"}
+    other.rt = other.optimizer.rt = make_runtime(dtype=torch.bfloat16)
+    other.model.set_fp8(frozenset(gpt.FP8_OPTIONS))
+    said = [gpt.lower_precision(other, ["fp8_head"]), *(gpt.lower_precision(other) for _ in range(3))]
+    assert said == ["the head leaves FP8", "the linears leave FP8", "activations become float32", ""]
+    assert other.progress.lowered == ["fp8_head", "fp8", "bfloat16"] and other.model.fp8 == frozenset()
+    assert other.rt.dtype == other.model.dtype == torch.float32
+    close()
+    close_other()
 
 
 def test_random_state_goes_on_where_it_was_saved(shards):
