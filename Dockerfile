@@ -1,6 +1,6 @@
 # A reproducible environment for train_gpt.py. Build and run:
 #   docker build -t train_gpt .
-#   docker run --gpus all --ipc=host -v "$PWD":/workspace train_gpt ./run.sh
+#   docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD":/workspace train_gpt ./run.sh
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -18,7 +18,9 @@ RUN python3 -m venv /opt/venv \
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 
-RUN useradd --create-home --uid 10001 trainer
+# whoever runs it: compilers keep their caches under HOME and ask for the USER's name
+ENV HOME=/tmp USER=trainer
+RUN useradd --uid 10001 trainer
 USER 10001
 WORKDIR /workspace
 COPY --chown=trainer . .

@@ -67,6 +67,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -235,7 +236,7 @@ class ModelConfig:
     tie_head: str = choice("off", "head and token embedding are kept equal, by the head's options")
     embed_dtype: str = choice("bfloat16", "embedding, head, gate storage", "bfloat16", "float32")
     matrix_dtype: str = choice("float32", "matrix storage", "float32", "bfloat16")
-    init_std: float = option(0.5, "standard deviation of matrices at first, times sqrt(fan-in)", 0.0)
+    init_std: float = option(0.5, "sqrt(fan-in) times the standard deviation of matrices at first", 0.0)
     embed_std: float = option(1.0, "standard deviation of the embedding at first", 0.0)
     value_embed_std: float = option(1.0, "the same of the value embeddings", 0.0)
     zero_init: str = choice("on", "matrices that write into the residual stream begin at zero; mlp: those "
@@ -2640,8 +2641,9 @@ class ValData:
             missing -= len(pieces[-1])
         if missing:
             most = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
+            remedy = f"at most --val_tokens={most}" if most else "more text, or a shorter --val_seq_len"
             raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
-                             f"--val_tokens={cfg.val_tokens} + 1: give at most --val_tokens={most}")
+                             f"--val_tokens={cfg.val_tokens} + 1: give {remedy}")
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
@@ -4013,7 +4015,8 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         section = parser.add_argument_group(part.__doc__.strip().rstrip("."))
         for field in dataclasses.fields(part):
             meta, is_json = field.metadata, field.name in ("layers", "stages")
-            kind = "|".join(list_choices(field)) or getattr(TYPES[field.name], "__name__", "str").upper()
+            kind = {int: "INT", float: "FLOAT", str: "TEXT"}.get(TYPES[field.name], "A,B")
+            kind = "|".join(list_choices(field)) or kind
             shown = [] if is_json or field.default == "" else [f"[{show_value(field.default)}]"]
             bounds = (("at least", meta["low"]), ("at most", meta["high"]))
             shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
@@ -4137,8 +4140,9 @@ def check_config(cfg: Config) -> None:
         (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
                                                      f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}"),
         (cfg.micro_batch_tokens >= longest,
-         f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len="
-         f"{longest}: shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"),
+         f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len={longest}"
+         + (f": give --micro_batch_tokens={longest}, or shorten seq_len in --stages" if longest > cfg.seq_len
+            else f": shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}")),
         (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
         *((len(group.betas) == 2, f"--{name}_betas is empty: give two numbers as a,b")
           for name, group in cfg.groups.items()),
@@ -5329,8 +5333,9 @@ def run(argv: list[str]) -> int:
                              "checkpoint with --sample")
     if "list_presets" in flags:
         for name, (parent, meaning, _) in PRESETS.items():
-            print(f"{name:<8} {meaning}{f' (from {parent})' if parent else ''}")
-        print(f"\nmechanisms of --without and --only_with: {', '.join(MECHANISMS)}")
+            print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
+        names = textwrap.fill(", ".join(MECHANISMS), 109)
+        print(f"\nmechanisms of --without and --only_with; docs/inside.md says what each is:\n{names}")
     elif "print_config" in flags:
         cfg = make_config(values)
         print(json.dumps({**plain_dict(cfg), "derived": derive(cfg, env_int("WORLD_SIZE", 1))}, indent=1))

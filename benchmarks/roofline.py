@@ -10,6 +10,7 @@ it the order of the parts and the ratio of two versions, not the milliseconds.
 
 import collections
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ DEVICES = {
 
 def load(card: str, folder: Path, options: list[str]) -> dict:
     """What tests/cuda_compile.py wrote for a card; compiled now where the folder does not have it."""
-    path = folder / f"{card}.json"
+    path = folder / f"{'_'.join([card, *(re.sub('[^a-z0-9]+', '-', option) for option in options)])}.json"
     if not path.exists():
         print(f"compiling for {card} ...", file=sys.stderr, flush=True)
         command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, f"--json={path}", *options]

@@ -241,10 +241,13 @@ def main(argv: list[str] | None = None) -> int:
         cfg = gpt.make_config({"preset": preset})
         seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
         val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
+        rows = max(1, (tokens["train"] - 1) // cfg.seq_len)  # at least, of one epoch
+        epochs = -(-gpt.Schedule(cfg).total_tokens() // (rows * cfg.seq_len))
+        more = f"--epochs={epochs} " if preset == "quick" and epochs > cfg.epochs else ""
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
                          for split in tokens)
         print(f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
-              f"--val_tokens={val_tokens} {files}")
+              f"--val_tokens={val_tokens} {more}{files}")
         return 0
 
     return gpt.run_guarded(body, "text.py")

@@ -360,13 +360,17 @@ def format_target(setting: results.Record, target: float, records: list[results.
 def format_lines(rungs: list[Rung], setting: results.Record, ladder_target: float, target: float,
                  records: list[results.Record]) -> str:
     """What the README says of the ladder."""
+    ladder_tokens, target_tokens = (record.results[0]["config"]["derived"]["train_tokens"]
+                                    for record in (rungs[-1].record, setting))
+    ratio = target_tokens / ladder_tokens
     helps, hurts, others = map([judge(rung.effect) for rung in rungs].count,
                                ("helps", "hurts", "no effect shown"))
     return (f"{MARKS[0]}\n{README_PICTURE}\n"
             f"Track `{setting.results[0]['track']}` asks for a loss of {target:g} nats per byte.\n\n"
             f"{format_claims(records, target, 'records/')}\n"
-            f"The first rung of the ladder, AdamW with rotary positions, takes {time_runs(setting):.0f} s "
-            f"to {ladder_target:g}.\nAt equal tokens its loss is {rungs[0].summary.mean:.2f}, and that of "
+            f"The recipe of the ladder's first rung, AdamW with rotary positions, takes "
+            f"{time_runs(setting):.0f} s to {ladder_target:g},\nwith {ratio:.0f} times the tokens of the "
+            f"rungs. At equal tokens its loss is {rungs[0].summary.mean:.2f}, and that of "
             f"the last rung is {rungs[-1].summary.mean:.2f}.\nOf the rungs after it {helps} help at this "
             f"scale and {hurts} {'hurts' if hurts == 1 else 'hurt'}, each against the one before. Of the "
             f"other {others} no effect is shown\n([records/README.md](records/README.md)).\n{MARKS[1]}")

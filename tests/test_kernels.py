@@ -209,6 +209,7 @@ def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, says, name
     assert choose("float32", "bfloat16")[0] == torch.float32
 
 
+@pytest.mark.recipe  # one of the kernels is ReLU^2
 def test_training_with_the_kernels_is_training_without(shards):
     """Two steps in float32; the kernels add in another order, which Adam's epsilon of 1 keeps small.
 
