@@ -50,7 +50,8 @@ DEVICES = {
 
 def load(card: str, folder: Path, options: list[str]) -> dict:
     """What tests/cuda_compile.py wrote for a card; compiled now where the folder does not have it."""
-    path = folder / f"{'_'.join([card, *(re.sub('[^a-z0-9]+', '-', option) for option in options)])}.json"
+    names = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
+    path = folder / f"{'_'.join([card, *names])}.json"
     if not path.exists():
         print(f"compiling for {card} ...", file=sys.stderr, flush=True)
         command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, f"--json={path}", *options]

@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +215,19 @@ def test_the_gpu_day_says_that_there_is_no_gpu(tmp_path, monkeypatch, capsys):
     assert gpu.main() == 2
     err = capsys.readouterr().err
     assert "use --rehearse" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_roofline_reads_what_was_compiled_with_the_same_options(tmp_path, monkeypatch):
+    def compile_now(command, **_):
+        (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")]
+        Path(path).write_text(json.dumps(command[2:3] + command[4:]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(roofline.subprocess, "run", compile_now)
+    for options in ([], ["--preset=frontier"], ["--preset=frontier", "--segments=3"], []):
+        assert roofline.load("h200", tmp_path, options) == ["h200", *options]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "h200.json", "h200_preset-frontier.json", "h200_preset-frontier_segments-3.json"]
 
 
 def test_the_roofline_adds_up(tmp_path):
