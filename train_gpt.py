@@ -225,7 +225,7 @@ class ModelConfig:
     """Shape of the network."""
 
     depth: int = option(0, "layers from which shape, batch, steps and rates follow; 0: their options", 0, 64)
-    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1)
+    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1, 1e6)
     num_layers: int = option(12, "layers", 1, 1000)
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
@@ -3119,7 +3119,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         rt = choose_precision(cfg, rt, activations)
 
     log = RunLog(cfg, rt, argv, saved and saved[1])
-    checkpoints = Checkpoints(cfg, log)
+    log.facts["corpus_fingerprint"] = fingerprint((*train_data.shards, *val_data.shards))
+    checkpoints = Checkpoints(cfg, log, train_data.shards[0].bos)
     with ExitStack() as stack, explain_memory(cfg):
         share_errors(lambda: [stack.enter_context(part) for part in (log, checkpoints)], rt)
         log.print(intro, to_console=False)
@@ -3137,8 +3138,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
         facts = dict(config={**plain_dict(cfg), "derived": derived},
-                     compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s,
-                     corpus_fingerprint=fingerprint((*train_data.shards, *val_data.shards)))
+                     compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
 
         # Train, and leave the result.
         log.start_training(trainer.progress)
@@ -4053,6 +4053,9 @@ def make_config(overrides: dict) -> Config:
     preset = {**vars(Config()), **preset}
     values = {**preset, **overrides, "preset": name}
     if values["depth"]:
+        if values["tokens_per_param"] != Config.tokens_per_param and "num_iterations" in overrides:
+            raise InputError(f"--tokens_per_param={values['tokens_per_param']} and --num_iterations="
+                             f"{values['num_iterations']} both say how long to train: give one of them")
         preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
         values = {**preset, **overrides, "preset": name}
     elif "matrix_lr" not in overrides:
@@ -4076,16 +4079,19 @@ def make_config(overrides: dict) -> Config:
                              f"{suggest(mechanism, MECHANISMS)} (--list_presets)")
     kept, before = named["only_with"] or MECHANISMS, dict(values)
     for mechanism in MECHANISMS:
-        if mechanism in kept and mechanism not in named["without"]:
+        is_kept = mechanism in kept and mechanism not in named["without"]
+        if is_kept and mechanism not in named["only_with"]:
             continue
         changes = {key: new if callable(new) else lambda _value, new=new: new
                    for key, new in MECHANISMS[mechanism].items()
                    if key not in overrides or key in ("layers", "stages")}
         if len(changes) == len(MECHANISMS[mechanism]) and all(
                 change(before[key]) == before[key] for key, change in changes.items()):
-            if mechanism in named["without"]:
-                raise InputError(f"--without={values['without']}: preset {name} has no {mechanism}: leave "
-                                 "it out")
+            for field in [field for field, names in named.items() if mechanism in names]:
+                raise InputError(f"--{field}={values[field]}: preset {name} has no {mechanism}: leave it "
+                                 "out")
+            continue
+        if is_kept:
             continue
         values.update({key: change(values[key]) for key, change in changes.items()})
     for key, value in values.items():
@@ -4336,6 +4342,7 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
 
 def check_writable(folder: Path, remedy: str) -> None:
     """Raise InputError where a folder cannot be made: tries it beside its place, and leaves nothing."""
+    folder = Path(os.path.abspath(folder))  # ".." behind what is not there yet
     place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryDirectory(dir=place) as trial:
@@ -4367,6 +4374,8 @@ def check_record(cfg: Config, folder: Path, machine: dict | None = None) -> str:
             others = list_differences(config_from_dict(result["config"]), cfg, FREE_OPTIONS)
             theirs, activations = result["hardware"], result["hardware"]["activations"]
             if machine:
+                if result.get("corpus_fingerprint") != machine.get("corpus_fingerprint"):
+                    others.append("its data were others")
                 ours = {**machine["hardware"], "torch": machine["versions"]["torch"]}
                 theirs = {**theirs, "torch": result["versions"]["torch"]}
                 others += [f"{name} was {theirs[name]}, here {ours.get(name)}" for name in MACHINE_FACTS
@@ -4475,8 +4484,9 @@ class RunLog:
         self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
         self.folder = choose_folder(cfg)
-        self.is_continued = bool(resumed) and resumed["script_sha256"] == self.facts["script_sha256"] and (
-            not Path(self.folder, f"{resumed['run_id']}.json").exists())
+        is_same = bool(resumed) and resumed["script_sha256"] == self.facts["script_sha256"]
+        self.is_continued = is_same and not any(Path(place, f"{resumed['run_id']}.json").exists()
+                                                for place in (self.folder, cfg.logs_dir))
         if self.is_continued:  # the same run: its log continues
             self.run_id = resumed["run_id"]
 
@@ -4581,7 +4591,7 @@ class RunLog:
         commit = ""
         with suppress(OSError):  # outside a repository it is empty
             commit = subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], capture_output=True,
-                                    text=True).stdout.strip()
+                                    text=True, cwd=Path(__file__).resolve().parent).stdout.strip()
         config, derived, rt = result["config"], result["config"]["derived"], self.rt
         result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
                       seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
@@ -4676,7 +4686,7 @@ def read_checkpoint(path: Path, remedy: str = "name another one", is_checked: bo
         facts, tensors = json.loads(content["facts"]), dict(content["tensors"])
         progress, kinds = Progress(**facts["progress"]), dict(
             config=dict, optimizer_steps=int, world_size=int, script_sha256=str, val_points=list, run_id=str,
-            is_tied=bool)
+            is_tied=bool, bos=int)
         for name, value in {**{name: facts[name] for name in kinds}, "step": progress.step}.items():
             if not isinstance(value, kinds.get(name, int)) or isinstance(value, int) and value < 0:
                 raise ValueError(f"its {name} is {str(value)[:40]!r}")
@@ -4860,8 +4870,8 @@ class Checkpoints:
 
     KEPT = 2
 
-    def __init__(self, cfg: Config, log: RunLog):
-        self.folder, self.log, self.is_broken = name_checkpoints(cfg), log, False
+    def __init__(self, cfg: Config, log: RunLog, bos: int):
+        self.folder, self.log, self.bos, self.is_broken = name_checkpoints(cfg), log, bos, False
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.locks, self.own = ExitStack(), []  # files that this run has written, the newest first
         self.is_expected = bool(cfg.checkpoint_every or cfg.time_limit or cfg.resume)
@@ -4887,7 +4897,7 @@ class Checkpoints:
 
     def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
         self.wait()
-        facts.update(val_points=self.log.val_points, run_id=self.log.run_id,
+        facts.update(val_points=self.log.val_points, run_id=self.log.run_id, bos=self.bos,
                      activations=self.log.facts["hardware"]["activations"])
         if copies:  # on rank 0
             self.writing = self.executor.submit(self._write, step, json.dumps(facts), copies)
@@ -5305,7 +5315,7 @@ def write_sample(values: dict) -> None:
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    model, cfg, rt, _ = load_model(Path(values["sample"]), {"seed": 0, **values})
+    model, cfg, rt, facts = load_model(Path(values["sample"]), {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
         prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
@@ -5316,7 +5326,7 @@ def write_sample(values: dict) -> None:
                          "tokenizer is at hand: pip install tiktoken, or give ids") from None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
-    for token in generate(model, prompt, tokenizer.bos if tokenizer else 50256, cfg, rt):
+    for token in generate(model, prompt, facts["bos"], cfg, rt):
         print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
     print()
 

@@ -109,16 +109,19 @@ class Subject:
 
     def measure(self) -> dict:
         """The figures of all steps so far."""
-        cfg, rt, median = self.cfg, self.rt, statistics.median(self.seconds)
+        cfg, rt, spans = self.cfg, self.rt, self.trainer.schedule.spans()
         tokens = self.trainer.schedule.total_tokens() / cfg.num_iterations  # of a step, on average
         flops = gpt.count_flops(cfg) * tokens
-        stages = {
-            f"windows {stage.window_long}/{stage.window_short}": 1e3 * statistics.median(self.seconds[a:b])
-            for stage, a, b in self.trainer.schedule.spans()}
+        medians = [statistics.median(self.seconds[a:b]) for _, a, b in spans]
+        # stages have steps of different sizes, so their medians count by their steps
+        mean = sum(median * (b - a) for median, (_, a, b) in zip(medians, spans)) / cfg.num_iterations
+        stages = {f"{number}: windows {stage.window_long}/{stage.window_short}": 1e3 * median
+                  for number, (median, (stage, _, _)) in enumerate(zip(medians, spans), 1)}
         low, _, high = statistics.quantiles(self.seconds, n=4)
-        return dict(ms_per_step=1e3 * median, quartiles_ms=[1e3 * low, 1e3 * high], ms_by_stage=stages,
-                    tokens_per_s=round(tokens / median),
-                    mfu=flops / median / (rt.peak_flops * rt.world_size), matmul_tflops=rt.peak_flops / 1e12,
+        return dict(ms_per_step=1e3 * statistics.median(self.seconds), quartiles_ms=[1e3 * low, 1e3 * high],
+                    ms_by_stage=stages,
+                    tokens_per_s=round(tokens / mean),
+                    mfu=flops / mean / (rt.peak_flops * rt.world_size), matmul_tflops=rt.peak_flops / 1e12,
                     tflop_per_step=flops / 1e12, peak_memory_mib=gpt.read_peak_memory_mib(rt),
                     warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
                     data_wait_ms=1e3 * self.batches.waited / len(self.seconds))

@@ -35,11 +35,12 @@ GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 
 
 def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every text file in files and folders; files with a NUL byte are not text.
+    """Name and content of every text file in files and folders; files with a NUL byte are not text: passed
+    over in folders, and refused where they are named.
 
     Pipes and devices, which may never end, are passed over in folders and refused by themselves.
     """
-    files = []
+    files, named = [], {path for path in paths if path.is_file()}
     for path in paths:
         if not path.is_dir() and not path.is_file():
             problem = "is neither a file nor a folder" if path.exists() else "does not exist"
@@ -53,6 +54,9 @@ def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
         except OSError as error:
             raise gpt.InputError(f"{file} cannot be read ({error.strerror}): mend its permissions, or give "
                                  "others") from None
+        if b"\0" in text and file in named:
+            raise gpt.InputError(f"{file} has a NUL byte, so it is no text in UTF-8: convert it, as with "
+                                 "iconv, or leave it out")
         if text and b"\0" not in text:
             yield name, text
 
@@ -93,6 +97,15 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     if others:
         raise gpt.InputError(f"{others[0]} is in the way: {out}/corpus.json does not list it, so it is not "
                          "replaced: choose another folder, or move it away")
+    listing = out / "corpus.json"
+    if listing.is_file() and listing.stat().st_size and not own:
+        try:
+            content = json.loads(listing.read_text())
+        except (OSError, ValueError):  # damaged
+            content = None
+        if isinstance(content, dict) and content and not {"files", "tokens", "source"} & content.keys():
+            raise gpt.InputError(f"{listing} is in the way: it is no list of a corpus, so it is not "
+                                 "replaced: choose another folder, or move it away")
     remedy = "free space or mend its permissions, or choose another folder (data/text.py --out DIR)"
     gpt.check_writable(out, remedy)
     splits = split_documents(texts, encode, bos, doc_bytes)
@@ -237,16 +250,19 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
-        preset = "quick" if tokens["train"] < 2_000_000 else "auto"
+        needed = gpt.Schedule(gpt.make_config({"preset": "track_1"})).total_tokens()
+        preset = ("quick" if tokens["train"] < 2_000_000 else "laptop" if tokens["train"] < needed else
+                  "track_1")
         cfg = gpt.make_config({"preset": preset})
         seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
         val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
         rows = max(1, (tokens["train"] - 1) // cfg.seq_len)  # at least, of one epoch
         epochs = -(-gpt.Schedule(cfg).total_tokens() // (rows * cfg.seq_len))
-        more = f"--epochs={epochs} " if preset == "quick" and epochs > cfg.epochs else ""
+        more = f"--epochs={epochs} " if epochs > cfg.epochs else ""
+        launch = "./run.sh" if preset == "track_1" else "NPROC=1 ./run.sh"  # a step too small to share
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
                          for split in tokens)
-        print(f"train on it: ./run.sh --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
+        print(f"train on it: {launch} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
               f"--val_tokens={val_tokens} {more}{files}")
         return 0
 

@@ -19,6 +19,8 @@ import results
 
 import train_gpt as gpt
 
+OWN_OPTIONS = {"preset", "without", "only_with", "seed", "logs_dir", "record", "records_dir"}
+
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Final validation loss by seed."""
@@ -63,7 +65,14 @@ def main() -> None:
     for name in set(names) - set(gpt.MECHANISMS):
         raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
                                   f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
-    kind = hashlib.sha256(source + args.preset.encode() + shlex.join(args.extra).encode()).hexdigest()[:12]
+    for word in args.extra:  # of these each run has its own, and the last one of a command line counts
+        if (name := word.partition("=")[0].lstrip("-").replace("-", "_")) in OWN_OPTIONS:
+            raise results.RecordError(f"--extra={word} would replace what a run here is told: leave it out"
+                                      + ", and name mechanisms with --mechanisms" * (name == "without"))
+    # runs of another script, options or machine, whose PyTorch is also the text, have a folder of their own
+    machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
+    kind = "\n".join([args.preset, shlex.join(args.extra), machine]).encode()
+    kind = hashlib.sha256(source + kind).hexdigest()[:12]
     folders = {name: args.logs_dir.resolve() / kind / name for name in ("nothing", *names)}
     options = {name: [f"--preset={args.preset}", f"--logs_dir={folder}", *args.extra,
                       *([f"--without={name}"] if name in names else [])] for name, folder in folders.items()}

@@ -388,6 +388,9 @@ def main() -> int:
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS)
     parser.add_argument("--readme", type=Path, default=results.ROOT / "README.md")
     args, refused = parser.parse_args(), []
+    if not args.readme.exists() or any(args.readme.read_text().count(mark) != 1 for mark in MARKS):
+        raise results.RecordError(f"--readme={args.readme} has no place for the lines: put a line "
+                                  f"{MARKS[0]} and a line {MARKS[1]} into it")
     text, lines, picture = make_readme(args.records_dir, refused.append)
     for line in refused:
         results.leave_out(line)

@@ -124,13 +124,17 @@ def find_misfit(result: dict, first: dict, digest: str) -> str:
     """Why a run is not of the kind of a folder's first run and script; empty where it is."""
     if result["script_sha256"] != digest:
         return f"mixes scripts: seed {result['seed']} is of another train_gpt.py than the folder's"
-    for what, facts in (("configs", settings), ("machines", describe_machine)):
+    for what, facts in (("configs", settings), ("machines", describe_machine), ("data", describe_data)):
         here, there = facts(result), facts(first)
         others = sorted(key for key in here | there if here.get(key) != there.get(key))
         if others:
             return (f"mixes {what}: seed {result['seed']} differs from seed {first['seed']} in "
                     f"{', '.join(others[:5])}")
     return ""
+
+
+def describe_data(result: dict) -> dict:
+    return {"corpus_fingerprint": result.get("corpus_fingerprint")}
 
 
 def settings(result: dict) -> dict:
@@ -170,9 +174,9 @@ def find_setting(records: list[Record]) -> Record | None:
 
 def find_own_target(record: Record) -> float | None:
     """The loss for a record to reach: its ladder's, where that has a target, or its track's."""
-    track = record.results[0]["track"]
-    records = read_track(track, find_script(record.folder).parents[2], leave_out)
-    siblings = [other for other in records if other.folder.parent == record.folder.parent]
+    track, folder = record.results[0]["track"], record.folder.resolve()
+    records = read_track(track, find_script(folder).parents[2], leave_out)
+    siblings = [other for other in records if other.folder.resolve().parent == folder.parent]
     return find_target(track, siblings if find_setting(siblings) else records)
 
 

@@ -67,7 +67,8 @@ def keep_run(place: Path, rung: Path) -> None:
     log = path.with_suffix(".txt")
     log.write_text(strip_log(log.read_text(), json.loads(path.read_text())))
     rung.mkdir(exist_ok=True)
-    for file in (log, path):
+    measured = path.with_suffix(".jsonl")
+    for file in (log, *([measured] if measured.exists() else []), path):
         file.replace(rung / file.name)
 
 

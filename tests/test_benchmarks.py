@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,6 +216,19 @@ def test_the_gpu_day_says_that_there_is_no_gpu(tmp_path, monkeypatch, capsys):
     assert gpu.main() == 2
     err = capsys.readouterr().err
     assert "use --rehearse" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_speed_of_stages_of_different_sizes():
+    """A device of 1,000 tokens a second: the median of all steps, and the mean of their tokens, would say 875."""
+    sizes = [1024] * 3 + [2048] * 9
+    stages = tuple(gpt.Stage(n, 256, 128, size) for n, size in ((3, 1024), (9, 2048)))
+    cfg = smoke_config(stages=stages)
+    subject = SimpleNamespace(
+        cfg=cfg, rt=gpt.Runtime(peak_flops=gpt.count_flops(cfg) * 1000.0), seconds=[size / 1000 for size in sizes],
+        trainer=SimpleNamespace(schedule=gpt.Schedule(cfg)), batches=SimpleNamespace(waited=0.0), warm_up_s=0, num_graphs=0)
+    found = step.Subject.measure(subject)
+    assert found["tokens_per_s"] == 1000 and found["mfu"] == pytest.approx(1.0)
+    assert found["ms_by_stage"] == {"1: windows 256/128": 1024, "2: windows 256/128": 2048}  # like windows are two stages
 
 
 def test_the_roofline_reads_what_was_compiled_with_the_same_options(tmp_path, monkeypatch):

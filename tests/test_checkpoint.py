@@ -107,7 +107,7 @@ def test_what_a_checkpoint_holds(shards, here):
     assert torch.equal(tensors["random/cpu"], random_state)
     assert facts["progress"]["step"] == facts["optimizer_steps"] == 7 and facts["world_size"] == 1
     assert facts["progress"]["train_time"] > 0 and [point[0] for point in facts["val_points"]] == [0, 3, 6]
-    assert facts["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    assert facts["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest() and facts["bos"] == 256
     assert gpt.config_from_dict(facts["config"]) == gpt.make_config(
         gpt.parse_argv(
             [*TINY, *data_args(shards), "--num_iterations=7", "--checkpoint_every=7", "--val_loss_every=3"]

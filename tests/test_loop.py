@@ -307,6 +307,15 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
         torch.zeros(2) @ torch.zeros(3, 3)  # other errors pass
 
 
+def test_seeds_of_a_record_are_of_one_text(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = ["--preset=smoke", "--device=cpu", "--num_iterations=2", "--record=one", *data_args(shards)]
+    assert gpt.main(args) == 0
+    monkeypatch.setattr(gpt, "fingerprint", lambda _: "0" * 16)  # other shards under the same names
+    assert gpt.main([*args, "--seed=1"]) == 2
+    assert "taken by other runs" in (said := capsys.readouterr().err) and "its data were others" in said
+
+
 def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monkeypatch):
     """Bad input leaves nothing behind; but what four steps have measured is the user's."""
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,7 @@ def test_paired_comparison(make_record, tool):
         (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
         (lambda result: result["config"].update(matrix_lr=7.0), "mixes configs: seed 1 differs from seed 0 in matrix_lr"),
         (lambda result: result["hardware"].update(cpu="another"), "mixes machines: seed 1 differs from seed 0 in cpu"),
+        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes data: seed 1 differs from seed 0 in corpus_f"),
         (lambda result: result.pop("config"), "no result (KeyError: 'config'): 1.json; put"),
         (None, "holds no result"),
     ],
@@ -170,6 +172,7 @@ def test_a_damaged_result_is_named(make_record, tool):
         (run_ladder, "--seeds=-1", "--seeds: -1 is not a whole number of at least 1"),
         (run_ladder, "--end_seeds=1.5", "--end_seeds: 1.5 is not a whole number of at least 1"),
         (ablate, "--extra='a", "--extra: invalid split value"),
+        (ablate, "--extra=--without=softcap", "--extra=--without=softcap would replace what a run here is told"),
         (run_ladder, "--extra='a", "--extra: invalid split value"),
         (replay, "--random=-1", "--random: -1 is not a whole number of at least 1"),
         (replay, "--most_seconds=nan", "--most_seconds: nan is not a number of at least 0"),
@@ -254,6 +257,19 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     found = make_leaderboard.read_rungs(records, folders[0].parent, 1.01)
     assert [rung.name for rung in found] == ["2024-06-06_adamw_rotary", "2024-10-04_muon"]
     assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
+
+
+def test_the_target_of_a_rung_is_its_ladders_however_it_is_named(monkeypatch):
+    monkeypatch.chdir(run_ladder.LADDER.parent)
+    for folder in (run_ladder.LADDER / "yarn", Path(run_ladder.LADDER.name, "yarn")):
+        assert results.find_own_target(results.read_record(folder)) == 1.39
+
+
+def test_a_readme_without_a_place_for_the_lines_is_refused_first(tmp_path, tool):
+    (tmp_path / "README.md").write_text("mine")
+    status, _, err = tool(make_leaderboard, f"--records_dir={tmp_path}", f"--readme={tmp_path}/README.md")
+    assert status == 2 and "has no place for the lines" in err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):

@@ -171,6 +171,22 @@ def gpt2_checkpoint(tmp_path_factory):
     return folder / "checkpoints/smoke_seed0/step_000002.pt"
 
 
+def test_a_vocabulary_of_its_own_begins_with_its_own_bos(tmp_path, monkeypatch, capsys):
+    """300 tokens, of which the last is BOS, and no tokenizer: as its shards say, and not GPT-2's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    for name, size in (("train_0", 30_000), ("val_0", 5_000)):
+        tokens = np.random.default_rng(0).integers(0, 299, size).astype(np.uint16)
+        tokens[::200] = 299
+        gpt.write_shard(tmp_path / f"{name}.bin", tokens, 300, 299)
+    args = [*TRAIN, "--vocab_size=300", "--num_layers=2", "--num_iterations=2", "--checkpoint_every=2"]
+    assert gpt.main([*args, "--val_tokens=1024", *data_args(tmp_path)]) == 0
+    capsys.readouterr()
+    assert gpt.main(["--sample=checkpoints/smoke_seed0/step_000002.pt", "--prompt=1 2", "--max_new_tokens=5"]) == 0
+    words = [int(word) for word in capsys.readouterr().out.split()]
+    assert words[:2] == [1, 2] and 2 < len(words) <= 7 and max(words) < 299
+
+
 def test_gpt2_tokens_with_and_without_a_tokenizer(gpt2_checkpoint, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     ids = sample(capsys, gpt2_checkpoint, "--prompt=15496 11", "--max_new_tokens=3").split()

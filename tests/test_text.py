@@ -147,6 +147,23 @@ def test_the_command_it_prints_trains(size, epochs, tmp_path, capsys, monkeypatc
     assert "step:10/10 val_loss" in capsys.readouterr().out
 
 
+def test_a_list_of_somebody_elses_is_not_replaced(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/corpus.json").write_text('{"my": "notes"}')
+    said = make(capsys, write_book(tmp_path / "book.txt", 60_000), "--out", tmp_path / "mine", status=2)
+    assert "corpus.json is in the way: it is no list of a corpus" in said
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ['{"my": "notes"}']
+
+
+def test_a_named_file_that_is_no_text_is_refused(tmp_path, capsys):
+    book = write_book(tmp_path / "book.txt", 60_000)
+    (tmp_path / "other.txt").write_text("words " * 9000, encoding="utf-16")
+    said = make(capsys, book, tmp_path / "other.txt", "--out", tmp_path / "mine", status=2)
+    assert "other.txt has a NUL byte" in said and not (tmp_path / "mine").exists()
+    make(capsys, tmp_path, "--out", tmp_path / "mine")  # in a folder it is passed over
+    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 60_030  # 30 documents, each behind BOS
+
+
 def test_too_little_text_leaves_nothing(tmp_path, capsys):
     (tmp_path / "note.txt").write_text("one line\n" * 9)
     said = make(capsys, tmp_path / "note.txt", "--out", tmp_path / "mine", status=2)
