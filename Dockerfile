@@ -11,14 +11,14 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc g++ git libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-# a layer of its own: changing the code does not install PyTorch again
+# a separate layer, so a change of the code does not install PyTorch again
 COPY requirements.txt /opt/requirements.txt
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --requirement /opt/requirements.txt
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 
-# whoever runs it: compilers keep their caches under HOME and ask for the USER's name
+# for any user id: compilers keep their caches under HOME and look up the name in USER
 ENV HOME=/tmp USER=trainer
 RUN useradd --uid 10001 trainer
 USER 10001

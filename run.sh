@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Set up and train:  ./run.sh [--field=value ...]      every option of train_gpt.py; NPROC=k overrides the process count
+# Set up and train:  ./run.sh [--field=value ...]      all options of train_gpt.py. NPROC=k sets the number of processes
 # Set up and test:   ./run.sh test [pytest arguments]
 # Set up and run a tool:  ./run.sh records/replay.py --random=1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-has() {  # has PYTHON [PACKAGE...]: this interpreter has what a run needs, and the packages
+has() {  # has PYTHON [PACKAGE...]: whether this interpreter can train and has the packages
   "$1" - "${@:2}" >/dev/null 2>&1 <<'PY'
 import importlib, sys
 import torch
@@ -15,12 +15,12 @@ sys.exit(tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 PY
 }
 
-choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python; makes .venv where nothing suits
+choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python. Makes .venv if no interpreter fits
   for python in .venv/bin/python python3; do
     if has "$python" "${@:2}"; then return; fi
   done
   echo "run.sh: setting up .venv from $1 (PyTorch is a large download, once)" >&2
-  # what python3 already has in the pinned versions is not installed again
+  # if python3 has the packages in their versions, .venv uses them, and they are not installed again
   if [[ ! -x .venv/bin/python ]]; then
     if has python3; then python3 -m venv --system-site-packages .venv; else python3 -m venv .venv; fi
   fi
@@ -39,14 +39,14 @@ if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,4}$ ]]; then
   exit 2
 fi
 choose_python requirements.txt
-if [[ -z ${NPROC:-} ]]; then  # visible CUDA devices rounded down to a power of two, at most 8; without CUDA one process
+if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
   NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))')
 fi
 if [[ $NPROC == 1 ]]; then
   exec "$python" train_gpt.py "$@"
 fi
 for word in "$@"; do
-  case $word in -h | --help | --list[_-]presets | --print[_-]config) exec "$python" train_gpt.py "$@" ;; esac
+  case $word in -h | --help | --list[_-]presets | --print[_-]config | --print[_-]schedule) exec "$python" train_gpt.py "$@" ;; esac
 done
 WORLD_SIZE=$NPROC "$python" train_gpt.py "$@" --print_config >/dev/null  # bad options end here, with status 2 and one line
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"

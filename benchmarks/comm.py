@@ -100,7 +100,7 @@ def send_nothing(rt: gpt.Runtime):
     real = gpt.reduce_scatter_single, gpt.all_gather_single
 
     def copy_own(shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> SimpleNamespace:
-        shard.copy_(gpt.local_shard(full, rt))
+        shard.copy_(rt.comm.local_shard(full))
         return SimpleNamespace(wait=lambda: None)
 
     gpt.reduce_scatter_single = copy_own
@@ -114,10 +114,10 @@ def send_nothing(rt: gpt.Runtime):
 
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
     """Seconds of each training step on the slowest rank, the first left out, and what a step sends."""
-    trainer = gpt.Trainer(cfg, rt)
+    trainer, before = gpt.Trainer(cfg, rt), rt.comm.step_bytes()
     state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
     stage, rng = state.stage, np.random.default_rng(rt.rank)
-    _, rows = gpt.split_rows(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+    _, rows = gpt.sequences_per_rank(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
     tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
     tokens[:, :: stage.max_doc_len] = bos
     batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)))
@@ -128,7 +128,9 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
         trainer.train_step(batches, state)
         trainer.optimizer.finish()
         seconds.append(gpt.clock(rt.device) - start)
-    mb, minimum_mb = (count / 1e6 / (num_steps + 1) for count in trainer.optimizer.count_bytes())
+    num_bytes = {name: count - before[name] for name, count in rt.comm.step_bytes().items()}
+    minimum = num_bytes["all_to_all"] + gpt.count_minimum_bytes(trainer.optimizer, 0, num_steps + 1)
+    mb, minimum_mb = (count / 1e6 / (num_steps + 1) for count in (sum(num_bytes.values()), minimum))
     sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)
     slowest = torch.tensor(seconds[1:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -51,8 +51,9 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     losses, repeats = [], []
     for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // data.batch_tokens))), leave=False):
         batch = data.batch(index)
-        stage = gpt.make_stage_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
-        logits = model.head.logits(model.run_layers(batch.inputs, batch.doc_ids, stage)[0])
+        step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
+        x, _ = model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
+        logits = model.head.compute_logits(x)
         losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
         repeats.append(find_repeats(batch, window))
     loss, repeated = torch.cat(losses).numpy(), np.concatenate(repeats)

@@ -31,7 +31,8 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "records"))
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import step  # noqa: E402
 from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
@@ -135,20 +136,26 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
     return measure
 
 
+def list_plain(is_rehearsal: bool, options: list[str]) -> str:
+    """The value of --fast that leaves out our kernels and nothing else."""
+    device = torch.device("cpu" if is_rehearsal else "cuda")
+    return step.list_forms(gpt.make_config(gpt.parse_argv(options)[0]), device, not is_rehearsal)
+
+
 def train(day: Day) -> dict:
-    """A run of one micro-batch a step on the token files, with our kernels and without: the same losses, but
-    for rounding."""
+    """A run of one micro-batch a step on the token files, with our kernels and without: losses that differ
+    only by rounding."""
     size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
             else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
                   "--val_tokens=1048576"])
     facts: dict = dict(ok=False, curves={})
-    for kernels in ("auto", "off"):
-        folder = day.scratch / f"kernels_{kernels}"
-        done = day.run("train_gpt.py", *day.options, *size, f"--kernels={kernels}", f"--logs_dir={folder}")
+    for name, forms in ("with", "auto"), ("without", list_plain(day.args.rehearse, day.options)):
+        folder = day.scratch / f"{name}_kernels"
+        done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--logs_dir={folder}")
         if done.returncode:
-            return facts | dict(error=f"--kernels={kernels}: {done.stderr[-1500:]}")
+            return facts | dict(error=f"--fast={forms}: {done.stderr[-1500:]}")
         result = json.loads(next(folder.glob("*.json")).read_text())
-        facts["curves"][kernels] = {key: result[key] for key in (
+        facts["curves"][name] = {key: result[key] for key in (
             "val_points", "compile_time_s", "train_time_ms", "peak_memory_mib")}
     fused, plain = (dict((step, loss) for step, loss, _ in curve["val_points"])
                     for curve in facts["curves"].values())
@@ -159,8 +166,8 @@ def train(day: Day) -> dict:
 def tune(day: Day) -> dict:
     """benchmarks/tune.py in the time that is left; an alternative that it refuses is not right."""
     path = day.scratch / "tune.json"
-    few = (["--rounds=2", "--alternative=--micro_batch_tokens=512", "--alternative=--kernels=off"]
-           if day.args.rehearse else [])
+    few = (["--rounds=2", "--alternative=--micro_batch_tokens=512",
+            f"--alternative=--fast={list_plain(True, day.options)}"] if day.args.rehearse else [])
     done = day.run("benchmarks/tune.py", *day.options, *few, f"--seconds={max(1, day.left() - 45):.0f}",
                    f"--json={path}")
     if done.returncode:
@@ -184,6 +191,7 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
     newest = "--preset=smoke_frontier" if is_rehearsal else "--preset=frontier"
+    plain = list_plain(is_rehearsal, ["--preset=smoke" if is_rehearsal else "--preset=track_1"])
     steps = "--num_steps=6" if is_rehearsal else "--num_steps=18"
     parts = dict(
         tests=Part("the tests marked gpu, six at a time", 90, run_tests, is_timed=False),
@@ -191,7 +199,7 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
         train=Part("300 steps with our kernels and without: losses within 0.01", 150, train),
         frontier=Part("a step of preset frontier", 290, time_steps(steps, newest)),
         kernels=Part("a step of track_1 without our kernels beside one with them", 180,
-                     time_steps(steps, "--compare=--kernels=off")),
+                     time_steps(steps, f"--compare=--fast={plain}")),
         memory=Part("a step of track_1 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),
         tune=Part("what else may be faster: benchmarks/tune.py in the time that is left", 120, tune))
     return {name: part._replace(least=0) for name, part in parts.items()} if is_rehearsal else parts
@@ -227,9 +235,9 @@ def format_row(name: str, part: dict) -> str:
             cells.append(f"`{' '.join(row['words'])}` {row['verdict']}{ratio}")
         cells.append(part["report"].splitlines()[-1])
     else:
-        for kernels, curve in part["curves"].items():
+        for name, curve in part["curves"].items():
             losses = ", ".join(f"{loss:.4f} at step {step}" for step, loss, _ in curve["val_points"])
-            cells.append(f"kernels {kernels}: {losses}, {curve['train_time_ms'] / 1000:.1f} s, compilation "
+            cells.append(f"{name} our kernels: {losses}, {curve['train_time_ms'] / 1000:.1f} s, compilation "
                          f"{curve['compile_time_s']:.0f} s")
         cells.append(f"differences {', '.join(f'{value:+.4f}' for value in part['differences'].values())}")
     if "product_tflops" in part:

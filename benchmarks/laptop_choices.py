@@ -40,7 +40,7 @@ def measure(variant: str, num_steps: int) -> dict:
     gpt.ensure_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
-    batches = gpt.Prefetcher(data.batches(cfg, rt, 0, num_steps + 3), rt.device)
+    batches = gpt.Prefetcher(data.batches(rt, 0, num_steps + 3), rt.device)
     start = time.perf_counter()
     for _ in range(3):
         trainer.train_step(batches, trainer.schedule.at(0))

@@ -65,7 +65,7 @@ def find_part(graph: dict, node: dict) -> str:
     """The row of the table that a kernel belongs to."""
     if graph["name"].startswith("Rule."):
         return "optimizer"
-    if node["call"].startswith("squared_product_kernel"):
+    if node["call"].startswith("relu2_matmul_kernel"):
         return "blocks: matmuls with ReLU^2 (our kernel)"
     if "mm" in node["call"]:
         # the head's have V as one of their sizes, the gates' few channels

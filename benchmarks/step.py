@@ -23,6 +23,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class Subject:
         self.num_graphs = count_graphs() - before
         self.guard = gpt.Guard(self.trainer, log, gpt.Stop(rt)) if cfg.guard == "on" else None
         self.batches = TimedBatches(gpt.Prefetcher(
-            self.data.batches(cfg, rt, 0, cfg.num_iterations), rt.device))
+            self.data.batches(rt, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -109,14 +110,14 @@ class Subject:
 
     def measure(self) -> dict:
         """The figures of all steps so far."""
-        cfg, rt, spans = self.cfg, self.rt, self.trainer.schedule.spans()
-        tokens = self.trainer.schedule.total_tokens() / cfg.num_iterations  # of a step, on average
+        cfg, rt, ranges = self.cfg, self.rt, self.trainer.schedule.stage_ranges()
+        tokens = self.trainer.schedule.count_tokens() / cfg.num_iterations  # of a step, on average
         flops = gpt.count_flops(cfg) * tokens
-        medians = [statistics.median(self.seconds[a:b]) for _, a, b in spans]
+        medians = [statistics.median(self.seconds[a:b]) for _, a, b in ranges]
         # stages have steps of different sizes, so their medians count by their steps
-        mean = sum(median * (b - a) for median, (_, a, b) in zip(medians, spans)) / cfg.num_iterations
+        mean = sum(median * (b - a) for median, (_, a, b) in zip(medians, ranges)) / cfg.num_iterations
         stages = {f"{number}: windows {stage.window_long}/{stage.window_short}": 1e3 * median
-                  for number, (median, (stage, _, _)) in enumerate(zip(medians, spans), 1)}
+                  for number, (median, (stage, _, _)) in enumerate(zip(medians, ranges), 1)}
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return dict(ms_per_step=1e3 * statistics.median(self.seconds), quartiles_ms=[1e3 * low, 1e3 * high],
                     ms_by_stage=stages,
@@ -125,6 +126,19 @@ class Subject:
                     tflop_per_step=flops / 1e12, peak_memory_mib=gpt.read_peak_memory_mib(rt),
                     warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
                     data_wait_ms=1e3 * self.batches.waited / len(self.seconds))
+
+
+def list_forms(cfg: gpt.Config, device: torch.device, use_compile: bool, kernels: Collection[str] = ()
+               ) -> str:
+    """A value of --fast: the fast forms that auto would try here, and of our Triton kernels only these."""
+    names, replaced = [], set()
+    for name, row in gpt.list_fast_forms().items():
+        fits = name in kernels if name in gpt.TRITON_FORMS else not (
+            name in gpt.FP8_FORMS or gpt.find_obstacle(row.needs, cfg, device, use_compile))
+        if fits and not replaced & row.fast.keys():
+            names.append(name)
+            replaced |= row.fast.keys()
+    return ",".join(names)
 
 
 def count_graphs() -> int:
@@ -136,7 +150,7 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
     """The config with shards of random tokens, enough for its steps; every rank writes its own."""
     rng, bos = np.random.default_rng(0), cfg.vocab_size - 1
     files = {}
-    needed = 2 * gpt.Schedule(cfg).total_tokens() + 2 * cfg.seq_len
+    needed = 2 * gpt.Schedule(cfg).count_tokens() + 2 * cfg.seq_len
     for name, size in (("train", needed), ("val", cfg.val_tokens + 1)):
         tokens = rng.integers(0, bos, size, dtype=np.uint16)
         tokens[:: cfg.max_doc_len] = bos
@@ -231,7 +245,7 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
-    batches = gpt.Prefetcher(subject.data.batches(cfg, rt, 0, PROFILED_STEPS), rt.device)
+    batches = gpt.Prefetcher(subject.data.batches(rt, 0, PROFILED_STEPS), rt.device)
     subject.batches = TimedBatches(batches)
     start, seconds = gpt.clock(rt.device), subject.seconds.copy()
     with profile(activities=activities, record_shapes=True) as prof:
@@ -255,8 +269,8 @@ def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
     cfg, rt = subject.cfg, subject.rt
     if rt.world_size > 1:
         raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
-    gpt.check_ranks_fit(cfg, num_ranks)
-    events = timeline.record_cycle(cfg, dataclasses.replace(rt, world_size=num_ranks), subject.data)
+    gpt.check_world_size(cfg, num_ranks)
+    events = timeline.record_cycle(cfg, dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks)), subject.data)
     played, steps = timeline.play(events, bus_gb_per_s), cfg.adam_every
     longest = sorted(played.pop("exposed").items(), key=lambda row: -row[1])
     exposed = {name: ms / steps for name, ms in longest}

@@ -85,39 +85,42 @@ class Recorder:
         """Of rt.world_size ranks, of which this process is rank 0."""
         ranks = self.rt.world_size
 
-        def reduce_scatter(out, full, **_):
-            out.copy_(full.view(ranks, *out.shape)[0])
-            return self.send("reduce", "reductions", full.nbytes - out.nbytes)
+        def reduce_scatter(shard, full, **_):
+            shard.copy_(full.view(ranks, *shard.shape)[0])
+            return self.send("reduce", "reductions", full.nbytes - shard.nbytes)
 
-        def all_gather(full, _shard, **options):
+        def all_gather(full, shard, **options):
             if options.get("async_op"):
                 return self.send("gather", "gathers", full.nbytes * (ranks - 1) / ranks)
-            full.zero_()
+            full.view(ranks, -1).copy_(shard.reshape(1, -1))  # as if all ranks had this shard
 
-        def exchange(sent, send_counts, receive_counts):
-            arriving = sent.new_zeros(sum(receive_counts), *sent.shape[1:])
+        def all_to_all(received, sent, _receive_counts, send_counts, **_):
+            received.zero_()
             num_bytes = (sum(send_counts) - send_counts[0]) * (sent.nbytes / max(1, len(sent)))
-            return arriving, self.send("rows", "reductions", num_bytes)
+            return self.send("rows", "reductions", num_bytes)
 
         def all_reduce(tensor, *_, **options):
             if options.get("async_op"):
                 return self.send("all-reduce", "reductions", 2 * tensor.nbytes * (ranks - 1) / ranks)
 
-        def named(method):
-            def call(bucket, *args):
-                before, self.bucket = self.bucket, bucket.name
+        def named(method, find_name):
+            def call(owner, *args):
+                before, self.bucket = self.bucket, find_name(owner)
                 try:
-                    return method(bucket, *args)
+                    return method(owner, *args)
                 finally:
                     self.bucket = before
             return call
 
+        # called by gpt.Comm, which still counts their bytes
         new = [(gpt, "reduce_scatter_single", reduce_scatter), (gpt, "all_gather_single", all_gather),
-               (gpt, "start_exchange", exchange), (gpt.dist, "all_reduce", all_reduce),
-               (gpt, "broadcast", lambda *_: None),
-               (gpt, "gather_shards", lambda shard, _rt: torch.cat([shard] * ranks)),
-               *((gpt.Bucket, name, named(getattr(gpt.Bucket, name)))
-                 for name in ("start_reduce", "take_rows", "update", "start_gather"))]
+               (gpt.dist, "all_to_all_single", all_to_all), (gpt.dist, "all_reduce", all_reduce),
+               (gpt.dist, "broadcast", lambda *_, **__: None),
+               *((gpt.Bucket, name, named(getattr(gpt.Bucket, name), lambda bucket: bucket.name))
+                 for name in ("start_reduce", "update", "start_gather")),
+               # the hook of a row-sparse gradient knows the bucket
+               (gpt.RowSparseGradient, "add",
+                named(gpt.RowSparseGradient.add, lambda sparse: sparse.on_added.args[0].name))]
         old = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
         for owner, name, value in new:
             setattr(owner, name, value)
@@ -137,7 +140,7 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
     with recorder.replace_collectives():
         trainer = gpt.Trainer(cfg, rt)
         same = (batch for _ in range(steps * (num_cycles + 2))
-                for batch in data.batches(cfg, rt, last, last + 1))
+                for batch in data.batches(rt, last, last + 1))
         batches = gpt.Prefetcher(same, rt.device)
         for _ in range(num_cycles + 2):  # two to warm up
             recorder.add(Event("begin", ""))

@@ -45,7 +45,7 @@ NUM_STEPS = 20  # of the run, whose schedule is shortened to them
 TURN_SECONDS, GRACE_SECONDS = 1.0, 60.0  # of a turn; after the end, for a turn that has begun
 FASTER, SLOWER = 0.98, 1.02  # ratios to plain
 TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-3}  # of the loss, relative: RESULTS.md says why
-OTHER_NUMERICS = {"--dtype", *(f"--{field}" for field in gpt.FP8_OPTIONS)}
+OTHER_NUMERICS = {"--dtype", *(f"--{field}" for field in gpt.FP8_FORMS)}
 Words = tuple[str, ...]  # of an alternative: NAME=value for the environment, --option=value
 
 
@@ -123,7 +123,7 @@ def work(options: list[str]) -> int:
 
     def take_turn(first: int, count: int) -> list[float]:
         subject.batches.batches.executor.shutdown(cancel_futures=True)
-        batches = gpt.Prefetcher(subject.data.batches(cfg, rt, first, first + count), rt.device)
+        batches = gpt.Prefetcher(subject.data.batches(rt, first, first + count), rt.device)
         subject.batches = step.TimedBatches(batches)
         subject.trainer.progress.step, subject.seconds = first, []
         for _ in range(count):
@@ -149,7 +149,7 @@ def work(options: list[str]) -> int:
                    compiles=rt.use_compile, threads=torch.get_num_threads(), device=rt.device.type,
                    machine=f"{rt.world_size} x {hardware.get('gpu', hardware['cpu'])}",
                    room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # for so many at a time
-            while line := gpt.broadcast_object(sys.stdin.readline() if rt.is_main else "", rt):
+            while line := rt.comm.broadcast_object(sys.stdin.readline() if rt.is_main else ""):
                 answer(seconds=take_turn(*map(int, line.split())))
             subject.batches.batches.executor.shutdown(cancel_futures=True)
     return 0
@@ -159,34 +159,37 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
     """What may be worth it on this machine, the likeliest first; plain: the plain worker's first answer."""
     ranks, is_cuda, compiles = int(env["NPROC"]), plain["device"] == "cuda", plain["compiles"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    now = {**env, **{f"--{name}": str(value) for name, value in vars(cfg).items()},
+    now = {**env, **{f"--{name}": str(value) for name, value in gpt.flatten_groups(vars(cfg)).items()},
            "OMP_NUM_THREADS": str(plain["threads"])}
-    now["--segments"] = str(cfg.segments or (0 if ranks == 1 else min(gpt.SEGMENTS, cfg.num_layers)))
+    num_segments = 0 if ranks == 1 else min(gpt.MULTI_RANK_SEGMENTS, cfg.num_layers)
+    now["--segments"] = str(cfg.segments or num_segments)
     micro, longest = cfg.micro_batch_tokens, max(stage.seq_len for stage in cfg.full_stages)
     splits, found = set(), []
     for tokens in (micro, *(n - n % longest for n in (2 * micro, micro // 2, 4 * micro) if n >= longest)):
         changed = dataclasses.replace(cfg, micro_batch_tokens=tokens)
-        split = tuple(gpt.split_rows(changed, ranks, stage.tokens_per_step, stage.seq_len)
+        split = tuple(gpt.sequences_per_rank(changed, ranks, stage.tokens_per_step, stage.seq_len)
                       for stage in cfg.full_stages)
         found += [] if split in splits else [f"--micro_batch_tokens={tokens}"]
         splits.add(split)
     if is_cuda:
-        found += [f"--kernels={name}" for name in (*gpt.KERNELS, "off")]
+        device = torch.device("cuda")
+        found += [f"--fast={step.list_forms(cfg, device, compiles, kernels)}"
+                  for kernels in (*((name,) for name in gpt.TRITON_FORMS), ())]
     else:
         found += [f"GOMP_SPINCOUNT={n}" for n in (100_000, 1000) if plain["threads"] > 1]
         found += [f"OMP_NUM_THREADS={n}" for n in (cores // ranks, cores // ranks // 2, 1) if n]
         for n in (1, 2, 4, 8):
             with suppress(gpt.InputError):
-                gpt.check_ranks_fit(cfg, n)
+                gpt.check_world_size(cfg, n)
                 found += [f"NPROC={n} OMP_NUM_THREADS={cores // n}"] if n <= cores and n != ranks else []
     if ranks > 1:
         found += [f"--comm_bucket_mb={cfg.comm_bucket_mb * factor}" for factor in (0.25, 4)]
     if ranks > 1 or compiles:
         found += [f"--segments={n}" for n in ((1, 2, 6) if ranks > 1 else (3,)) if n <= cfg.num_layers]
-    modes = [f"--compile_mode={mode}" for mode in gpt.OPTIONS["compile_mode"].metadata["choices"][::-1]]
+    modes = [f"--compile_mode={mode}" for mode in gpt.OPTIONS["compile_mode"].choices[::-1]]
     found += modes[0::2] if compiles else ["--compile=on"]  # all but that which takes longest
     if is_cuda:
-        found += [f"--{field}={'off' if field in plain['fp8'] else 'on'}" for field in gpt.FP8_OPTIONS]
+        found += [f"--{field}={'off' if field in plain['fp8'] else 'on'}" for field in gpt.FP8_FORMS]
     else:
         found += [f"--dtype={name}" for name in TOLERANCE if name != plain["dtype"]]
     found += modes[1:2] if compiles else []

@@ -250,14 +250,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
-        needed = gpt.Schedule(gpt.make_config({"preset": "track_1"})).total_tokens()
+        needed = gpt.Schedule(gpt.make_config({"preset": "track_1"})).count_tokens()
         preset = ("quick" if tokens["train"] < 2_000_000 else "laptop" if tokens["train"] < needed else
                   "track_1")
         cfg = gpt.make_config({"preset": preset})
         seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
         val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-        rows = max(1, (tokens["train"] - 1) // cfg.seq_len)  # at least, of one epoch
-        epochs = -(-gpt.Schedule(cfg).total_tokens() // (rows * cfg.seq_len))
+        sequences = max(1, (tokens["train"] - 1) // cfg.seq_len)  # at least, of one epoch
+        epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * cfg.seq_len))
         more = f"--epochs={epochs} " if epochs > cfg.epochs else ""
         launch = "./run.sh" if preset == "track_1" else "NPROC=1 ./run.sh"  # a step too small to share
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"

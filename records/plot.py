@@ -73,9 +73,11 @@ def count_tokens(folder: Path, result: dict) -> list[float]:
         cfg = script.config_from_dict(result["config"])
     else:  # laptop/2026-11-21_first, the oldest
         cfg = script.make_config({**script.parse_argv(result["argv"])[0], "preset": result["preset"]})
-    spans = script.Schedule(cfg).spans()
+    schedule = script.Schedule(cfg)
+    is_old = not hasattr(schedule, "stage_ranges")
+    ranges = schedule.spans() if is_old else schedule.stage_ranges()
     return [sum((stage.tokens_per_step or cfg.tokens_per_step) * max(0, min(end, step) - start)
-                for stage, start, end in spans) / 1e6 for step, _, _ in result["val_points"]]
+                for stage, start, end in ranges) / 1e6 for step, _, _ in result["val_points"]]
 
 
 def save(figure: plt.Figure, out: Path) -> None:

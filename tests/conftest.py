@@ -57,7 +57,7 @@ def use_one_thread():
 
 @pytest.fixture(autouse=True, scope="session")
 def measure_small_products():
-    """Every run measures a product of 1,024: in bfloat16 half a minute where the processor does not multiply it."""
+    """Every run measures a matmul of size 1,024. In bfloat16 it takes half a minute on some processors."""
     real = gpt.measure_matmul
     gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
     yield
@@ -134,8 +134,9 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime without probing; several ranks only where no collective is called."""
-    return gpt.Runtime(rank=rank, local_rank=rank, world_size=world_size, **{"peak_flops": 1e9, **changes})
+    """A float32 CPU runtime in plain forms, without measurements. Several ranks only if no collective is called."""
+    comm = gpt.Comm(rank, world_size)
+    return gpt.Runtime(comm=comm, local_rank=rank, **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):

@@ -19,6 +19,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import json
 import logging
 import re
@@ -207,8 +208,8 @@ def describe_node(lowering: GraphLowering, node) -> dict:
         tensors = [*parts[0].inputs, *([parts[0]] if "mm" in call else [])]
         distinct = {getattr(tensor, "get_name", tensor.__repr__)(): tensor for tensor in tensors}
         num_bytes = sum(count_bytes(tensor) for tensor in (tensors if "mm" in call else distinct.values()))
-        if find_kernel(parts[0]) == "squared_product_kernel":
-            call, (rows, inner), columns = "squared_product_kernel", tensors[0].get_size(), tensors[1].get_size()[1]
+        if find_kernel(parts[0]) == "relu2_matmul_kernel":
+            call, (rows, inner), columns = "relu2_matmul_kernel", tensors[0].get_size(), tensors[1].get_size()[1]
             flops = 2 * int(rows) * int(inner) * int(columns)
             call += "_fp8" if tensors[0].get_dtype().itemsize == 1 else ""
     else:
@@ -291,23 +292,33 @@ class NotingRecorder(timeline.Recorder):
         self.sequence.append(("event", *event))
 
 
+def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
+    """The fast forms that a real card of this capability would use."""
+    if cfg.fast != "auto":
+        return set(gpt.split_names(cfg.fast)) - {"off"}
+    has_triton_forms = card.capability >= (8, 0)
+    forms = {
+        "rms_norm": True, "norm_rotate": True, "flex_attention": True, "sparse_embedding": True,
+        "compose_heads": any(spec.dc for spec in cfg.layers),
+        "cross_entropy": has_triton_forms and bool(cfg.softcap),
+        "head_loss": not (has_triton_forms and cfg.softcap),
+        "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms}
+    return {name for name, is_expected in forms.items() if is_expected}
+
+
 def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Trainer:
-    """The real one; its choices are those of the real probes, but for FP8, of which fake tensors know nothing."""
+    """The real one. Its choices are those of the real comparisons, except FP8, which fake tensors cannot
+    multiply eagerly."""
     has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
     wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
-    dtype, _, _ = gpt.choose_dtype(cfg, DEVICE)
+    dtype, peak_flops, _ = gpt.choose_dtype(cfg, DEVICE)
     use_compile, _ = gpt.choose_compile(cfg, DEVICE)
-    use_flex, note = gpt.choose_attention(cfg, DEVICE, dtype, use_compile)
-    assert use_flex == use_compile, note
-    gpt.time_mlp = fake_cuda.always(0.5)  # nothing can be timed
-    kernels, note = gpt.choose_kernels(cfg, DEVICE, dtype, use_compile)
-    wanted = set() if cfg.kernels == "off" or observer.card.capability < (8, 0) else set(gpt.KERNELS)
-    assert kernels == wanted, note
+    fast, lines = gpt.choose_fast_forms(cfg, DEVICE, dtype, use_compile)
+    assert fast == expected_forms(cfg, observer.card), lines
     fp8 = [cfg.fp8_head != "off" and "fp8_head", wants_linear and "fp8_linear",
            cfg.fp8_mlp != "off" and "fp8_mlp"]
-    rt = gpt.Runtime(DEVICE, dtype=dtype, use_compile=use_compile, use_flex=use_flex,
-                     kernels=kernels, fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(),
-                     peak_flops=1e15, world_size=num_ranks)
+    rt = gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks), dtype=dtype, use_compile=use_compile, fast=fast,
+                     fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(), peak_flops=peak_flops)
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
@@ -335,7 +346,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
     torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(getattr(f, "func", f).__qualname__))
     with ObservedMode(observer), values_are(True):
         trainer = make_trainer(cfg, observer, num_ranks)
-    accum, rows = gpt.split_rows(cfg, 1, cfg.tokens_per_step)
+    accum, rows = gpt.sequences_per_rank(cfg, 1, cfg.tokens_per_step, cfg.seq_len)
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
     counts = [[micro_tokens // num_ranks] * num_ranks] * num_ranks  # of rows of tables: no token comes twice
     gpt.HostCopy = lambda *_: SimpleNamespace(read=lambda: SimpleNamespace(tolist=lambda: counts))
@@ -359,8 +370,12 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         num_graphs, observer.phase = len(observer.graphs), phase
         is_first |= at == last and cfg.full_stages[-1].num_targets != cfg.full_stages[0].num_targets  # a head of its own
         observer.sequence.clear()
+        gc.collect()  # reference cycles of the compiler hold activations
         with ObservedMode(observer):
             action(at)
+        if is_first:  # while graphs are compiled, the collector's timing decides how much memory lives
+            for name in (phase, f"{phase} update"):
+                observer.peaks.pop(name, None)
         again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
         print(f"{phase} at step {at}: {len(observer.graphs) - num_graphs} graphs", file=sys.stderr,
               flush=True)
@@ -368,9 +383,8 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         observer.phase = "telemetry"
         with ObservedMode(observer), torch.no_grad():
             batch = next(FakeBatches(micro_tokens, DEVICE))
-            stage = trainer.inputs_at(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
-            gpt.Telemetry(trainer, None).measure_layers(
-                batch.inputs, batch.doc_ids, stage)
+            step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
+            gpt.Telemetry(trainer, None).measure_layers(batch.inputs, batch.doc_ids, step_inputs)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
     return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,

@@ -47,7 +47,7 @@ def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> No
 
         def counted(*args, **kwargs):
             if name == "all_gather_single" and "group" in kwargs:
-                groups.add("gathers" if kwargs["group"] is rt.gathers else "others")
+                groups.add("all_gather" if kwargs["group"] is rt.comm.all_gather_group else "others")
             if name != "all_gather_single" or "group" in kwargs:  # not the few numbers of a RowPlan
                 sent[name] += size(*args)
             return real(*args, **kwargs)
@@ -64,26 +64,40 @@ def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> No
 
 
 def use_multipliers(model: torch.nn.Module) -> None:
-    """Give every other parameter a learning rate and a decay of its own: they then differ inside the buckets."""
+    """Give every other parameter different multipliers, so that they differ inside the buckets."""
     for param in list(model.parameters())[1::2]:
         lr_mul = param.spec.lr_mul if isinstance(param.spec.lr_mul, tuple) else 0.5
-        param.spec = dataclasses.replace(param.spec, lr_mul=lr_mul, wd_mul=2)
+        param.spec = param.spec._replace(lr_mul=lr_mul, wd_mul=2)
+
+
+def choose_forms(cfg: gpt.Config, rt: gpt.Runtime) -> gpt.Runtime:
+    """The fast forms of a real run on this device. Rank 0 decides for all."""
+    fast, _ = gpt.choose_fast_forms(cfg, rt.device, rt.dtype, False)
+    return dataclasses.replace(rt, fast=rt.comm.broadcast_object(fast))
 
 
 def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
-    """Note in the last step what was sent by the end of backward, in which order; where the model first reads what was
-    sent, and what was updated, in their orders; and how many buckets of the first block, the last block and the head
-    are still on their way back when the first block begins."""
-    optimizer, notes = trainer.optimizer, {}
+    """Note in the last step the buckets that hooks sent before the end of backward, in their order, and their first
+    readers. Note the order of updates and of all-gathers. Note also how many buckets of the first block, the last
+    block and the head are still on their way back when the first block begins."""
+    optimizer, notes, sent = trainer.optimizer, {}, []
     first, last, head = (
         {bucket for name, bucket in optimizer.bucket_of.items() if name.startswith(prefix)}
         for prefix in ("blocks.0.", f"blocks.{len(trainer.model.blocks) - 1}.", "head.")
     )
+    start_reduce, update, gather = gpt.Bucket.start_reduce, gpt.Bucket.update, gpt.Bucket.start_gather
+    step = optimizer.step
 
-    def note_sent(_):
-        if optimizer.is_armed:
-            notes["sent"] = [bucket.name for bucket in optimizer.in_flight]
-            notes["places"] = [bucket.place for bucket in optimizer.in_flight]
+    def note_sent(bucket):
+        if bucket in optimizer.buckets and optimizer.step_count == last_step:
+            sent.append(bucket)
+        start_reduce(bucket)
+
+    def note_end_of_backward(state):
+        if optimizer.step_count == last_step:
+            notes["sent"] = [bucket.name for bucket in sent]
+            notes["places"] = [bucket.first_reader for bucket in sent]
+        step(state)
 
     def note_awaited(*_):  # registered later than the hook that waits for the first block's own parameters
         if optimizer.step_count == last_step:
@@ -91,24 +105,18 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
             counts = [sum(bucket.gathering is not None for bucket in part) for part in parts]
             notes.setdefault("awaited", counts)  # of the first micro-batch
 
-    named = dict(trainer.model.named_parameters())
-    for name in trainer.model.read_order[0]:  # whose gradients are final when backward ends
-        named[name].register_post_accumulate_grad_hook(note_sent)
-    update = gpt.Bucket.update
-
     def note_update(bucket, *args):
         if bucket in optimizer.buckets and optimizer.step_count == last_step + 1:
-            notes["updated"] = [*notes.get("updated", ()), (bucket.group_name, bucket.place)]
+            notes["updated"] = [*notes.get("updated", ()), (bucket.group_name, bucket.first_reader)]
         update(bucket, *args)
-
-    gather = gpt.Bucket.start_gather
 
     def note_gather(bucket):
         if bucket in optimizer.buckets and optimizer.step_count == last_step + 1:
-            notes["gathered"] = [*notes.get("gathered", ()), bucket.place]
+            notes["gathered"] = [*notes.get("gathered", ()), bucket.first_reader]
         gather(bucket)
 
-    gpt.Bucket.update, gpt.Bucket.start_gather = note_update, note_gather
+    gpt.Bucket.start_reduce, gpt.Bucket.update, gpt.Bucket.start_gather = note_sent, note_update, note_gather
+    optimizer.step = note_end_of_backward
     trainer.model.blocks[0].register_forward_pre_hook(note_awaited)
     return notes
 
@@ -130,21 +138,23 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
     gpt.GPT.__init__ = build_with_multipliers
     for name, cfg in cfgs.items():
         cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # rank 0's weights must reach all
-        trainer = gpt.Trainer(cfg, rt)
+        trainer = gpt.Trainer(cfg, choose_forms(cfg, rt))
         notes = note_overlap(trainer, steps - 1) if rt.world_size > 1 else {}
         data = gpt.TrainData(cfg, trainer.schedule)
-        batches = gpt.Prefetcher(data.batches(cfg, rt, 0, steps), rt.device)
+        batches = gpt.Prefetcher(data.batches(rt, 0, steps), rt.device)
         counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes counted here, by the optimizer; of rows
+        rows_before = rt.comm.step_bytes()["all_to_all"]
         for step in range(steps):
             sent.clear()
-            before, _ = trainer.optimizer.count_bytes()
+            before = sum(rt.comm.step_bytes().values())
             trainer.train_step(batches, trainer.schedule.at(step))
-            reported = trainer.optimizer.count_bytes()[0] - before
+            reported = sum(rt.comm.step_bytes().values()) - before
             counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
             if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
                 gpt.check_ranks(trainer.optimizer)
         batches.executor.shutdown(cancel_futures=True)
-        gpt.all_reduce_sum(counts, rt)
+        rows = rt.comm.step_bytes()["all_to_all"] - rows_before
+        rt.comm.all_reduce(counts)
         gpt.check_ranks(trainer.optimizer)
         results[name] = dict(
             params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
@@ -152,13 +162,13 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
             reported=(counts[:, 1] / steps).tolist(),
             rows=(counts[:, 2] / steps).tolist(),
             groups=sorted(groups),
-            minimum=trainer.optimizer.count_bytes()[1] / steps,
+            minimum=(rows + gpt.count_minimum_bytes(trainer.optimizer, 0, steps)) / steps,
             buckets=[bucket.name for bucket in trainer.optimizer.updated],
             notes=notes,
         )
     if rt.is_main:
         torch.save(results, out)
-    gpt.barrier(rt)
+    rt.comm.barrier()
     if rt.world_size > 1:
         dist.destroy_process_group()
 
@@ -166,15 +176,15 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
 def scales(out: str) -> None:
     """FP8 scales after a step in which rank r has seen a largest entry of 5 + 2 r; both ranks' go to the file."""
     rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
-    module = gpt.DelayedScale()
+    module = gpt.DelayedScaling()
     module(torch.tensor([1.0, 5.0 + 2 * rt.rank]))
-    scales = gpt.DelayedScales(torch.nn.ModuleList([module]), rt)
+    scales = gpt.DelayedScales(torch.nn.ModuleList([module]), rt.comm)
     scales.start()
     scales.finish()
-    found = gpt.gather_shards(module.scale.view(1), rt)
+    found = rt.comm.gather_shards(module.scale.view(1))
     if rt.is_main:
         torch.save(found, out)
-    gpt.barrier(rt)
+    rt.comm.barrier()
     dist.destroy_process_group()
 
 
@@ -208,14 +218,14 @@ def scale_steps(out: str, changes: str) -> None:
     dist.all_reduce, gpt.Bucket.update = send, note_update
     trainer.model.register_forward_pre_hook(lambda *_: calls.append("forward"))
     data = gpt.TrainData(cfg, trainer.schedule)
-    batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 3), trainer.rt.device)
+    batches = gpt.Prefetcher(data.batches(trainer.rt, 0, 3), trainer.rt.device)
     for step in range(3):
         trainer.train_step(batches, trainer.schedule.at(step))
     batches.executor.shutdown(cancel_futures=True)
     trainer.optimizer.finish()
     if trainer.rt.is_main:
         Path(out).write_text(json.dumps(calls))
-    gpt.barrier(trainer.rt)
+    trainer.rt.comm.barrier()
     dist.destroy_process_group()
 
 
@@ -225,20 +235,19 @@ def rows(out: str) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     changes = dict(preset="smoke", device="cpu", seq_len=128, tokens_per_step=128 * num_ranks)
     rt = gpt.start_runtime(gpt.make_config(changes))
-    param = gpt.declare(torch.zeros(37, 6, dtype=torch.float64), "value_embed", is_table=True)
+    param = gpt.parameter(torch.zeros(37, 6, dtype=torch.float64), "value_embed", is_table=True)
     bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
-    param.take_rows, dense = bucket.take_rows, torch.zeros(37, 6, dtype=torch.float64)
+    param.sparse_grad, dense = gpt.RowSparseGradient(bucket.shard, 6, rt.comm), torch.zeros(37, 6, dtype=torch.float64)
     torch.manual_seed(rt.rank)
     for least in (0, 20 + rt.rank):  # in the second one rank 0 is sent nothing
         tokens = torch.cat((torch.randint(least, 30, (50,)), torch.tensor([36, least, 36])))
         grad = torch.randint(-99, 99, (len(tokens), 6)) / 16.0
-        gpt.look_up(param, tokens, gpt.RowPlan(tokens, len(param), rt)).backward(grad.double())
+        gpt.sparse_embedding(tokens, param).backward(grad.double())
         dense.index_add_(0, tokens, grad.double())
-    bucket.take_rows()
-    dense, shards = gpt.all_reduce_sum(dense, rt), gpt.gather_shards(bucket.grads[:-6].view(-1, 6), rt)
+    dense, shards = rt.comm.all_reduce(dense), rt.comm.gather_shards(param.sparse_grad.wait().view(-1, 6))
     if rt.is_main:
         torch.save((shards, dense), out)
-    gpt.barrier(rt)
+    rt.comm.barrier()
     dist.destroy_process_group()
 
 
@@ -254,7 +263,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     def end_step_and_compare(self, *args):
         end_step(self, *args)
-        counts = gpt.broadcast_object(self.trainer.progress.num_actions, self.trainer.rt)
+        counts = self.trainer.rt.comm.broadcast_object(self.trainer.progress.num_actions)
         assert counts == self.trainer.progress.num_actions, "rank 0 has acted otherwise"
 
     write = gpt.write_atomic

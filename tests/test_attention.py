@@ -1,4 +1,4 @@
-"""Attention: one mask function, two implementations, one graph."""
+"""Attention: one mask function, its plain form and three fast forms, one graph for all windows."""
 
 import shutil
 
@@ -34,22 +34,38 @@ def attend_naive(q, k, v, mask):
     return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
 
 
+def make_dense_mask(build, doc_ids, window):
+    """The mask of a form, with the dtype of the scores if it is added to them."""
+    return build(doc_ids, window, torch.float64) if build is not gpt.make_mask else build(doc_ids, window)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "build, attend",
+    [
+        (gpt.make_mask, gpt.attention),
+        (gpt.build_dense_mask, gpt.attend_blocks),
+        (gpt.build_cpu_mask, gpt.attend_cpu),
+        (gpt.build_dense_mask, gpt.attend_cpu),
+    ],
+)
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
-def test_dense_attention_equals_the_definition_forward_and_backward(
-    num_tokens, window, mean_length, is_compiled, num_rows, monkeypatch
+def test_attention_equals_the_definition_forward_and_backward(
+    num_tokens, window, mean_length, build, attend, num_rows
 ):
-    """In both of its forms; packed sequences that are shorter than the window are one block."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiled)
+    """Of one packed sequence and of two. Sequences that are shorter than the window are one block."""
     row_len = num_tokens // num_rows
     doc_ids = make_doc_ids(num_tokens, mean_length) + torch.arange(num_tokens).int() // row_len
     mask = brute_force_mask(doc_ids, window)
     ours = [torch.randn(num_tokens, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     naive = [x.detach().clone().requires_grad_() for x in ours]
-    made = gpt.build_dense_mask(doc_ids, window, row_len, dtype=torch.float64)
-    assert made.size(2) <= row_len and (made.size(0) == num_rows) == (-(-window // 64) * 64 + 64 >= row_len)
-    y = gpt.attend(*ours, made)
+    made = make_dense_mask(build, doc_ids, window)
+    if build is gpt.make_mask:
+        assert torch.equal(made, mask)
+    else:
+        assert made.size(2) <= num_tokens
+        assert (made.size(0) == 1) == (-(-window // 64) * 64 + 64 >= num_tokens)
+    y = attend(*ours, made)
     expected = attend_naive(*naive, mask)
     weight = torch.randn_like(y)
     (y * weight).sum().backward()
@@ -57,6 +73,16 @@ def test_dense_attention_equals_the_definition_forward_and_backward(
     assert torch.allclose(y, expected, atol=1e-12)
     for a, b in zip(ours, naive):
         assert torch.allclose(a.grad, b.grad, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [None, 16, 128, 256])
+@pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
+def test_both_masks_by_blocks_are_equal(num_tokens, window, mean_length, size):
+    """The one in closed form, and the one that asks is_visible() about each pair."""
+    doc_ids = make_doc_ids(num_tokens, mean_length)
+    for dtype in (torch.float32, torch.bfloat16):
+        masks = [build(doc_ids, window, dtype, size) for build in (gpt.build_dense_mask, gpt.build_cpu_mask)]
+        assert masks[0].dtype == masks[1].dtype == dtype and torch.equal(*masks)
 
 
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
@@ -80,7 +106,7 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
     for counts, indices, seen in (
         (made.q_num_blocks, made.q_indices, listed),
         (made.full_q_num_blocks, made.full_q_indices, full),
-    ):  # what backward reads: the same by key block
+    ):  # backward reads the lists by key block
         for column in range(len(seen)):
             rows = indices[0, 0, column, : counts[0, 0, column]].long()
             assert rows.tolist() == seen[:, column].nonzero().flatten().tolist()
@@ -93,7 +119,7 @@ def test_flex_attention_equals_the_definition(num_tokens, window, mean_length):
     q, k, v = torch.randn(3, num_tokens, 2, 16, dtype=torch.float64)
     mask = gpt.build_block_mask(doc_ids, torch.tensor(window))
     expected = attend_naive(q, k, v, brute_force_mask(doc_ids, window))
-    assert torch.allclose(gpt.attend(q, k, v, mask), expected, atol=1e-12)
+    assert torch.allclose(gpt.attend_flex(q, k, v, mask), expected, atol=1e-12)
 
 
 def attend_flex_on_copies(q, k, v, mask):
@@ -107,25 +133,30 @@ def attend_flex_on_copies(q, k, v, mask):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_segments", [1, 3])
 def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, monkeypatch):
-    """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the dense form.
+    """The whole model, compiled with FlexAttention (whose forward runs on the CPU), against the plain form.
 
-    On whole tensors: the CPU form of FlexAttention ignores where a view begins (test_gpu has the views).
+    On whole tensors: the CPU form of FlexAttention ignores the offset of a view (test_gpu has the views).
     """
-    monkeypatch.setattr(gpt, "attend_flex", attend_flex_on_copies)
+    rows = gpt.list_fast_forms()
+    flex_row = rows["flex_attention"]
+    flex_row = flex_row._replace(fast={**flex_row.fast, "attention": attend_flex_on_copies})
+    monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, "flex_attention": flex_row})
     layers = (gpt.LayerSpec("long", False, 0), *[gpt.LayerSpec("short", True, 0, 0)] * num_segments)
     cfg = smoke_config(
         num_layers=len(layers), layers=layers, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
     )
     torch.manual_seed(0)
-    flex, dense = gpt.GPT(cfg, make_runtime(use_flex=True)).eval(), gpt.GPT(cfg).eval()
+    runtimes = make_runtime(fast=frozenset({"flex_attention"})), make_runtime()
+    flex, dense = (gpt.GPT(cfg, rt).eval() for rt in runtimes)
+    assert flex.eval_ops.attention is attend_flex_on_copies and dense.eval_ops.attention is gpt.attention
     for a, b in zip(flex.parameters(), dense.parameters()):
         a.data.add_(torch.randn_like(a) * 0.1)
         b.data.copy_(a)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    flex.make_segments(num_segments)
+    flex.split_layers(num_segments)
     for part in flex.segments:
-        part.forward = torch.compile(part.forward, dynamic=False, fullgraph=True)
+        part.run_blocks = torch.compile(part.run_blocks, dynamic=False, fullgraph=True)
     schedule, windows = gpt.Schedule(cfg), []
     with torch.no_grad():
         for step in (0, 5, 9, 12):  # every stage, and the final validation
@@ -136,13 +167,8 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
                 make_doc_ids(512, 60, step),
             )
             ours, expected = (
-                model(
-                    tokens[0].int(),
-                    targets,
-                    ids,
-                    gpt.make_stage_inputs(state, 512, 512, make_runtime(use_flex=model.use_flex), cfg),
-                )
-                for model in (flex, dense)
+                model(tokens[0].int(), targets, ids, gpt.make_step_inputs(state, 512, 512, rt, cfg))
+                for model, rt in zip((flex, dense), runtimes)
             )
             assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
             windows.append(state.windows)
@@ -154,13 +180,16 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
 def test_rotary_keeps_norms_and_depends_on_distance_alone(pairs):
     cfg = smoke_config(rotary_pairs=pairs)
     state = gpt.Schedule(cfg).at(0)
-    stage = gpt.make_stage_inputs(state, 64, 64, make_runtime(), cfg)
-    x = torch.randn(2, 1, 1, 32).expand(64, 2, 1, 1, 32)  # the same q and k at every position
-    y = gpt.apply_rotary(x, stage.cos, stage.sin, pairs)[:, :, 0, 0]  # (64, 2, 32)
+    rope = gpt.make_step_inputs(state, 64, 64, make_runtime(), cfg).rope
+    x = torch.randn(2, 1, 1, 32).expand(64, 2, 1, 1, 32)  # equal q and k at every position
+    rotated = gpt.rotate(x, rope.cos, rope.sin, pairs)
+    y = rotated[:, :, 0, 0]  # (64, 2, 32)
     assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1].norm().expand(64), rtol=1e-5)
     assert torch.allclose(
-        y[:, 0].norm(dim=-1), state.attention_scale * x[0, 0].norm().expand(64), rtol=1e-5
+        y[:, 0].norm(dim=-1), state.softmax_scale * x[0, 0].norm().expand(64), rtol=1e-5
     )
+    back = gpt.rotate(rotated, rope.cos, rope.sin, pairs, inverse=True)[:, 1, 0, 0]  # keys have no softmax scale
+    assert torch.allclose(back, x[:, 1, 0, 0], atol=1e-5)
     scores = y[:, 0] @ y[:, 1].T
     for distance in (0, 1, 17):
         diagonal = scores.diagonal(-distance)
@@ -170,5 +199,5 @@ def test_rotary_keeps_norms_and_depends_on_distance_alone(pairs):
 
 def test_positions_start_anew_with_each_packed_sequence():
     cfg = smoke_config()
-    cos = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).cos
+    cos = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).rope.cos
     assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])

@@ -203,9 +203,10 @@ def test_the_gpu_day_is_rehearsed(tmp_path):
     assert list(parts) == list(gpu.list_parts(True)) and all(part["ok"] for part in parts.values())
     assert parts["tests"]["counts"]["skipped"] >= 20
     first, second = parts["kernels"]["runs"]
-    assert first["ms_per_step"] > 0 and second["flags"].endswith("--kernels=off")
+    assert first["ms_per_step"] > 0 and second["flags"].endswith(
+        "--fast=rms_norm,norm_rotate,cpu_attention,head_loss,sparse_embedding,fused_adamw")
     assert parts["frontier"]["runs"][0]["flags"].endswith("--preset=smoke_frontier")
-    assert parts["train"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # both plain here
+    assert parts["train"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # our kernels are off in both
     assert [row["verdict"] in ("faster", "no difference", "slower") for row in parts["tune"]["tuned"]["alternatives"]] == [True] * 2
     assert all(len(parts[name]["product_tflops"]) == 2 for name in parts if name != "tests")
     assert rows.count("\n| ") == 8 and "not right" not in rows
@@ -217,6 +218,23 @@ def test_the_gpu_day_says_that_there_is_no_gpu(tmp_path, monkeypatch, capsys):
     assert gpu.main() == 2
     err = capsys.readouterr().err
     assert "use --rehearse" in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_version_is_timed_by_stages():
+    """Two stages of 2 and 4 steps: the first steps are slow, and the median of all steps would be 10."""
+    ranges = [(None, 0, 2), (None, 2, 6)]
+    assert against.sum_stages([5, 7, 90, 10, 10, 12], ranges) == [12, 44]
+
+
+def test_our_kernels_are_left_out_one_by_one():
+    """Each other one is replaced by the next form of its operation. On a CPU they are off."""
+    cfg, cuda = gpt.make_config({"preset": "track_1"}), torch.device("cuda")
+    rest = "rms_norm,norm_rotate,flex_attention,"
+    assert step.list_forms(cfg, cuda, True) == rest + "head_loss,sparse_embedding"
+    assert step.list_forms(cfg, cuda, True, ["relu2_mlp"]) == rest + "head_loss,relu2_mlp,sparse_embedding"
+    assert step.list_forms(cfg, cuda, True, ["cross_entropy"]) == rest + "cross_entropy,sparse_embedding"
+    fast, _ = gpt.choose_fast_forms(smoke_config(), torch.device("cpu"), torch.float32, False)
+    assert set(step.list_forms(smoke_config(), torch.device("cpu"), False).split(",")) == fast
 
 
 def test_the_speed_of_stages_of_different_sizes():
@@ -249,7 +267,7 @@ def test_the_roofline_adds_up(tmp_path):
     """One kernel bound by memory, one by arithmetic, on rates of the data sheet times what is attainable."""
     nodes = [dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
              dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[])]
-    graph = dict(name="Segment.forward", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
+    graph = dict(name="Segment.run_blocks", direction="forward", nodes=nodes, calls={"measured": 2, "training": 9})
     run = dict(graphs=[graph], eager={"measured update": {"zero_": [1, 4.32e9]}}, micros=2, updates=1)
     run |= dict(micros_per_step=8, bytes_per_rank=2 * 0.8 * 450e9)
     parts = roofline.tabulate(run, roofline.DEVICES["h200"], 1)
@@ -264,10 +282,10 @@ def test_the_roofline_adds_up(tmp_path):
 def test_the_roofline_plays_messages_between_graphs():
     """Three kernels of a ms, of which one is our product, which is bound by its arithmetic, and 2 ms outside graphs; a
     message of 10 ms that is sent after the first of two such graphs and awaited at the end."""
-    ours = dict(call="squared_product_kernel", bytes=1, flops=0.8e-3 * 989e12)
+    ours = dict(call="relu2_matmul_kernel", bytes=1, flops=0.8e-3 * 989e12)
     nodes = [dict(kind="", is_template=False, operations=[], **facts)
              for facts in (dict(call="", bytes=4.32e9, flops=0), dict(call="", bytes=4.32e9, flops=0), ours)]
-    graph = dict(label="0 Segment.forward forward", name="Segment.forward", direction="forward", nodes=nodes)
+    graph = dict(label="0 Segment.run_blocks forward", name="Segment.run_blocks", direction="forward", nodes=nodes)
     parts = [part for part, *_ in roofline.time_nodes({}, graph, roofline.DEVICES["h200"])]
     assert parts == ["pointwise forward", "pointwise forward", "blocks: matmuls with ReLU^2 (our kernel)"]
     num_bytes = 1e6 * roofline.timeline.BUS_GB_PER_S * (10 - roofline.timeline.LATENCY_MS)
@@ -321,25 +339,28 @@ def test_the_peer_takes_only_texts_that_it_has(monkeypatch):
 
 
 def test_two_versions_step_against_step(shards, monkeypatch, capsys):
-    """The script against itself: the same losses, a ratio for every round; and one that differs shows it."""
+    """The script against itself, over all steps: equal losses, a ratio for every stage. A script that differs shows it, and so
+    does the recipe of another one."""
     words = ["against.py", str(SCRIPT), "--preset=smoke", "--device=cpu", *data_args(shards)]
-    monkeypatch.setattr(sys, "argv", [*words, "--rounds=2", "--steps=2"])
+    monkeypatch.setattr(sys, "argv", [*words, "--num_iterations=6", "--steps=2"])
     assert against.main() == 0
     line = capsys.readouterr().out
-    assert re.search(r"smoke, float32, 1 threads, 4 steps: [\d.]+ ms before, [\d.]+ after: [\d.]+ \(rounds ", line)
+    assert re.search(r"smoke, float32, 1 threads, 6 steps: [\d.]+ us a token before, [\d.]+ after: [\d.]+ "
+                     r"\(stages ([\d.]+, ){3}turns [\d.]+ to [\d.]+\);", line)
     assert "losses at most 0.0e+00 apart" in line
     load = against.load_script
 
     def load_another(path):
         module = load(path)
         at = module.Schedule.at
-        monkeypatch.setattr(module.Schedule, "at", lambda self, step: at(self, step)._replace(matrix_lr_factor=0.5))
+        monkeypatch.setattr(module.Schedule, "at", lambda self, step: self.scale_lr(at(self, step), 0.5))
         return module
 
     monkeypatch.setattr(against, "load_script", load_another)
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], *words[2:], "--rounds=2", "--steps=2"])
+    monkeypatch.setattr(sys, "argv", [*words, "--num_iterations=6", "--steps=2"])
     assert against.main() == 0
     assert "losses at most 0.0e+00" not in capsys.readouterr().out
-    for words in (["/nowhere"], [str(SCRIPT), "--rounds=0"], [str(SCRIPT), "--preset=smoke", "--rounds=9"]):
+    for words in (["/nowhere"], [str(SCRIPT), "--steps=0"], [str(SCRIPT), "--preset=smoke", "--num_iterations=no"],
+                  [str(SCRIPT), "--kernels=off"]):
         monkeypatch.setattr(sys, "argv", ["against.py", *words, "--device=cpu"])
         assert against.main() == 2 and capsys.readouterr().err.count("\n") == 1

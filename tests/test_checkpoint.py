@@ -62,11 +62,11 @@ VARIANTS = {
     "hyperball, Adam": ["--matrix_rule=adamh"],
     "bfloat16": ["--dtype=bfloat16", "--embed_dtype=bfloat16"],
     "no grid": ["--grad_grid=0"],
-    "every": [f"--{group}_every=3" for group in gpt.GROUPS if group != "matrix"],  # saved at 9, 15: none may wait
+    "every": [f"--{group}_every=3" for group in gpt.TRACK_1_GROUPS if group != "matrix"],  # saved at 9, 15: none may wait
     "tied": ["--tie_head=on"],
     "untied before": ["--tie_head=on", "--untie_frac=0.5"],
     "untied after": ["--tie_head=on", "--untie_frac=0.9", "--embed_every=2", "--head_every=2"],
-    "mantissas": ["--matrix_dtype=bfloat16", "--state_dtype=float32", "--matrix_rule=normuon"],
+    "low_bits": ["--matrix_dtype=bfloat16", "--state_dtype=float32", "--matrix_rule=normuon"],
     "fp8 mlp": ["--fp8_mlp=on", "--model_dim=128", "--head_dim=64"],  # scales follow a step behind
     "guard": ["--guard=on"],
 }
@@ -84,8 +84,8 @@ def test_a_resumed_run_is_the_run(shards, here, name):
     end = tensors_of(saved[1])
     cfg = gpt.make_config(gpt.parse_argv([*TINY, *args])[0])
     state = gpt.RULES[cfg.groups["matrix"].rule].init_state(torch.ones(2, 8, 8, dtype=getattr(torch, cfg.matrix_dtype)), cfg.state_dtype == "float32")
-    assert {f"blocks.1.attention.{part}/{key}" for part in ("qk", "vo") for key in state} < set(end)
-    assert ("mantissa" in state) == (name == "mantissas") and ("fp8/0" in end) == (name == "fp8 mlp")
+    assert {f"blocks.1.attention.{part}/{key}" for part in ("qk", "v_proj") for key in state} < set(end)
+    assert ("low_bits" in state) == (name == "low_bits") and ("fp8/0" in end) == (name == "fp8 mlp")
     again = run(shards, *args, f"--resume={saved[0]}", "--checkpoint_dir=other")
     assert again == points and len(points) == 4
     assert_same_bits(tensors_of("other/smoke_seed0/step_000018.pt"), end)
@@ -323,8 +323,9 @@ def test_two_runs_leave_one_anothers_checkpoints_alone(shards, here, monkeypatch
     args, seen = ["--num_iterations=6", "--checkpoint_every=2"], []
 
     def start_another():
-        while not Path("checkpoints/smoke_seed0/step_000002.pt").exists():  # written in the background
+        while not list(Path("logs").glob("train_gpt_*.py")):  # written in the background, after the checkpoint
             time.sleep(0.01)
+        assert Path("checkpoints/smoke_seed0/step_000002.pt").exists()
         before = sorted(Path(".").rglob("*"))
         for more in ([], ["--resume=auto"], ["--checkpoint_every=0", "--time_limit=100"]):
             capsys.readouterr()
@@ -641,7 +642,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 6'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", "it is not of format 'train_gpt 7'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)
@@ -655,10 +656,13 @@ DAMAGE = {  # what is done to the file: words of the message
     "a pickle that runs code": (put(lambda _: pickle.dumps(Bomb())), UNREADABLE),
     "a shard": (put(lambda _: b"\0" * 4096), UNREADABLE),
     "text": (put(lambda _: b"step 250\n" * 100), UNREADABLE),
-    "a later format": (
-        lambda path: torch.save({**torch.load(path, weights_only=True), "format": "train_gpt 99"}, path),
-        OTHER,
-    ),
+    **{
+        f"format {number}": (  # of before, whose parameters had other names, and of a later script
+            lambda path, n=number: torch.save({**torch.load(path, weights_only=True), "format": f"train_gpt {n}"}, path),
+            OTHER,
+        )
+        for number in (6, 99)
+    },
     "not our keys": (lambda path: torch.save({"model": torch.zeros(3)}, path), OTHER),
     "a bare tensor": (lambda path: torch.save(torch.zeros(3), path), OTHER),
     "code in an archive": (lambda path: torch.save({"facts": Bomb()}, path), UNREADABLE),

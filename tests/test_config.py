@@ -1,4 +1,4 @@
-"""Config, presets, command line: what they derive, and how they refuse."""
+"""Config, presets, command line: derived numbers, --print_schedule, and errors."""
 
 import json
 import math
@@ -21,10 +21,10 @@ def test_parameters_of_track_1_term_by_term():
     mlp = 11 * 2 * dim * 4 * dim  # in every layer but 0
     lambdas = 12 * 2  # stream and x0, per layer
     skips = 6  # layers 6-11 take 5-0
-    values = 11 + 6  # s0 per attention; s1 where a value embedding enters: layers 0, 1, 2, 9, 10, 11
+    values = 11 + 6  # s0 per attention, s1 if a value embedding enters: layers 0, 1, 2, 9, 10, 11
     total = embedding + head + value_embeds + attention + gates + mlp + lambdas + skips + values
-    assert total == 271_024_967  # the record's 271.02 M: its 60 scalars are 47 here, those that are used
-    derived = gpt.derive(gpt.make_config({"preset": "track_1"}), 8)
+    assert total == 271_024_967  # the record's 271.02 M. Of its 60 scalars the 47 that are used
+    derived = gpt.derived_numbers(gpt.make_config({"preset": "track_1"}), 8)
     assert derived["num_params"] == total
     assert (derived["tokens_per_rank"], derived["grad_accum_steps"], derived["ranks"]) == (49_152, 1, 8)
     assert derived["train_tokens"] == 1670 * 393_216
@@ -51,10 +51,10 @@ def test_layers_of_the_record():
 @pytest.mark.parametrize("name", gpt.PRESETS)
 def test_every_preset_resolves_and_survives_the_command_line(name):
     cfg = gpt.make_config({"preset": name})
-    argv = [f"--{option}={gpt.show_value(value)}" for option, value in vars(cfg).items()]
+    argv = [f"--{option}={gpt.show_value(value)}" for option, value in gpt.flatten_groups(vars(cfg)).items()]
     assert gpt.make_config(gpt.parse_argv(argv)[0]) == cfg
     assert gpt.config_from_dict(gpt.plain_dict(cfg)) == cfg
-    assert gpt.derive(cfg, 1)["num_params"] > 0
+    assert gpt.derived_numbers(cfg, 1)["num_params"] > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 9, 16])
@@ -76,7 +76,7 @@ def test_spellings_are_equal():
 
 
 def test_options_of_groups():
-    """Each of its own; what is not given stays as the preset has it."""
+    """Each changes one group. All others are the preset's."""
     cfg = gpt.make_config({"preset": "muonh", "head_lr": 0.5, "embed_betas": (0.5, 0.6), "scalar_every": 2})
     assert (cfg.groups["head"].lr, cfg.groups["embed"].lr, cfg.groups["matrix"].rule) == (0.5, 0.3, "normuonh")
     assert [name for name, group in cfg.groups.items() if group.betas == (0.5, 0.6)] == ["embed"]
@@ -85,9 +85,9 @@ def test_options_of_groups():
 
 
 def test_a_tied_head_is_counted_once():
-    both, once = (gpt.derive(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8) for tie in ("off", "on"))
+    both, once = (gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8) for tie in ("off", "on"))
     assert both["num_params"] - once["num_params"] == 50_304 * 768
-    assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies all the same
+    assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies in both cases
 
 
 LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
@@ -161,7 +161,24 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--resume=a\0b"], "a\0b cannot be read", "name another one, or give --resume=auto"),
         (["--attention_gate_dim=100"], "100", "at most 64"),
         (["--segments=5"], "--segments=5 is more than the 4 layers", "give at most --segments=4"),
-        (["--kernels=head"], "--kernels=head", "loss, products"),
+        (["--fast=head"], "--fast=head: head is not a fast form", "give auto, off, or some of rms_norm,norm_rotate"),
+        (["--fast=rms_norm,auto"], "auto is not a fast form", "give auto, off, or some of"),
+        (["--fast=on"], "--fast=on: on is not a fast form", "give auto, off"),
+        (["--kernels=auto"], "--kernels is not an option", "its name is now --fast"),
+        (["--kernels", "off"], "--kernels is not an option", "its name is now --fast"),
+        (["--x0_shortcut=off"], "--x0_shortcut is not an option", "its name is now --x0_mix"),
+        (["--x0-shortcut=off"], "--x0_shortcut is not an option", "its name is now --x0_mix"),
+        (["--fp8_head_max=1"], "--fp8_head_max is not an option", "its name is now --fp8_head_amax"),
+        (["--row_start=anywhere"], "--row_start is not an option", "its name is now --sequence_start"),
+        (["--without=mantissas"], "mantissas is not a mechanism", "its name is now low_bits"),
+        (["--only_with=cooldown,mantissas"], "mantissas is not a mechanism", "its name is now low_bits"),
+        (["--without=document_rows"], "document_rows is not a mechanism", "its name is now document_start"),
+        (["--without=x0_shortcut"], "x0_shortcut is not a mechanism", "its name is now x0_mix"),
+        (['--layers=[{"gates_at":0}]', "--num_layers=1"], "gates_at", "gates_at is now gates_from"),
+        (['--layers=[{"gates_at":null}]', "--print_config"], "gates_at", "gates_at is now gates_from"),
+        (["--print_schedule", "--num_iterations=0"], "--num_iterations=0", "at least 1"),
+        (["--print_schedule", "--kernels=auto"], "--kernels is not an option", "its name is now --fast"),
+        (["--print_schedule=1"], "--print_schedule", "see --help"),
         (["--cooldown_frac=0.5", "--embed_betas=0.9"], "0.9", "0.8,0.95"),
         (["--embed_betas="], "--embed_betas", "two numbers"),
     ],
@@ -177,7 +194,7 @@ def test_bad_options_end_with_status_2_and_one_line(args, value, remedy, capsys,
 
 
 def test_the_number_of_layers_that_a_preset_has_may_be_said():
-    """Its layers stay, each with its mechanisms; record 32's pattern exists at any depth."""
+    """Its layers stay, each with its mechanisms. Record 32's pattern exists at any depth."""
     for name in ("quick", "frontier", "track_2"):
         cfg = gpt.make_config({"preset": name})
         assert gpt.make_config({"preset": name, "num_layers": cfg.num_layers}) == cfg
@@ -212,16 +229,16 @@ def test_an_environment_that_no_launcher_leaves(environment, words, shards, caps
 
 
 @pytest.mark.parametrize("reader", ["head -1", "true"])
-@pytest.mark.parametrize("argument", slow_but(["--list_presets", "--print_config", "--help"], "--help"))
+@pytest.mark.parametrize("argument", slow_but(["--list_presets", "--print_config", "--print_schedule", "--help"], "--help"))
 def test_a_reader_that_has_read_enough(argument, reader, tmp_path):
-    """No traceback, and the status of a program that nobody listens to."""
+    """No traceback, and status 0 or the status of a broken pipe."""
     words = f"{sys.executable} {SCRIPT} {argument} | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.strip() in ("0", "141")
 
 
 def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatch):
-    """Whatever it is: one line that names it, and status 2."""
+    """One line that names the file, and status 2."""
     monkeypatch.chdir(tmp_path)
 
     def fail(*_):
@@ -234,7 +251,7 @@ def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatc
 
 
 def test_a_console_that_lacks_letters(shards, tmp_path):
-    """The sample of a run, in an encoding without its letters: they are shown as '?', and the run ends well."""
+    """The sample of a run may have letters that the console's encoding lacks. They are shown as '?'."""
     code = ("import sys; sys.path.insert(0, {!r}); import train_gpt as gpt; gpt.open_standard_streams(); "
             "gpt.print0('a\u4e2db', gpt.Runtime())").format(str(SCRIPT.parent))  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
@@ -261,7 +278,7 @@ def test_a_console_that_lacks_letters(shards, tmp_path):
 def test_output_folders_that_cannot_be_are_refused_before_the_run(
     args, field, folder, shards, capsys, tmp_path, monkeypatch
 ):
-    """Permissions say nothing here: root may write /proc, and still makes no folder there."""
+    """Permissions are no help here: root may write /proc, but no folder can be made there."""
     monkeypatch.chdir(tmp_path)
     argv = ["--preset=smoke", "--device=cpu", *data_args(shards), *args, f"--{field}={folder}"]
     assert gpt.main(argv) == 2
@@ -274,7 +291,7 @@ def test_output_folders_that_cannot_be_are_refused_before_the_run(
 
 @pytest.mark.parametrize("field", ["train_files", "val_files", "resume"])
 def test_a_pipe_is_no_file(field, shards, capsys, tmp_path, monkeypatch):
-    """Who opens one to read waits for its writer, here for ever."""
+    """A program that opens a pipe waits for its writer, here for ever."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with at_most(60):
@@ -304,7 +321,7 @@ def test_help_names_every_field(capsys):
         gpt.main(["--help"])
     text = capsys.readouterr().out
     assert all(f"--{name} " in text for name in gpt.OPTIONS)
-    assert all(f"--{name}_lr FLOAT" in text for name in gpt.GROUPS)
+    assert all(f"--{name}_lr FLOAT" in text for name in gpt.TRACK_1_GROUPS)
     assert gpt.main(["--list_presets"]) == 0
     presets, mechanisms = capsys.readouterr().out.split("\n\n")
     assert [line.split()[0] for line in presets.splitlines()] == list(gpt.PRESETS)
@@ -312,16 +329,87 @@ def test_help_names_every_field(capsys):
 
 
 @pytest.mark.parametrize("world_size, near", [(3, "1536 and 3072"), (8, "4096")])
-def test_ranks_that_cannot_share_the_rows(world_size, near):
-    cfg = gpt.make_config({"preset": "smoke"})  # 4 rows of 512
-    with pytest.raises(gpt.InputError, match=near):
-        gpt.split_rows(cfg, world_size, cfg.tokens_per_step)
+def test_ranks_that_cannot_share_the_sequences(world_size, near):
+    cfg = gpt.make_config({"preset": "smoke"})  # 4 sequences of 512
+    for refuse in (gpt.check_world_size, gpt.derived_numbers):
+        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=2048 .* the nearest are {near}"):
+            refuse(cfg, world_size)
+
+
+def test_ranks_that_cannot_share_the_sequences_of_an_early_stage():
+    """Every stage is checked, and the error has the numbers of that stage."""
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=512), gpt.Stage(1, 64, 64))
+    cfg = gpt.make_config({"preset": "smoke", "stages": stages})
+    assert gpt.check_world_size(cfg, 1) == (2, 2)  # of the last stage
+    for world_size, words in ((2, "keep it and give --seq_len=256"), (4, "keep it and give --seq_len=128")):
+        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=512 is 1 packed .* {world_size} ranks cannot .*{words}"):
+            gpt.check_world_size(cfg, world_size)
 
 
 @pytest.mark.parametrize(
     "world_size, micro, expected",
     [(1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)), (4, 512, (1, 1))],
 )
-def test_rows_are_split_evenly(world_size, micro, expected):
+def test_sequences_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
-    assert gpt.split_rows(cfg, world_size, cfg.tokens_per_step) == expected
+    assert gpt.sequences_per_rank(cfg, world_size, cfg.tokens_per_step, cfg.seq_len) == expected
+    assert gpt.check_world_size(cfg, world_size) == expected
+
+
+def read_schedule(text: str) -> dict[int, dict[str, str]]:
+    """The table of --print_schedule: by step, each column by its name."""
+    table = {}
+    for line in text.splitlines():
+        words = line.split()
+        if words and words[0] == "step":
+            names = words
+        elif words and words[0].isdigit():
+            assert len(words) == len(names), line
+            table[int(words[0])] = dict(zip(names, words))
+    return table
+
+
+@pytest.mark.parametrize("preset", ["track_1", "frontier", "smoke", "smoke_frontier", "laptop", "track_2"])
+def test_print_schedule_shows_both_ends_of_each_stage(preset, capsys, tmp_path, monkeypatch):
+    """A learning rate for each group, or - if the group is not updated in that step."""
+    monkeypatch.chdir(tmp_path)  # without data
+    assert gpt.main([f"--preset={preset}", "--print_schedule"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and not list(tmp_path.iterdir())
+    cfg, table = gpt.make_config({"preset": preset}), read_schedule(out)
+    schedule = gpt.Schedule(cfg)
+    ranges = schedule.stage_ranges()
+    assert list(table) == [step for _, start, end in ranges for step in (start, end - 1)]
+    for number, (stage, start, end) in enumerate(ranges, 1):
+        for step in (start, end - 1):
+            row, state = table[step], schedule.at(step)
+            assert row["stage"] == str(number)
+            assert row["windows"] == f"{stage.window_long}/{stage.window_short}"
+            assert row["tokens"] == str(stage.tokens_per_step)
+            assert float(row["momentum"]) == pytest.approx(state.momentum, abs=1e-4)
+            for name, group in cfg.groups.items():
+                if (step + 1) % group.every:
+                    assert row[name] == "-"
+                else:
+                    assert float(row[name]) == pytest.approx(state.lr[name], rel=1e-5)
+
+
+def test_print_schedule_of_frontier_at_known_steps(capsys):
+    assert gpt.main(["--preset=frontier", "--print_schedule"]) == 0
+    out = capsys.readouterr().out
+    table = read_schedule(out)
+    assert list(table) == [0, 422, 423, 846, 847, 1269, 1270, 1284]
+    assert [table[step]["head"] for step in (0, 422, 423, 847)] == ["-", "-", "0.01216", "0.00821669"]
+    assert [table[step]["matrix"] for step in (0, 423)] == ["0.023", "0.03496"]
+    assert [table[step]["tokens"] for step in (0, 423, 847)] == ["131072", "262144", "393216"]
+    assert (table[0]["momentum"], table[423]["momentum"]) == ("0.8500", "0.9500")
+    assert "head also trains the embedding while it is tied" in out
+
+
+def test_print_schedule_obeys_options_and_needs_no_device(tmp_path):
+    """Also with --device=cuda, which need not be there. A stage of one step has one line."""
+    done = run_script(["--device=cuda", "--preset=smoke", "--num_iterations=3", "--head_lr=0.5", "--print_schedule"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and not list(tmp_path.iterdir())
+    table = read_schedule(done.stdout)
+    assert list(table) == [0, 1, 2]  # ceil(4 / 3) = 2, ceil(8 / 3) = 3
+    assert table[0]["head"] == "0.5"

@@ -1,4 +1,4 @@
-"""Shards, packed sequences, batches, prefetch, downloads: what is refused, and that ranks never change what a step sees."""
+"""Shards, packed sequences, batches, prefetch, downloads. Bad files are refused. Ranks do not change the tokens of a step."""
 
 import shlex
 import sys
@@ -57,15 +57,15 @@ def test_headers_from_elsewhere_mean_gpt2(tmp_path):
     assert shard.bos == 50256 and shard.starts.tolist() == [0]
 
 
-def all_rows(cfg):
+def all_sequences(cfg):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    return data, [data.tokens_of(i) for i in range(len(data.rows))]
+    return data, [data.read_tokens(i) for i in range(len(data.sequences))]
 
 
-def test_rows_follow_the_published_packing(shards):
-    """Record 32's packing, written again the slow way: fill with document slices, discard what is cut, next shard at the end."""
+def test_sequences_follow_the_published_packing(shards):
+    """Record 32's packing, written again the slow way: slices of documents, without their rest, shard after shard."""
     cfg = smoke_config(shards, num_iterations=40)
-    data, rows = all_rows(cfg)
+    data, sequences = all_sequences(cfg)
     expected = []
     for name in ("train_0", "train_1"):
         tokens = np.fromfile(shards / f"{name}.bin", dtype="<u2")[512:]
@@ -78,22 +78,22 @@ def test_rows_follow_the_published_packing(shards):
             if len(buffer) == cfg.seq_len + 1:
                 expected.append(buffer)
                 buffer = []
-    assert len({row.shard for row in data.rows}) == 2  # the run crosses a shard boundary
-    assert [row.tolist() for row in rows] == expected[: len(rows)]
-    for row in rows:
-        lengths = np.diff(np.flatnonzero(row == BOS))
-        assert row[0] == BOS and lengths.max() <= cfg.max_doc_len
+    assert len({sequence.shard for sequence in data.sequences}) == 2  # the run crosses a shard boundary
+    assert [tokens.tolist() for tokens in sequences] == expected[: len(sequences)]
+    for tokens in sequences:
+        lengths = np.diff(np.flatnonzero(tokens == BOS))
+        assert tokens[0] == BOS and lengths.max() <= cfg.max_doc_len
 
 
 def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
     cfg = smoke_config(shards)
-    data, rows = all_rows(cfg)
+    data, sequences = all_sequences(cfg)
     batch = data.batch(range(2))
     for i in range(2):
         part = slice(i * cfg.seq_len, (i + 1) * cfg.seq_len)
         assert (
-            batch.inputs[part].tolist() == rows[i][:-1].tolist()
-            and batch.targets[part].tolist() == rows[i][1:].tolist()
+            batch.inputs[part].tolist() == sequences[i][:-1].tolist()
+            and batch.targets[part].tolist() == sequences[i][1:].tolist()
         )
     assert batch.doc_ids[0] == 1
     assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == BOS)
@@ -105,47 +105,47 @@ def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
 
 
 def test_a_packed_sequence_is_not_joined_to_the_one_before(shards):
-    """Where they begin anywhere, most begin within a document, which goes on in the one before."""
-    data, rows = all_rows(smoke_config(shards, row_start="anywhere"))
+    """With --sequence_start=anywhere most begin within a document. It is not joined to its beginning."""
+    data, sequences = all_sequences(smoke_config(shards, sequence_start="anywhere"))
     ids = data.batch(range(4)).doc_ids.view(4, 512)
-    assert sum(row[0] != BOS for row in rows[1:4]) == 3
+    assert sum(tokens[0] != BOS for tokens in sequences[1:4]) == 3
     assert (ids[1:, 0] - ids[:-1, -1]).tolist() == [1, 1, 1]
-    starts = [1 + sum(row[1:512] == BOS) for row in rows[:4]]
+    starts = [1 + sum(tokens[1:512] == BOS) for tokens in sequences[:4]]
     assert (ids[:, -1] - ids[:, 0] + 1).tolist() == starts
 
 
 def test_documents_without_a_mask_are_one_for_each_packed_sequence(shards):
-    data, rows = all_rows(smoke_config(shards, document_mask="off"))
+    data, sequences = all_sequences(smoke_config(shards, document_mask="off"))
     assert data.batch(range(4)).doc_ids.tolist() == [i for i in (1, 2, 3, 4) for _ in range(512)]
-    assert sum(rows[0] == BOS) > 1
+    assert sum(sequences[0] == BOS) > 1
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_tokens):
     cfg = smoke_config(shards, micro_batch_tokens=micro_batch_tokens)
-    data, rows = all_rows(cfg)
+    data, sequences = all_sequences(cfg)
     for step in (0, 5, 11):
         seen = [
             batch.inputs
             for rank in range(world_size)
-            for batch in data.batches(cfg, make_runtime(rank, world_size), step, step + 1)
+            for batch in data.batches(make_runtime(rank, world_size), step, step + 1)
         ]
-        expected = np.concatenate([row[:-1] for row in rows[step * 4 : step * 4 + 4]])
+        expected = np.concatenate([tokens[:-1] for tokens in sequences[step * 4 : step * 4 + 4]])
         assert torch.cat(seen).tolist() == expected.tolist()
 
 
-def test_stages_change_rows_per_step_and_lengths(shards):
+def test_stages_change_sequences_per_step_and_lengths(shards):
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512, max_doc_len=50, seq_len=256), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
-    data, rows = all_rows(cfg)
-    # ceil(13 / 2) = 7 steps of 2 rows, 5 of 4
-    assert [data.first_row(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
-    assert len(data.rows) == 34
-    assert [row.max_doc_len for row in data.rows] == [50] * 14 + [256] * 20
-    assert [len(row) for row in rows] == [257] * 14 + [513] * 20
-    batches = list(data.batches(cfg, make_runtime(), 6, 8))
-    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, of 512, twice
+    data, sequences = all_sequences(cfg)
+    # ceil(13 / 2) = 7 steps of 2 sequences, 5 steps of 4
+    assert [data.count_sequences(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
+    assert len(data.sequences) == 34
+    assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 14 + [256] * 20
+    assert [len(tokens) for tokens in sequences] == [257] * 14 + [513] * 20
+    batches = list(data.batches(make_runtime(), 6, 8))
+    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, and twice two of 512
 
 
 def test_too_few_tokens_say_how_many_and_what_to_do(shards):
@@ -158,17 +158,18 @@ def test_too_few_tokens_say_how_many_and_what_to_do(shards):
         gpt.ValData(smoke_config(shards, val_files="nowhere/*.bin"))
 
 
-@pytest.mark.parametrize("row_start, steps", [("document", 150), ("anywhere", 220)])
-def test_files_may_be_read_again(shards, row_start, steps):
-    """The rows of a second epoch are those of the first; without it the run is refused, and told of it."""
-    changes = dict(num_iterations=steps, row_start=row_start)
+@pytest.mark.parametrize("start, steps", [("document", 150), ("anywhere", 220)])
+def test_files_may_be_read_again(shards, start, steps):
+    """A second epoch has the sequences of the first. Without it the run is refused, with --epochs as the remedy."""
+    changes = dict(num_iterations=steps, sequence_start=start)
     cfg = smoke_config(shards, epochs=2, **changes)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    first = next(i for i in range(1, len(data.rows)) if data.rows[i] == data.rows[0])
-    tokens = sum(shard.ends(256 if row_start == "document" else 1 << 20)[-1] for shard in data.shards)
-    assert 0.7 * tokens // 512 < first <= tokens // 512  # a row loses the rest of its last document, here a quarter
-    assert data.rows[first:] == data.rows[: len(data.rows) - first]
-    assert np.array_equal(data.tokens_of(first + 1), data.tokens_of(1))
+    first = next(i for i in range(1, len(data.sequences)) if data.sequences[i] == data.sequences[0])
+    tokens = sum(shard.usable_tokens(256 if start == "document" else 1 << 20)[-1] for shard in data.shards)
+    # a sequence loses the rest of its last document, here a quarter
+    assert 0.7 * tokens // 512 < first <= tokens // 512
+    assert data.sequences[first:] == data.sequences[: len(data.sequences) - first]
+    assert np.array_equal(data.read_tokens(first + 1), data.read_tokens(1))
     with pytest.raises(gpt.InputError, match="--epochs=2"):
         cfg = smoke_config(shards, **changes)
         gpt.TrainData(cfg, gpt.Schedule(cfg))
@@ -199,7 +200,7 @@ def test_batches_come_in_order_and_no_more_than_were_planned():
     batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
     prefetcher = gpt.Prefetcher(iter(batches), torch.device("cpu"))
     assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
-    with pytest.raises(AssertionError, match="used up"):
+    with pytest.raises(AssertionError, match="no more planned batches"):
         next(prefetcher)
     prefetcher.executor.shutdown(cancel_futures=True)
 
@@ -211,7 +212,7 @@ def prefetch_threads():
 def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
     cfg = smoke_config(shards)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    prefetcher = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 12), torch.device("cpu"))
+    prefetcher = gpt.Prefetcher(data.batches(make_runtime(), 0, 12), torch.device("cpu"))
     next(prefetcher)
     assert len(prefetch_threads()) == 1
     prefetcher.executor.shutdown(cancel_futures=True)
@@ -223,7 +224,7 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
 
 @pytest.fixture
 def fetch(monkeypatch, capsys):
-    """Run the tool here, cut off from the hub; its status, what it printed, and the line of its refusal."""
+    """Run the tool here, without the hub. Returns its status, its output and its error line."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else the client tries again for half a minute
 
     def run(*args):
@@ -255,7 +256,7 @@ def test_whole_shards_are_not_fetched_again(tmp_path, fetch):
     status, out, _ = fetch("1", "--out", shards)
     options = dict(word[2:].split("=", 1) for word in shlex.split(out.partition("./run.sh ")[2]))
     assert status == 0 and options["vocab_file"] == str(vocabulary)
-    for split, name in (("train", "train_000001"), ("val", "val_000000")):  # the pattern finds what lies there
+    for split, name in (("train", "train_000001"), ("val", "val_000000")):  # the pattern finds these files
         assert gpt.find_shards(options[f"{split}_files"], "x") == [f"{shards}/fineweb_{name}.bin"]
     vocabulary.write_text("{")
     status, _, said = fetch("1", "--out", shards)
@@ -267,7 +268,7 @@ def test_whole_shards_are_not_fetched_again(tmp_path, fetch):
 
 
 def test_a_vocabulary_beside_the_shards_is_somebodys_own(tmp_path, monkeypatch):
-    """The download has the name vocab.json; the one that lies there keeps its content."""
+    """The download has the name vocab.json. An older file of this name keeps its content."""
 
     def download(filename, local_dir, **_):
         Path(local_dir, filename).write_text('{"a": 0}')

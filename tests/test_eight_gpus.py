@@ -1,5 +1,6 @@
 """What counts on eight GPUs: each test fails where what saves or counts their time is taken out."""
 
+import dataclasses
 import json
 import math
 import random
@@ -12,32 +13,10 @@ import torch
 import torch.nn.functional as F
 from conftest import data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
+from test_wiring import ATTENTION_FORMS, TINY, enter_folder, make_trainer, run  # noqa: F401
 from torch.overrides import TorchFunctionMode
 
-TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--val_tokens=1024"]
-TINY += ["--warmup_iterations=0", "--val_loss_every=0"]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run(shards, *args, preset=TINY) -> dict:
-    """A run in this process; returns its json."""
-    before = set(Path("logs").glob("*.json"))
-    assert gpt.main([*preset, *data_args(shards), *args]) == 0
-    (path,) = set(Path("logs").glob("*.json")) - before
-    return json.loads(path.read_text())
-
-
-def make_trainer(shards, **changes):
-    """A trainer before its first step, and the batches of all its steps."""
-    cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
-    trainer = gpt.Trainer(cfg, make_runtime(fp8=frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())))
-    data = gpt.TrainData(cfg, trainer.schedule)
-    return trainer, gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, cfg.num_iterations), trainer.rt.device)
+AT_THE_END = "--val_loss_every=0"  # the only validation
 
 
 def before_call(monkeypatch, owner, name, do) -> None:
@@ -60,7 +39,7 @@ def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, capsys):
     monkeypatch.setattr(gpt.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
     for owner, name, seconds in (
-        (gpt, "find_prefixes", 8),  # these three are on the clock
+        (gpt, "find_prefix_tokens", 8),  # these three are on the clock
         (gpt.Prefetcher, "__init__", 4),
         (gpt.TrainData, "batch", 1),
         (gpt.TrainData, "__init__", 32),  # and these before it
@@ -70,7 +49,7 @@ def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, capsys):
         before_call(monkeypatch, owner, name, lambda *_, s=seconds: now.__setitem__(0, now[0] + s))
     Path("vocab.json").write_text(json.dumps({"a": 97, "ab": 98}))
     stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":"0.5"}]'
-    result = run(shards, stages, "--vocab_file=vocab.json", "--num_iterations=4")
+    result = run(shards, stages, "--vocab_file=vocab.json", "--num_iterations=4", AT_THE_END)
     assert result["train_time_ms"] == 1000 * (8 + 4 + 4 * 1)
     assert result["data_setup_s"] == 32 + 16 + 64
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "before the clock" in line]
@@ -88,7 +67,7 @@ def test_prefixes_are_those_of_a_search_of_all_pairs():
             shorter = [p for p in texts if p and len(p) < len(text) and text.startswith(p)]
             if shorter:
                 expected[ids[text]] = ids[max(shorter, key=len)]
-        assert gpt.find_prefixes(ids, 200).tolist() == expected
+        assert gpt.find_prefix_tokens(ids, 200).tolist() == expected
     assert sum(number >= 0 for number in expected) > 50
 
 
@@ -100,8 +79,9 @@ def test_telemetry_has_seen_every_length_before_the_clock(shards, here, monkeypa
     warm, timed, clock = set(), set(), []
     before_call(monkeypatch, gpt.Trainer, "run", lambda *args: clock.append(args))
 
-    def note(_, batch, stage):
-        (timed if clock else warm).add((len(batch.inputs), stage.row_len))
+    def note(_, batch, step_inputs):
+        num_tokens = len(batch.inputs)
+        (timed if clock else warm).add((num_tokens, num_tokens // int(step_inputs.is_sequence_start.sum())))
 
     before_call(monkeypatch, gpt.Telemetry, "inspect", note)
     preset = ["--preset=smoke_frontier", "--device=cpu", "--telemetry_every=1", "--val_loss_every=0"]
@@ -112,94 +92,101 @@ def test_telemetry_has_seen_every_length_before_the_clock(shards, here, monkeypa
 # ---- targets -------------------------------------------------------------------------------------------
 
 
-def test_a_stage_has_the_targets_that_it_weighs(monkeypatch):
-    """One column where nothing else is weighed; the loss and its gradients are those of four columns, three
-    of which weigh nothing, and those of cross-entropies summed one by one."""
+@pytest.mark.parametrize("form", ["plain", "head_loss"])
+def test_a_stage_has_the_targets_that_it_weighs(form):
+    """One column where nothing else is weighed. The loss and its gradients are those of four columns, of which three
+    weigh nothing, and those of cross-entropies summed one by one."""
     torch.manual_seed(0)
     rich = gpt.Stage(1, 128, 64, loss_weights="1 0.5 0.25:0", prefix_weight="0.5:0.25")
     cfg = smoke_config(stages=(gpt.Stage(1, 128, 64), rich), num_layers=1)
-    rt, schedule, head = make_runtime(dtype=torch.float64), gpt.Schedule(cfg), gpt.GPT(cfg).head
-    head.prefixes = torch.where(torch.arange(257) % 3 > 0, torch.arange(257) // 2, -1)
+    rt, schedule = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"})), gpt.Schedule(cfg)
+    model = gpt.GPT(cfg, rt)
+    head, ops = model.head, model.ops
+    assert ops.head_loss is (gpt.head_loss if form == "plain" else gpt.fused_head_loss)
+    head.prefix_tokens = torch.where(torch.arange(257) % 3 > 0, torch.arange(257) // 2, -1)
     head.weight.data = torch.randn(*head.weight.shape, dtype=torch.float64)
     states = [schedule.at(step) for step in (0, cfg.num_iterations - 1)]
     assert [state.stage_index for state in states] == [0, 1]
-    plain, rich = (gpt.make_stage_inputs(state, 64, 32, rt, cfg) for state in states)
+    plain, rich = (gpt.make_step_inputs(state, 64, 32, rt, cfg) for state in states)
+    weights = [torch.tensor(state.loss_weights) for state in states]
+    assert [len(given) for given in weights] == [1, 4]
     targets = torch.randint(256, (64,))
     given = []  # to the loss, as columns (T, n)
-    monkeypatch.setattr(gpt, "HeadLoss", type("Noting", (gpt.HeadLoss,), {
-        "apply": lambda x, w, columns, *rest: given.append(columns.T) or torch.zeros(())}))  # fmt: skip
-    for stage in (plain, rich):
-        head(torch.zeros(64, cfg.model_dim), targets, stage)
-    monkeypatch.undo()
+    noting = ops._replace(head_loss=lambda x, w, columns, *rest: given.append(columns.T) or torch.zeros(()))
+    for step_inputs, loss_weights in zip((plain, rich), weights):
+        head(torch.zeros(64, cfg.model_dim), targets, step_inputs, loss_weights, noting)
     (first,), columns = given
     assert columns.shape == (4, 64) and torch.equal(first, targets) and torch.equal(columns[0], targets)
     for ahead, missing in ((1, [31, 63]), (2, [30, 31, 62, 63])):  # the ends of two packed sequences
         column = columns[ahead]
         assert (column == -1).nonzero().ravel().tolist() == missing
         assert torch.equal(column[column >= 0], targets.roll(-ahead)[column >= 0])
-    assert torch.equal(columns[3], head.prefixes[targets])
-    weights = [torch.tensor(state.loss_weights) for state in states]
-    assert [len(given) for given in weights] == [1, 4]
+    assert torch.equal(columns[3], head.prefix_tokens[targets])
     x = gpt.rms_norm(torch.randn(64, cfg.model_dim, dtype=torch.float64)).requires_grad_()
 
     def differentiate(loss):
         return loss.detach(), *torch.autograd.grad(loss, (x, head.weight))
 
-    ours = differentiate(head(x, targets, plain, weights[0]))
-    padded = differentiate(head(x, targets, rich, torch.tensor([1.0, 0, 0, 0])))
+    ours = differentiate(head(x, targets, plain, weights[0], ops))
+    padded = differentiate(head(x, targets, rich, torch.tensor([1.0, 0, 0, 0]), ops))
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, padded))
     exact = sum(
-        weight * F.cross_entropy(head.logits(x), column, ignore_index=-1, reduction="sum")
+        weight * F.cross_entropy(head.compute_logits(x), column, ignore_index=-1, reduction="sum")
         for weight, column in zip(weights[1].double(), columns)
     )
-    ours = differentiate(head(x, targets, rich, weights[1]))
+    ours = differentiate(head(x, targets, rich, weights[1], ops))
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, differentiate(exact)))
+    given.clear()
+    head.eval()  # validation: the next token only, whatever the stage weighs
+    head(x.detach(), targets, rich, weights[1], noting)
+    assert torch.equal(given[0], targets[None])
 
 
 # ---- rotary tables -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["plain", "norm_rotate"])
 @pytest.mark.parametrize("pairs", ["halves", "adjacent"])
-def test_small_rotary_tables_are_the_large_ones(pairs, monkeypatch):
-    """Queries and keys, of single heads and of paired ones, are turned by either as complex numbers are by
-    their angle; in the last stage, whose softmax scale is not the first one's."""
+def test_small_rotary_tables_are_the_large_ones(pairs, form):
+    """Either kind turns queries and keys, of single heads and of paired ones, as complex numbers by their angle. The
+    state is that of the last stage, whose softmax scale is not the first one's."""
     torch.manual_seed(0)
     layers = gpt.LayerSpec("long"), gpt.LayerSpec(paired=True)
     shape = dict(num_layers=2, layers=layers, num_heads=4, model_dim=128)
     cfg = smoke_config(rotary_pairs=pairs, qk_norm="off", **shape)
-    state, model = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.GPT(cfg)
-    assert state.attention_scale != cfg.attention_scale
+    rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
+    state, model = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.GPT(cfg, rt)
+    assert state.softmax_scale != cfg.attention_scale
     small, large = (
-        gpt.make_stage_inputs(state, 96, 48, make_runtime(dtype=torch.float64, use_compile=is_compiled), cfg)
+        gpt.make_step_inputs(state, 96, 48, dataclasses.replace(rt, use_compile=is_compiled), cfg)
         for is_compiled in (True, False)
     )
     qk = torch.randn(96, 2, 4, 32, dtype=torch.float64)  # (T, 2, H, K)
+    seen = []  # q and k, as attention takes them, of both layers for each kind
+    model.ops = model.ops._replace(
+        linear=lambda x, w: torch.cat((qk.flatten(1), x), 1) if len(w) == 384 else x,
+        attention=lambda q, k, v, mask: seen.append(torch.stack([x.reshape(96, 4, 32) for x in (q, k)], 1)) or q,
+    )
+    for step_inputs in (small, large):
+        model.run_layers(torch.zeros(96, dtype=torch.int32), torch.zeros(96, dtype=torch.int32), step_inputs)
     positions, heads = torch.arange(96.0).double() % 48, torch.arange(4.0).double()
-    for name, block, place in (
-        ("", model.blocks[0], positions[:, None] + 0 * heads),  # (T, H)
-        ("paired_", model.blocks[1], 2 * positions[:, None] + heads % 2),
+    for name, turned, same, place in (
+        ("rope", seen[0], seen[2], positions[:, None] + 0 * heads),  # (T, H)
+        ("paired_rope", seen[1], seen[3], 2 * positions[:, None] + heads % 2),
     ):
-        tables, expanded = ([getattr(s, f"{name}{kind}") for kind in ("cos", "sin")] for s in (small, large))
-        parities = 2 if name else 1
+        tables, expanded = (getattr(step_inputs, name) for step_inputs in (small, large))
+        parities = 2 if name == "paired_rope" else 1
         assert all(table.shape == (96, parities, 8) for table in tables)
-        again = gpt.expand_rotary(*tables, small.attention_scale, pairs)
+        again = gpt.expand_rope(tables, small.softmax_scale, pairs)
         assert all(table.shape == (96, 2, 4 // parities, parities, 32) for table in expanded)
         assert all(torch.allclose(a, b, rtol=0, atol=1e-15) for a, b in zip(again, expanded))
-        seen, attention = [], block.attention  # q and k, as attention takes them
-        monkeypatch.setattr(gpt, "multiply_linear", lambda x, w, _: torch.cat((qk.flatten(1), x), 1) if len(w) == 384 else x)
-        monkeypatch.setattr(gpt, "attend", lambda q, k, v, mask, seen=seen: seen.append(
-            torch.stack([x.reshape(96, 4, 32) for x in (q, k)], 1)) or q)  # fmt: skip
-        for stage in (small, large):
-            attention(torch.zeros(96, 128, dtype=torch.float64), None, gpt.Saved(), gpt.Weights(), None, None, stage)
-        monkeypatch.undo()
-        turned, same = seen
         assert torch.allclose(turned, same, rtol=0, atol=1e-14)
         angle = place[..., None] * torch.tensor(state.frequencies)  # (T, H, K/2)
         a, b = qk.chunk(2, -1) if pairs == "halves" else (qk[..., ::2], qk[..., 1::2])
         z = torch.complex(a, b) * torch.exp(-1j * angle)[:, None]
         parts = (z.real, z.imag)
         expected = torch.cat(parts, -1) if pairs == "halves" else torch.stack(parts, -1).flatten(-2)
-        expected[:, 0] *= state.attention_scale
+        expected[:, 0] *= state.softmax_scale
         assert torch.allclose(turned, expected, rtol=0, atol=1e-13)
 
 
@@ -209,20 +196,23 @@ def test_small_rotary_tables_are_the_large_ones(pairs, monkeypatch):
 def test_a_table_by_rows_has_the_dense_gradient():
     """Of two micro-batches, to the last bit in float64: some rows often, both ends, others never."""
     torch.manual_seed(0)
-    param = gpt.declare(torch.randn(37, 6, dtype=torch.float64), "value_embed", is_table=True)
-    bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), make_runtime(), False)
-    param.take_rows, dense = bucket.take_rows, param.detach().clone().requires_grad_()
-    total = torch.zeros(37, 6, dtype=torch.float64)
+    param, rt = gpt.parameter(torch.randn(37, 6, dtype=torch.float64), "value_embed", is_table=True), make_runtime()
+    bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
+    param.sparse_grad = gpt.RowSparseGradient(bucket.shard, 6, rt.comm)
+    dense, total = param.detach().clone().requires_grad_(), torch.zeros(37, 6, dtype=torch.float64)
     for rows in ([36, 0, 36, 0, 0, *torch.randint(3, 30, (90,)).tolist()], [36, 36, 5, 36]):
         rows = torch.tensor(rows, dtype=torch.int32)[torch.randperm(len(rows))]
         grad = torch.randn(len(rows), 6, dtype=torch.float64)
-        ours = gpt.look_up(param, rows, gpt.RowPlan(rows, len(param), make_runtime()))
+        ours = gpt.sparse_embedding(rows, param)
         plain = F.embedding(rows, dense)
         assert torch.equal(ours, plain)
         ours.backward(grad)
         total += torch.autograd.grad(plain, dense, grad)[0]
-    assert param.grad is None and torch.equal(bucket.grads[:-6].view(37, 6), total)
+    sums = param.sparse_grad.wait()
+    assert param.grad is None and sums.shape == bucket.shard.shape and torch.equal(sums[: 37 * 6].view(37, 6), total)
     assert total[0].any() and total[36].any() and not total[30:36].any()
+    param.sparse_grad.clear()
+    assert not param.sparse_grad.wait().any()
 
 
 def test_ranks_share_a_table_that_does_not_divide(tmp_path):
@@ -234,14 +224,32 @@ def test_ranks_share_a_table_that_does_not_divide(tmp_path):
     assert dense[0].any() and dense[36].any()
 
 
-def test_a_table_is_read_by_rows_only(shards, monkeypatch):
+def test_a_table_is_read_by_rows_only(shards):
     """An ordinary look-up would leave a gradient that nobody reads."""
-    trainer, batches = make_trainer(shards, num_layers=2)
-    trainer.train_step(batches, trainer.schedule.at(0))
-    monkeypatch.setattr(gpt, "look_up", lambda table, rows, _plan: F.embedding(rows, table))
-    with pytest.raises(AssertionError, match=r"value_embeds.0 is a table .*: read its rows with look_up"):
-        trainer.train_step(batches, trainer.schedule.at(1))
-    batches.executor.shutdown(cancel_futures=True)
+    trainer, step, close = make_trainer(shards, num_layers=2)
+    assert trainer.optimizer.bucket_of["value_embeds.0"].sparse
+    step()
+    trainer.model.ops = trainer.model.ops._replace(embedding=gpt.embedding)
+    with pytest.raises(AssertionError, match=r"value_embeds.0 is a table .*: read it with ops.embedding\(\)"):
+        step()
+    close()
+
+
+def test_without_the_fast_form_a_table_has_an_ordinary_gradient(shards):
+    """It trains to the bits of the fast form: on one rank both add the same numbers in one order."""
+    params = []
+    for fast in (frozenset(), frozenset({"sparse_embedding"})):
+        cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, num_layers=2)
+        trainer = gpt.Trainer(cfg, make_runtime(fast=fast))
+        assert bool(trainer.optimizer.bucket_of["value_embeds.0"].sparse) == bool(fast)
+        before = trainer.model.value_embeds["0"].detach().clone()
+        batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 3), trainer.rt.device)
+        for step in range(3):
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.executor.shutdown(cancel_futures=True)
+        params.append(dict(trainer.model.named_parameters()))
+        assert not torch.equal(before, trainer.model.value_embeds["0"])
+    assert all(torch.equal(param, params[1][name]) for name, param in params[0].items())
 
 
 # ---- scales of FP8 -------------------------------------------------------------------------------------
@@ -250,8 +258,8 @@ FP8_MLP = dict(fp8_mlp="on", model_dim=128, num_heads=2, head_dim=64, num_layers
 
 
 def test_a_scale_that_is_not_finite_is_not_taken_over():
-    modules = torch.nn.ModuleList(gpt.DelayedScale() for _ in range(3))
-    scales, unit = gpt.DelayedScales(modules, make_runtime()), 1.8 / 448
+    modules = torch.nn.ModuleList(gpt.DelayedScaling() for _ in range(3))
+    scales, unit = gpt.DelayedScales(modules, make_runtime().comm), 1.8 / 448
     for entries, expected in (
         ((2.0, 3.0, 4.0), (2, 3, 4)),
         ((math.nan, 5.0, math.inf), (2, 5, 4)),  # each for itself
@@ -263,7 +271,7 @@ def test_a_scale_that_is_not_finite_is_not_taken_over():
         scales.start()
         scales.finish()
         assert torch.allclose(torch.stack(scales.scales), unit * torch.tensor(expected), rtol=1e-6, atol=0)
-        assert not any(module.largest for module in modules)
+        assert not any(module.amax for module in modules)
 
 
 def test_the_guard_restores_scales(shards, here, monkeypatch):
@@ -284,7 +292,7 @@ def test_the_guard_restores_scales(shards, here, monkeypatch):
 
     def note_action(self, *args):
         scales = self.trainer.scales
-        before.extend(x.clone() for x in (*scales.scales, *scales.largest))
+        before.extend(x.clone() for x in (*scales.scales, *scales.amax))
         act(self, *args)
         after.append((self.trainer.progress.step, self.snapshots[-1][0], [x.clone() for x in scales.scales]))
 
@@ -292,11 +300,11 @@ def test_the_guard_restores_scales(shards, here, monkeypatch):
     monkeypatch.setattr(gpt.Trainer, "snapshot", note_snapshot)
     monkeypatch.setattr(gpt.Guard, "_act", note_action)
     options = [f"--{name}={value}" for name, value in FP8_MLP.items()]
-    result = run(shards, "--guard=on", "--fp8_head=on", "--num_iterations=24", *options)
+    result = run(shards, "--guard=on", "--fp8_head=on", "--num_iterations=24", AT_THE_END, *options)
     ((step, made, scales),) = after
     assert result["guard_actions"] == 1 and made == 10 and sorted(saved) == [0, 10, 20]
-    (scale, largest) = before  # the action: a NaN has been seen, but not taken over
-    assert scale.isfinite() and largest.isnan()
+    (scale, amax) = before  # the action: a NaN has been seen, but not taken over
+    assert scale.isfinite() and amax.isnan()
     assert all(map(torch.equal, scales, saved[10])) and all(x.isfinite() for x in scales)
     assert not any(map(torch.equal, scales, saved[0])) and not any(map(torch.equal, scales, saved[20]))
     assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == list(range(17, step))
@@ -337,7 +345,7 @@ def test_checkpoints_share_memory_that_was_taken_before_the_clock(shards, here, 
     before_call(monkeypatch, gpt.Checkpoints, "save", note_save)
     monkeypatch.setattr(gpt, "write_atomic", write_slowly)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
-    run(shards, "--num_iterations=3", "--checkpoint_every=1")
+    run(shards, "--num_iterations=3", "--checkpoint_every=1", AT_THE_END)
     assert events[:2] == ["staging", "clock"] and events.count("staging") == 1
     # all are still held, so that nothing else can have got their memory
     expected, *pointers = (
@@ -350,7 +358,7 @@ def test_checkpoints_share_memory_that_was_taken_before_the_clock(shards, here, 
         assert [name for name, p in expected.items() if not torch.equal(tensors[name], p)] == []
     assert not [name for name, p in weights[3].items() if torch.equal(p, weights[2][name])]
     events.clear()
-    run(shards, "--num_iterations=1")
+    run(shards, "--num_iterations=1", AT_THE_END)
     assert "staging" not in events and trainer[1].staging == {}
 
 
@@ -396,63 +404,81 @@ def refuse_backward(y):
     return y
 
 
-ATTENTION = {  # what attend_flex() is: what the run is told
-    "right": (attend_by_pairs, "attention: FlexAttention"),
-    "raises": (refuse, "it fails on this cuda device (no such instruction here)"),
-    "backward raises": (
-        lambda *args: attend_by_pairs(*args, refuse_backward),
-        "it fails on this cuda device (no such instruction here)",
-    ),
+FAILS = "it fails on this cuda device: no such instruction here"
+ATTENTION = {  # a stand-in for attend_flex(), and the reason against it
+    "right": (attend_by_pairs, ""),
+    "raises": (refuse, FAILS),
+    "backward raises": (lambda *args: attend_by_pairs(*args, refuse_backward), FAILS),
     "wrong": (
-        lambda *args: attend_by_pairs(*args, lambda y: y * 1.05),
-        "it fails on this cuda device (its output differs from the dense form's by 0.05)",
+        lambda *args: attend_by_pairs(*args, lambda y: y * 1.05), "it differs from its plain form by 0.05"
     ),
     "not a number": (
-        lambda *args: attend_by_pairs(*args, lambda y: y * math.nan),
-        "it fails on this cuda device (its output differs from the dense form's by nan)",
+        lambda *args: attend_by_pairs(*args, lambda y: y * math.nan), "it differs from its plain form by nan"
     ),
     "gradient wrong": (
-        lambda *args: attend_by_pairs(*args, WrongGradient.apply),
-        "it fails on this cuda device (its gradient differs from the dense form's by 0.05)",
+        lambda *args: attend_by_pairs(*args, WrongGradient.apply), "it differs from its plain form by 0.05"
     ),
 }
+
+
+def replace_flex(monkeypatch, attend_flex) -> None:
+    """A stand-in for attend_flex() in the table of fast forms, of which only those of attention are left."""
+    rows = gpt.list_fast_forms()
+    rows = {name: rows[name] for name in ATTENTION_FORMS}
+    flex = rows["flex_attention"]
+    rows["flex_attention"] = flex._replace(fast={**flex.fast, "attention": attend_flex})
+    monkeypatch.setattr(gpt, "list_fast_forms", lambda: rows)
+
+
+def choose_as_on_cuda(cfg, monkeypatch, dtype) -> tuple[frozenset, list[str]]:
+    """choose_fast_forms() of a compiled run on a GPU, in eager mode on the CPU."""
+    with CudaIsTheCPU(), monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda fn, **_: fn)
+        return gpt.choose_fast_forms(cfg, torch.device("cuda"), dtype, True)
 
 
 @pytest.mark.parametrize("case", ATTENTION)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_flex_attention_is_tried_before_it_is_trusted(case, dtype, monkeypatch):
-    """Forward and backward; a stand-in computes what a GPU would, right or wrong."""
+    """Forward and backward. A stand-in computes as a GPU would, right or wrong."""
     torch.manual_seed(0)
     attend_flex, told = ATTENTION[case]
-    monkeypatch.setattr(gpt, "attend_flex", attend_flex)
-    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
-    with CudaIsTheCPU():
-        works, note = gpt.choose_attention(smoke_config(), torch.device("cuda"), dtype, True)
-    assert works == (case == "right")
-    if dtype == torch.float32 or "differs" not in told:
-        assert note == (told if works else f"attention: dense, in blocks, {told}")
-    else:  # rounded, so that the last digits are others
-        start = told.partition(" by ")[0]
-        assert note.startswith(f"attention: dense, in blocks, {start}") and "\n" not in note
+    replace_flex(monkeypatch, attend_flex)
+    fast, (first, *lines) = choose_as_on_cuda(smoke_config(), monkeypatch, dtype)
+    (name,) = fast
+    assert name == ("flex_attention" if case == "right" else "block_attention")
+    assert first == f"fast forms: {name}" and len(lines) == (case != "right")
+    for line in lines:
+        if dtype == torch.float32 or "differs" not in told:
+            assert line == f"fast form flex_attention: off ({told})"
+        else:  # rounded, so that the last digits are others
+            start = told.partition(" by ")[0]
+            assert line.startswith(f"fast form flex_attention: off ({start}") and "\n" not in line
+
+
+@pytest.mark.parametrize("case", [case for case in ATTENTION if case != "right"])
+def test_flex_attention_that_is_asked_for_by_name_must_work(case, monkeypatch):
+    """Such a run ends with the reason, and does not go on in another form."""
+    attend_flex, told = ATTENTION[case]
+    replace_flex(monkeypatch, attend_flex)
+    with pytest.raises(gpt.InputError) as error:
+        choose_as_on_cuda(smoke_config(fast="flex_attention"), monkeypatch, torch.float32)
+    assert str(error.value) == f"--fast=flex_attention: flex_attention cannot be used ({told}): leave it out"
 
 
 def test_a_run_goes_on_where_flex_attention_fails(shards, here, monkeypatch, capsys):
-    """A compiled run on a GPU asks; what it then does is attention in blocks."""
-    choose = gpt.choose_attention
-
-    def choose_as_on_cuda(cfg, device, dtype, use_compile):
-        with CudaIsTheCPU(), monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", lambda fn, **_: fn)
-            return choose(cfg, torch.device("cuda"), dtype, True)
-
-    monkeypatch.setattr(gpt, "attend_flex", refuse)
-    monkeypatch.setattr(gpt, "choose_attention", choose_as_on_cuda)
-    result = run(shards, "--num_iterations=2")
-    assert math.isfinite(result["final_val_loss"])
+    """A compiled run on a GPU asks. It then computes attention in blocks."""
+    blocks = []
+    before_call(monkeypatch, gpt, "choose_blocks", lambda *args: blocks.append(args))
+    with monkeypatch.context() as patch:
+        replace_flex(patch, refuse)
+        chosen = choose_as_on_cuda(smoke_config(), patch, torch.float32)
+    blocks.clear()
+    monkeypatch.setattr(gpt, "choose_fast_forms", lambda *_: chosen)
+    result = run(shards, "--num_iterations=2", AT_THE_END)
+    assert math.isfinite(result["final_val_loss"]) and blocks
     lines = [line for line in capsys.readouterr().out.splitlines() if "attention" in line]
-    assert (
-        len(lines) == 1 and "dense, in blocks, it fails on this cuda device (no such instruction" in lines[0]
-    )
+    assert lines == ["fast forms: block_attention", f"fast form flex_attention: off ({FAILS})"]
 
 
 # ---- nodes ---------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ def test_loss_and_gradients_are_within_fp8_rounding():
     exact = torch.nn.functional.cross_entropy(CAP(x @ w.T), targets, reduction="sum")
     exact.backward()
     x8, w8 = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
-    loss = gpt.HeadLoss.apply(x8, w8, targets[:, None], torch.ones(1), CAP, 0.875, False)
+    scales = gpt.FP8Scales(x=128**0.5 / 448, weight=0.875 / 448, grad=1 / 448)
+    loss = gpt.fused_head_loss(x8, w8, targets[:, None], torch.ones(1), CAP, scales=scales)
     loss.backward()
     assert (loss.dtype, x8.grad.dtype, w8.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     assert 1e-5 < abs(loss.item() / exact.item() - 1) < 0.01
@@ -29,8 +30,9 @@ def test_loss_and_gradients_are_within_fp8_rounding():
 
 @pytest.mark.parametrize("grad_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_products_on_a_cpu_are_those_of_the_real_operation(grad_dtype):
-    """Products of FP8 numbers are exact in float32; only the order of 64 sums, and one rounding at the end, differ. Kept
-    small: on some processors the operation takes a thousand times longer than what stands in for it."""
+    """Products of FP8 numbers are exact in float32. Only the order of 64 sums, and one rounding at the end, differ.
+
+    The matrices are small: on some processors the real operation takes a thousand times longer than its stand-in."""
     torch.manual_seed(0)
     a, b = ((torch.randn(rows, 64) * 8).to(dtype) for rows, dtype in ((32, grad_dtype), (48, torch.float8_e4m3fn)))
     scales = torch.tensor(0.25), torch.tensor(3.0)
@@ -45,25 +47,25 @@ def test_products_on_a_cpu_are_those_of_the_real_operation(grad_dtype):
 def test_scales_keep_unit_activations_and_gradients_in_range():
     one_hot = torch.zeros(16, 768)
     one_hot[:, 3] = 768**0.5  # the largest entry an RMS-normalised vector can have
-    x8 = gpt.to_fp8(one_hot, torch.float8_e4m3fn, 768**0.5 / 448)[0]
+    x8 = gpt.quantize_fp8(one_hot, torch.float8_e4m3fn, 768**0.5 / 448)[0]
     assert x8.float().max() == 448
-    assert gpt.to_fp8(torch.tensor([1.0, -1.0]), torch.float8_e5m2, gpt.FP8_GRAD_SCALE)[0].float().tolist() == [
+    assert gpt.quantize_fp8(torch.tensor([1.0, -1.0]), torch.float8_e5m2, gpt.head_fp8_scales(smoke_config()).grad)[0].float().tolist() == [
         448,
         -448,
     ]
-    scale = smoke_config().fp8_head_max / 448
-    assert scale == 2**-9  # the record's
-    assert gpt.to_fp8(torch.tensor([0.875, 9.0]), torch.float8_e4m3fn, scale)[0].float().tolist() == [448, 448]  # saturates
+    scales = gpt.head_fp8_scales(smoke_config())
+    assert scales == (8 / 448, 2**-9, 1 / 448)  # of 64 channels, and the record's of the weight
+    assert gpt.quantize_fp8(torch.tensor([0.875, 9.0]), torch.float8_e4m3fn, scales.weight)[0].float().tolist() == [448, 448]  # saturates
 
 
 def test_validation_does_not_use_it():
-    model = gpt.GPT(smoke_config(), make_runtime(fp8={"fp8_head"}))
+    model = gpt.GPT(smoke_config(), make_runtime(fp8=frozenset({"fp8_head"})))
     model.head.weight.data.normal_(std=0.1)
     x, targets = gpt.rms_norm(torch.randn(32, 64)), torch.randint(257, (32,))
-    stage = gpt.make_stage_inputs(gpt.Schedule(model.cfg).at(0), 32, 32, make_runtime(), model.cfg)
+    step_inputs = gpt.make_step_inputs(gpt.Schedule(model.cfg).at(0), 32, 32, make_runtime(), model.cfg)
     exact = torch.nn.functional.cross_entropy(CAP(x @ model.head.weight.T), targets, reduction="sum")
-    assert torch.equal(model.eval().head(x, targets, stage), exact)
-    assert not torch.equal(model.train().head(x, targets, stage), exact)
+    assert torch.equal(model.eval().head(x, targets, step_inputs, None, model.eval_ops), exact)
+    assert not torch.equal(model.train().head(x, targets, step_inputs, None, model.ops), exact)
 
 
 @pytest.mark.slow
@@ -86,26 +88,27 @@ def test_forcing_it_where_it_cannot_work(shards, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("device, reason", [("cpu", "no CPU multiplies FP8"), ("cuda", "model_dim=72 is not a")])
 def test_where_it_cannot_work_auto_turns_it_off_with_one_line(device, reason):
     cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, fp8_head="auto", dtype="auto")
-    use, note = gpt.choose_fp8(cfg, torch.device(device), "fp8_head", False)
+    use, note = gpt.choose_fp8(cfg, torch.device(device), "fp8_head", torch.bfloat16, False)
     assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off") and reason in note
 
 
 def test_sizes_that_cannot_be_cast_are_refused():
     for field, changes, complaint in (
         ("fp8_linear", dict(), "model_dim=64 is below 128"),
+        ("fp8_mlp", dict(), "model_dim=64 is below 128"),
+        ("fp8_linear", dict(num_heads=1, head_dim=136, model_dim=136), "model_dim=136 is not a multiple of 16"),
         ("fp8_head", dict(vocab_multiple=1), "padded_vocab_size=257 is not a multiple of 16"),
     ):
         with pytest.raises(gpt.InputError, match=complaint):
-            gpt.choose_fp8(smoke_config(**{field: "on"}, **changes), torch.device("cpu"), field, False)
+            gpt.choose_fp8(smoke_config(**{field: "on"}, **changes), torch.device("cpu"), field, torch.float32, False)
 
 
-@pytest.mark.parametrize("shape", [(48, 256), (3, 16, 256)], ids=str)
-def test_linear_in_fp8_is_within_its_rounding(shape):
+def test_linear_in_fp8_is_within_its_rounding():
     """Products of two e4m3 numbers err by 0.026 sqrt 2 rms at most, with an e5m2 gradient by 0.052 and 0.026."""
     torch.manual_seed(0)
-    x, w = (torch.randn(shape) * 37).requires_grad_(), (torch.randn(128, 256) * 1e-3).requires_grad_()
-    exact, ours = x @ w.T, gpt.LinearFP8.apply(x, w, None, True)
-    assert ours.shape == exact.shape == (*shape[:-1], 128) and ours.dtype == torch.float32
+    x, w = (torch.randn(48, 256) * 37).requires_grad_(), (torch.randn(128, 256) * 1e-3).requires_grad_()
+    exact, ours = x @ w.T, gpt.linear_fp8(x, w)
+    assert ours.shape == exact.shape == (48, 128) and ours.dtype == torch.float32
     assert 1e-3 < relative_error(ours, exact) < 0.04
     grad = torch.randn_like(exact) * 1e-5
     for name, ours_grad, exact_grad in zip(
@@ -113,48 +116,80 @@ def test_linear_in_fp8_is_within_its_rounding(shape):
     ):
         assert ours_grad.dtype == torch.float32, name
         assert 1e-3 < relative_error(ours_grad, exact_grad) < 0.06, name
+    only_forward = gpt.LinearFP8.apply(x, w, None, False)
+    assert torch.equal(only_forward, ours)
+    for ours_grad, exact_grad in zip(
+        torch.autograd.grad(only_forward, (x, w), grad), torch.autograd.grad(x @ w.T, (x, w), grad)
+    ):
+        assert torch.equal(ours_grad, exact_grad)
 
 
 def test_scales_are_measured_from_each_tensor():
-    """The largest entry becomes the largest finite number, whatever it was; zeros stay zeros."""
+    """The largest entry becomes the largest finite number. Zeros stay zeros."""
     for dtype, limit in ((torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344)):
         for size in (1e-6, 1.0, 1e6):
-            cast, scale = gpt.to_fp8(torch.tensor([[size, -size / 2]]), dtype)
+            cast, scale = gpt.quantize_fp8(torch.tensor([[size, -size / 2]]), dtype)
             assert cast.float().tolist() == [[limit, -limit / 2]]
             assert (cast.float() * scale).flatten().tolist() == pytest.approx([size, -size / 2], rel=1e-6)
-        assert not gpt.to_fp8(torch.zeros(2, 3), dtype)[0].float().any()
+        assert not gpt.quantize_fp8(torch.zeros(2, 3), dtype)[0].float().any()
 
 
-@pytest.mark.parametrize(
-    "tokens, shape, is_fp8",
-    [(32, (128, 256), True), (32, (112, 256), False), (32, (136, 256), False), (33, (128, 256), False)],
-)
-def test_only_large_linears_are_cast(tokens, shape, is_fp8):
-    """Both sizes at least 128, and all that are contracted multiples of 16."""
-    torch.manual_seed(0)
-    x, w = torch.randn(tokens, shape[1]), torch.randn(shape)
-    assert torch.equal(gpt.multiply_linear(x, w, True), x @ w.T) != is_fp8
-    assert torch.equal(gpt.multiply_linear(x, w, False), x @ w.T)
+@pytest.mark.parametrize("model_dim, num_heads, is_fp8", [(128, 4, True), (112, 1, False), (136, 1, False), (64, 2, False)])
+def test_only_large_linears_are_cast(model_dim, num_heads, is_fp8):
+    """Sizes at least 128, and all that are contracted multiples of 16. So are packed sequences, of whole blocks.
+
+    Gates are small and stay in the dtype of the activations in every model.
+    """
+    cfg = smoke_config(model_dim=model_dim, num_heads=num_heads, head_dim=model_dim // num_heads, fp8_linear="on")
+    device = torch.device("cpu")
+    if not is_fp8:
+        with pytest.raises(gpt.InputError, match="model_dim=.* is (below 128|not a multiple of 16)"):
+            gpt.choose_fp8(cfg, device, "fp8_linear", torch.float32, False)
+    else:
+        assert gpt.choose_fp8(cfg, device, "fp8_linear", torch.float32, False) == (True, "fp8 linear: on")
+    with pytest.raises(gpt.InputError, match="seq_len"):
+        smoke_config(seq_len=33)
+    x, w = torch.randn(128, model_dim), torch.randn(3 * model_dim, model_dim)
+    names = frozenset({"fp8_linear"} if is_fp8 else ())
+    ops = gpt.make_operations(cfg, names, torch.float32)
+    assert torch.equal(ops.linear(x, w), x @ w.T) != is_fp8
+    assert torch.equal(gpt.linear(x, w), x @ w.T)
+    products = []
+    real = gpt.LinearFP8.apply
+    model = gpt.GPT(cfg, make_runtime(fp8=names))
+    step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 128, 128, make_runtime(), cfg)
+    tokens, doc_ids = torch.arange(128), torch.zeros(128, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        note = lambda x, weight, *rest: products.append(tuple(weight.shape)) or real(x, weight, *rest)
+        patch.setattr(gpt.LinearFP8, "apply", note)
+        model(tokens, tokens, doc_ids, step_inputs)
+    dim, sizes = model_dim, {(3 * model_dim, model_dim), (model_dim, model_dim)}
+    assert set(products) == (sizes | {(4 * dim, dim), (dim, 4 * dim)} if is_fp8 else set())
 
 
 @pytest.mark.recipe
-def test_linears_validate_and_sample_in_the_activation_dtype():
-    cfg = smoke_config(num_heads=4, model_dim=128, zero_init="off")
+@pytest.mark.parametrize("name", ["fp8_linear", "fp8_mlp"])
+def test_layers_validate_and_sample_in_the_activation_dtype(name):
+    cfg = smoke_config(num_heads=4, model_dim=128, zero_init="off", fp8_mlp="auto")
     torch.manual_seed(0)
-    model = gpt.GPT(cfg, make_runtime(fp8={"fp8_linear"}))
-    x, attention = torch.randn(64, 128), model.blocks[1].attention
-    stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
-    weights = gpt.Weights(value=torch.full((64, 1), 0.5))
-    mlp = model.blocks[1].mlp
-    exact = gpt.ReLUSquared.apply(x @ mlp.up_down[0]) @ mlp.up_down[1].T
-    assert torch.allclose(mlp.eval()(x), exact, atol=1e-5)
-    assert 1e-3 < relative_error(mlp.train()(x), exact) < 0.1
-    mask = gpt.build_dense_mask(torch.zeros(64), 64)
-    inputs = x, None, gpt.Saved({0: x, 1: x, 2: x}), weights._replace(value_embed=0 * weights.value), mask, None, stage
-    outputs = [attention.train(mode)(*inputs) for mode in (True, False)]
-    assert not torch.equal(*outputs)
-    model.set_fp8(frozenset())
-    assert torch.equal(attention.train()(*inputs), outputs[1])
+    model = gpt.GPT(cfg, make_runtime(fp8=frozenset({name})))
+    x, block = torch.randn(64, 128), model.blocks[1]
+    step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
+    exact = torch.relu(x @ block.mlp.up_down[0]).square() @ block.mlp.up_down[1].T
+    assert torch.allclose(block.mlp(x, model.eval_ops), exact, atol=1e-5)
+    assert 1e-3 < relative_error(block.mlp(x, model.ops), exact) < 0.1
+    doc_ids = torch.zeros(64, dtype=torch.int32)
+    s = dict(v_scale=torch.full((64, 1), 0.5), ve_scale=torch.zeros(64, 1))
+    inputs = x, None, dict(ve1=x), s, gpt.make_mask(doc_ids, 64), doc_ids, step_inputs.rope, step_inputs
+    outputs = [block.attention(*inputs, ops) for ops in (model.ops, model.eval_ops)]
+    assert torch.equal(*outputs) == (name == "fp8_mlp")
+    tokens = torch.randint(257, (64,))
+    model.head.weight.data.normal_(std=0.1)
+    run = lambda: model(tokens, tokens.roll(-1), doc_ids, step_inputs).item()
+    in_fp8, model_loss = model.train() and run(), model.eval() and run()
+    model.use_fp8(frozenset())
+    assert torch.equal(block.attention(*inputs, model.ops), outputs[1])
+    assert model_loss == run() != in_fp8 and model.train() and run() == pytest.approx(model_loss, rel=1e-6)
 
 
 @pytest.mark.slow

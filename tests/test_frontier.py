@@ -1,6 +1,6 @@
 """The newest recipe against a plain float64 reading of it (frontier_reference.py), and its mechanisms."""
 
-
+import dataclasses
 import json
 
 import frontier_reference as reference
@@ -21,44 +21,49 @@ SMALL = dict(
     embed_dtype="float32",
     matrix_dtype="float32",
 )
+CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
+    "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
+)
+WITHOUT_OPTIMIZER = CPU_FORMS - {"sparse_embedding", "fused_adamw"}  # those of a model that nobody trains
 COEFFICIENTS = dict(
-    dc_mix="dc_w1",
-    dc_out="dc_w2",
+    dc_pre="dc_w1",
+    dc_post="dc_w2",
     skip_gate="skip",
-    first_bigram="bigram",
+    bigram_in="bigram",
+    head_gate="gate",
     **{
         name: f"m{i}"
         for i, name in enumerate(
-            "value_x_in value_h7 value_x in_x_in in_h7 in_x value_gate _ attention_residual attention x_in "
-            "_bigram mlp_residual mlp".split()
+            "value_x_in value_h7 value_x in_x_in in_h7 in_x ve_gate _ resid_attn attn_out x_in _bigram "
+            "resid_mlp mlp_out".split()
         )
     },
     **{f"out_{name}": f"n{i}" for i, name in enumerate("x_in h7 h9 ve0 h3".split())},
 )
 NUMBERS = dict(
-    qkv="s0",
-    output="s1",
-    attention_residual="attn_residual",
-    attention="attn_out",
-    mlp_residual="mlp_residual",
-    mlp="mlp_out",
+    qkv_scale="s0",
+    proj_scale="s1",
+    resid_attn="attn_residual",
+    attn_out="attn_out",
+    resid_mlp="mlp_residual",
+    mlp_out="mlp_out",
 )
 
 
 def make_reference(seed=0):
-    shape = reference.Shape(50, 96, 6, 16, 384, 101, gpt.SIGN_ROWS)
+    shape = reference.Shape(50, 96, 6, 16, 384, 101, gpt.NUM_SIGN_ROWS)
     return shape, reference.init_params(shape, torch.Generator().manual_seed(seed))
 
 
-def find_rows(weight, spec, kind, shape):
-    """Where the reference keeps a weight of a generator: its rows, for several streams those of each."""
+def find_rows(scalar, spec, kind, shape):
+    """The rows in which the reference keeps a scalar of token gates, for several streams the rows of each."""
     near, written = [*spec.mudd_in.split(","), "x"], spec.mudd_out.split(",")
-    streams = dict(values=("value", near), inputs=("in", near), outputs=("out", written))
-    if weight.name not in streams:
-        return torch.arange(100)[find_row(weight.layer, weight.name, len(weight.inits), kind, shape)]
-    prefix, names = streams[weight.name]
+    streams = dict(mudd_v=("value", near), mudd_x=("in", near), mudd_out=("out", written))
+    if scalar.name not in streams:
+        return torch.arange(100)[find_row(scalar.layer, scalar.name, len(scalar.init), kind, shape)]
+    prefix, names = streams[scalar.name]
     return torch.cat(
-        [torch.arange(100)[find_row(weight.layer, f"{prefix}_{name}", 1, kind, shape)] for name in names]
+        [torch.arange(100)[find_row(scalar.layer, f"{prefix}_{name}", 1, kind, shape)] for name in names]
     )
 
 
@@ -78,15 +83,17 @@ def read_parameters(model, shape, p):
     """The reference's parameters in the model's layout, by the model's names."""
     values = {}
     values["embed"], values["head.weight"], values["bigram"] = p["embed"], p["head"], p["bigram"]
-    values["gate_scale"] = p["gate_scale"].view(1)
+    values["scalars.gates_scale"] = p["gate_scale"].view(1)
     for i in range(5):
         values[f"value_embeds.{i}"] = p[f"ve.{i}"]
-    sources = {"gates0": "pre", "gates4": "post", "mudd10": "mudd", "out10": "out"}
+    sources = {"gates0": "pre", "gates4": "post", "mudd10": "mudd", "mudd_out10": "out"}
     for group, param in model.scalars.items():
+        if group == "gates_scale":
+            continue
         parts = [
-            p[c.name] if c.name in ("skip", "smear") else p[f"{NUMBERS[c.name]}.{c.layer}"]
-            for c in model.weights
-            if c.source == group
+            p[s.name] if s.name in ("skip", "smear") else p[f"{NUMBERS[s.name]}.{s.layer}"]
+            for s in model.layer_scalars
+            if s.source == group
         ]
         values[f"scalars.{group}"] = torch.stack(parts)
         assert len(parts) == len(param)
@@ -95,32 +102,31 @@ def read_parameters(model, shape, p):
         if block.attention is not None:
             qk = torch.cat((p[f"q.{i}"], p[f"k.{i}"]))
             values[f"{own}.attention.qk"] = qk.view(block.attention.qk.shape)
-            values[f"{own}.attention.vo"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
-            if block.attention.value_gate is not None:
-                values[f"{own}.attention.value_gate"] = p[f"ve_gate.{i}"]
+            values[f"{own}.attention.v_proj"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
+            if block.attention.ve_gate_weight is not None:
+                values[f"{own}.attention.ve_gate_weight"] = p[f"ve_gate.{i}"]
         values[f"{own}.mlp.up_down"] = torch.stack((p[f"up.{i}"].T, p[f"down.{i}"].T))
         if block.smear_gate is not None:
             values[f"{own}.smear_gate"] = p["smear_gate"]
-        for kind in ("gates", "mudd", "out"):
+        for kind in ("gates", "mudd", "mudd_out"):
             if getattr(block, kind) is None:
                 continue
             source = f"{kind}{i}"
-            chosen = [w for w in model.weights if w.source == source]
-            order = torch.cat([find_rows(w, model.cfg.layers[w.layer], sources[source], shape) for w in chosen])
-            for ours, theirs in (("inner", "w1"), ("outer", "w2"), ("bias", "bias")):
+            chosen = [s for s in model.layer_scalars if s.source == source]
+            order = torch.cat([find_rows(s, model.cfg.layers[s.layer], sources[source], shape) for s in chosen])
+            for ours, theirs in (("fc", "w1"), ("proj", "w2"), ("bias", "bias")):
                 tensor = p[f"{sources[source]}.{theirs}"]
-                values[f"{own}.{kind}.{ours}"] = tensor if ours == "inner" else tensor[order]
+                values[f"{own}.{kind}.{ours}"] = tensor if ours == "fc" else tensor[order]
     assert values.keys() == {name for name, _ in model.named_parameters()}
     return values
 
 
-def make_model(cfg, shape, p):
-    model = gpt.GPT(cfg).double()
-    model.dtype = torch.float64
+def make_model(cfg, shape, p, rt):
+    model = gpt.GPT(cfg, rt).double()
     with torch.no_grad():
         for name, value in read_parameters(model, shape, p).items():
             dict(model.named_parameters())[name].copy_(value)
-        model.signs.copy_(p["signs"])
+        model.bigram_signs.copy_(p["signs"])
     return model
 
 
@@ -135,24 +141,26 @@ def make_tokens(seed, buffers=2, length=256):
 
 
 @pytest.mark.recipe
+@pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
 @pytest.mark.parametrize("step", slow_but([0, 422, 423, 846, 847, 1269, 1270, 1284, 1285], 423, 1285), ids=str)
-def test_forward_and_losses(step):
+def test_forward_and_losses(step, fast):
     """Every stage, every change of YaRN, the final validation: logits, training and validation loss."""
-    cfg, (shape, p) = gpt.make_config(SMALL), make_reference()
-    model, state = make_model(cfg, shape, p), gpt.Schedule(cfg).at(step)
+    cfg, (shape, p), rt = gpt.make_config(SMALL), make_reference(), make_runtime(dtype=torch.float64, fast=fast)
+    model, state = make_model(cfg, shape, p, rt), gpt.Schedule(cfg).at(step)
+    model.is_tied = False  # embedding and head of the reference differ
     batch, starts = make_tokens(step, length=416)
     prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
-    model.head.prefixes.copy_(prefixes)
+    model.head.prefix_tokens.copy_(prefixes)
     is_final = step == cfg.num_iterations
     stage = reference.stage_at(min(step, 1284), 16, final_validation=is_final)
-    inputs = gpt.make_stage_inputs(state, 832, 416, make_runtime(dtype=torch.float64), cfg)
+    inputs = gpt.make_step_inputs(state, 832, 416, rt, cfg)
     expected = reference.forward(p, shape, batch.inputs, starts, batch.doc_ids, stage)
-    logits = model.head.logits(model.run_layers(batch.inputs, batch.doc_ids, inputs)[0])
+    logits = model.head.compute_logits(model.run_layers(batch.inputs, batch.doc_ids, inputs)[0])
     assert (logits - expected).abs().max() < 1e-9
     weights = torch.tensor(state.loss_weights, dtype=torch.float64)
     if not is_final:
         theirs = reference.loss_weights(step)
-        used = [*theirs[: state.stage.num_targets - state.stage.has_prefixes], theirs[3]]
+        used = [*theirs[: state.stage.num_targets - state.stage.has_prefix_target], theirs[3]]
         assert state.loss_weights == pytest.approx(used[: state.stage.num_targets], abs=1e-15)
         assert sum(theirs) == pytest.approx(sum(state.loss_weights))  # the others are 0
         loss = reference.loss(
@@ -164,28 +172,32 @@ def test_forward_and_losses(step):
 
 
 def test_schedule():
-    """Rates, momentum, weights, windows and YaRN of every step; tokens; stage edges."""
+    """Rates and decays of all groups, momentum, weights, windows and YaRN of every step, and the tokens."""
     cfg = gpt.make_config({"preset": "frontier"})
     schedule = gpt.Schedule(cfg)
-    assert schedule.total_tokens() == reference.total_tokens() == 338_821_120
+    assert schedule.count_tokens() == reference.total_tokens() == 338_821_120
     for step in range(cfg.num_iterations):
         state = schedule.at(step)
         frequencies, scale = reference.yarn(step, 128)
-        assert state.lr_factor == state.matrix_lr_factor == pytest.approx(reference.lr_factor(step), abs=1e-12)
+        for name, group in cfg.groups.items():
+            factor = schedule.compute_lr_factor(step, name)
+            assert factor == pytest.approx(reference.lr_factor(step), abs=1e-12)
+            assert (state.lr[name], state.weight_decay[name]) == (group.lr * factor, group.weight_decay * factor)
         assert state.momentum == pytest.approx(reference.momentum(step), abs=1e-12)
         assert state.windows[::-1] == reference.windows(step)
-        assert state.attention_scale == pytest.approx(scale, rel=1e-12)
+        assert state.softmax_scale == pytest.approx(scale, rel=1e-12)
         assert state.frequencies[:32] == pytest.approx(frequencies.numpy(), rel=1e-12)
         assert state.stage.tokens_per_step == reference.TOKENS[reference.stage_of(step)]
     assert schedule.at(1285).windows == (2560, 768)
 
 
 @pytest.mark.recipe
+@pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
 @pytest.mark.parametrize("steps", slow_but([6, 40], 6))
-def test_steps(steps, monkeypatch):
+def test_steps(steps, fast, monkeypatch):
     """Every parameter after some steps, tied for the first half: gradients, both rules, their masks.
 
-    At a hundredth of the rates: at the recipe's own, rounding errors grow tenfold each step.
+    At a hundredth of the recipe's rates: at the rates themselves, rounding errors grow tenfold each step.
     """
     monkeypatch.setattr(gpt, "GRAD_TOKENS", 128)
     last_tied = {6: 3, 40: 19}[steps]
@@ -197,20 +209,20 @@ def test_steps(steps, monkeypatch):
     cfg, (shape, p) = gpt.make_config({**SMALL, **changes, "stages": stages}), make_reference()
     with torch.no_grad():
         p["embed"].copy_(p["head"])
-    model = make_model(cfg, shape, p)
+    model = make_model(cfg, shape, p, make_runtime(dtype=torch.float64, fast=fast))
     prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
-    model.head.prefixes.copy_(prefixes)
-    optimizer = gpt.Optimizer(model, cfg, make_runtime(dtype=torch.float64))
-    assert optimizer.last_tied_step == last_tied
+    model.head.prefix_tokens.copy_(prefixes)
+    optimizer = gpt.Optimizer(model, cfg, make_runtime(dtype=torch.float64, fast=fast))
+    assert model.is_tied and optimizer.untie_step == last_tied
     schedule, batches = gpt.Schedule(gpt.make_config(SMALL)), [make_tokens(i, length=128) for i in range(steps)]
-    inputs = gpt.make_stage_inputs(schedule.at(0), 256, 128, optimizer.rt, cfg)
+    inputs = gpt.make_step_inputs(schedule.at(0), 256, 128, optimizer.rt, cfg)
     for step, (batch, _) in enumerate(batches):
-        state = schedule.at(step * 30)
+        state = schedule.scale_lr(schedule.at(step * 30), 0.01)
         weights = torch.tensor(state.loss_weights, dtype=torch.float64)  # later stages have fewer targets
-        inputs = inputs._replace(num_targets=len(weights), has_prefixes=state.stage.has_prefixes)
+        inputs = inputs._replace(has_prefix_target=state.stage.has_prefix_target)
         model(*batch, inputs, weights).backward()
-        factor = 0.01 * state.lr_factor
-        optimizer.step(factor, state.momentum, 256, factor, factor)
+        optimizer.step(state._replace(stage=dataclasses.replace(state.stage, tokens_per_step=256)))
+        assert model.is_tied == (step < last_tied)
     reference.train(
         p,
         shape,
@@ -228,9 +240,23 @@ def test_steps(steps, monkeypatch):
     assert (model.embed - model.head.weight).abs().max() > 1e-4  # and they have parted
 
 
-@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
+def test_the_number_of_segments_changes_no_bit(fast):
+    """Several ranks have several segments, and one rank has one: loss and gradients are equal to the last bit."""
+    cfg, (shape, p), rt = gpt.make_config(SMALL), make_reference(), make_runtime(fast=fast)
+    model, (batch, _) = make_model(cfg, shape, p, rt).float(), make_tokens(0, length=256)
+    inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 512, 256, rt, cfg)
+    results = []
+    for num_segments in (1, 4, 11):
+        model.split_layers(num_segments)
+        loss, weights = model(*batch, inputs), [param for name, param in model.named_parameters() if name != "embed"]
+        results.append([loss, *torch.autograd.grad(loss, weights)])
+    assert [[torch.equal(x, y) for x, y in zip(results[0], other)].count(False) for other in results[1:]] == [0, 0]
+
+
+@pytest.mark.parametrize("form", ["plain", "fused", "kernel"])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.5, 0.25, 0.2], [0.0, 0.7]], ids=str)
-def test_cross_entropy_of_several_targets(weights, use_kernels):
+def test_cross_entropy_of_several_targets(weights, form):
     """The sum of weighted cross-entropies of the capped logits, and its gradient, by autograd in float64."""
     torch.manual_seed(0)
     logits = (torch.randn(9, 300) * 8).requires_grad_()
@@ -243,9 +269,15 @@ def test_cross_entropy_of_several_targets(weights, use_kernels):
     )
     expected = (terms * weights.double()).sum(1)
     (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
-    losses, grads = gpt.softcapped_cross_entropy(
-        logits.detach(), targets, weights, cap, torch.float32, 0.5, use_kernels
-    )
+    if form == "plain":  # token by token, and with the identity as the head, so that logits are its input
+        losses = torch.stack(
+            [gpt.head_loss(x[None], torch.eye(300), t[None], weights, cap) for x, t in zip(logits, targets)]
+        )
+        grads = torch.autograd.grad(losses.sum() / 0.5, logits)[0]
+    else:
+        losses, grads = gpt.softcapped_cross_entropy(
+            logits.detach(), targets, weights, cap, torch.float32, 0.5, use_kernel=form == "kernel"
+        )
     assert torch.allclose(losses.double(), expected, atol=2e-5)  # float32 on sums of up to 40
     assert torch.allclose(grads * 0.5, expected_grad, atol=1e-6)
 
@@ -256,13 +288,14 @@ def test_hashes():
     tokens = torch.tensor(rng.integers(0, 50304, 600), dtype=torch.int32)
     is_start = torch.zeros(600, dtype=torch.bool)
     is_start[starts] = True
-    rows = gpt.hash_pairs(tokens, is_start, 377_280)
+    rows = gpt.bigram_hash(tokens, is_start, 377_280)
     assert rows.tolist() == list(reference.bigram_rows_of(tokens, starts, 377_280))
     assert 27191 * 377_279 > 2**31  # so position 1 wraps
-    signs = ((tokens ^ gpt.previous(tokens, is_start)) % 8192).masked_fill(is_start, 0)
+    signs = ((tokens ^ gpt.shift_right(tokens, is_start)) % 8192).masked_fill(is_start, 0)
     assert signs.tolist() == list(reference.sign_rows_of(tokens, starts, 8192))
     model = gpt.GPT(gpt.make_config(SMALL))
-    assert model.signs.abs().unique().tolist() == [1.0] and abs(model.signs.mean()) < 0.01  # sd 0.001
+    signs = model.bigram_signs
+    assert signs.abs().unique().tolist() == [1.0] and abs(signs.mean()) < 0.01  # sd 0.001
 
 
 def test_prefixes(tmp_path):
@@ -277,7 +310,7 @@ def test_prefixes(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate([*names, "<|endoftext|>"])}))
     changes = dict(vocab_size=len(texts) + 1, vocab_file=str(tmp_path / "vocab.json"))
     cfg = gpt.make_config({**SMALL, **changes})
-    prefixes = gpt.find_prefixes(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
+    prefixes = gpt.find_prefix_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
     expected = reference.prefix_table([*texts, b""])
     assert prefixes.tolist()[: len(expected)] == expected
     assert max(expected) > 255  # some have a prefix of two bytes
@@ -286,23 +319,23 @@ def test_prefixes(tmp_path):
         gpt.read_vocabulary(cfg)
 
 
-def test_mantissas():
+def test_low_bits():
     """A bfloat16 matrix with its other 16 bits is trained like a float32 one, and shows its upper half."""
     torch.manual_seed(0)
     rule, states, weights = gpt.RULES["normuon"], [], []
     start = torch.randn(2, 8, 16).bfloat16()
-    hyper = gpt.Hyperparameters(
-        torch.tensor(0.9), torch.tensor(1.0), torch.tensor(0.1), torch.tensor(0.1), (0.9, 0.9), 1e-10,
-        torch.float32, orthogonalize="polar_express", decay="cautious",
+    args = gpt.UpdateArgs(
+        *map(torch.tensor, (1e-3, 1e-4, 0.9, 1.0, 0.1, 0.1)), (0.9, 0.9), 1e-10, polynomial="polar_express",
+        cautious=True,
     )  # fmt: skip
     for weight in (start.clone(), start.float()):
-        states.append(rule.init_state(weight, is_wide=True))
+        states.append(rule.init_state(weight, fp32_state=True))
         weights.append(weight)
     for _ in range(20):
         grad = torch.randn(2, 8, 16)
         for weight, state in zip(weights, states):
-            rule.update(weight, grad, state, torch.tensor(1e-3), torch.tensor(1e-4), hyper)
-    upper, lower = weights[0].view(torch.int16).int() << 16, states[0]["mantissa"].int() & 0xFFFF
+            rule.update(weight, grad, state, args)
+    upper, lower = weights[0].view(torch.int16).int() << 16, states[0]["low_bits"].int() & 0xFFFF
     assert torch.equal((upper | lower).view(torch.float32), weights[1])
     shown = (weights[1].view(torch.int32) & -65536).view(torch.float32)
     assert torch.equal(weights[0].float(), shown)
@@ -312,42 +345,41 @@ def test_mantissas():
 
 @pytest.mark.recipe
 def test_fp8_of_the_mlp():
-    """Forward in e4m3, a rounding of 2^-4 at most; backward as in bfloat16; the scale follows a step behind."""
+    """Forward in e4m3, a rounding of 2^-4 at most. Backward as in bfloat16. The scale follows a step behind."""
     torch.manual_seed(0)
     cfg = gpt.make_config({**SMALL, "fp8_mlp": "on", "zero_init": "off"})
+    model, rt = gpt.GPT(cfg, make_runtime(dtype=torch.bfloat16, fp8=frozenset({"fp8_mlp"}))), make_runtime()
     mlp, plain = gpt.MLP(cfg).bfloat16(), gpt.MLP(cfg).bfloat16()
     plain.load_state_dict(mlp.state_dict())
-    mlp.use_fp8_forward = True
-    mlp.delayed.scale, mlp.delayed.largest = torch.tensor(1.0), torch.tensor(0.0)
-    x = [torch.randn(64, 96, dtype=torch.bfloat16).requires_grad_() for _ in range(1)]
-    rt = make_runtime()
+    x = torch.randn(64, 96, dtype=torch.bfloat16).requires_grad_()
     outputs = []
-    for module in (mlp, plain):
-        module.train()
-        y = module(x[0])
-        outputs.append((y, *torch.autograd.grad(y.float().square().sum(), (x[0], module.up_down))))
-    largest = gpt.ReLUSquared.apply(x[0] @ mlp.up_down[0]).max().item()
-    assert mlp.delayed.largest.item() == pytest.approx(largest, rel=0.15)  # of FP8 products
-    scales = gpt.DelayedScales(mlp, rt)
+    for module, ops in ((mlp, model.ops), (plain, gpt.Operations())):
+        y = module(x, ops)
+        outputs.append((y, *torch.autograd.grad(y.float().square().sum(), (x, module.up_down))))
+    largest = (x @ mlp.up_down[0]).relu().square().max().item()
+    assert mlp.scaling.amax.item() == pytest.approx(largest, rel=0.15)  # of FP8 products
+    assert plain.scaling.amax.item() == 0
+    scales = gpt.DelayedScales(mlp, rt.comm)
     scales.start()
     scales.finish()
-    assert mlp.delayed.scale.item() == pytest.approx(1.8 / 448 * largest, rel=0.15)
-    assert mlp.delayed.largest.item() == 0
+    assert mlp.scaling.scale.item() == pytest.approx(1.8 / 448 * largest, rel=0.15)
+    assert mlp.scaling.amax.item() == 0
     error = lambda ours, exact: ((ours - exact).float().norm() / exact.float().norm()).item()
-    assert 0 < error(outputs[0][0], outputs[1][0]) < 0.5  # a scale of 1 flushes what is small
-    better = mlp(x[0])
+    assert 0 < error(outputs[0][0], outputs[1][0]) < 0.5  # a scale of 1 flushes small values
+    better = mlp(x, model.ops)
     assert 0 < error(better, outputs[1][0]) < 0.06  # rounding to 3 bits of mantissa is 0.03 rms for each factor
     for ours, exact in zip(outputs[0][1:], outputs[1][1:]):
         assert error(ours, exact) < 0.5
-    assert torch.equal(mlp.eval()(x[0]), plain.eval()(x[0]))  # validation is in bfloat16
+    assert torch.equal(mlp(x, model.eval_ops), plain(x, gpt.Operations()))  # validation is in bfloat16
 
 
-ABSENT = {"dropped_mlp", "momentum_warmup"}  # what this recipe does not have
+ABSENT = {"dropped_mlp", "momentum_warmup"}  # not in this recipe
 
 
+@pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
 @pytest.mark.parametrize("mechanism", sorted(set(gpt.MECHANISMS) - ABSENT))
-def test_without(mechanism, monkeypatch):
-    """Every mechanism can be taken from the newest recipe, and two steps of what is left are finite."""
+def test_without(mechanism, fast, monkeypatch):
+    """Every mechanism can be taken from the newest recipe, and two steps of the rest are finite."""
     torch.manual_seed(0)
     stages = (
         gpt.Stage(1, 256, 128, 128, None, 1.0, None, "1 0.5 0.25:0", "0.25"),
@@ -361,7 +393,8 @@ def test_without(mechanism, monkeypatch):
     base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": mechanism})
     before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
     assert {name for name in after if after[name] != before[name]} - {"without"}
-    trainer = gpt.Trainer(cfg, make_runtime(fp8={"fp8_mlp"} if cfg.fp8_mlp == "on" else set()))
+    fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
+    trainer = gpt.Trainer(cfg, make_runtime(fp8=fp8, fast=fast))
     batch, _ = make_tokens(0, length=128)
     for step in (18, 19):  # Adam's is among them
         assert trainer.train_step(iter([batch] * 9), trainer.schedule.at(step)).isfinite()
@@ -384,12 +417,13 @@ def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_ru
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["step_000010.pt", "step_000012.pt"]
     last = gpt.make_config({"preset": "smoke_frontier"})
-    assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).last_tied_step == 7
+    assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).untie_step == 7
     for step in (6, 10):
         stopped = tmp_path / str(step)
         stopped.mkdir()
         smoke_run(shards, stopped, *FRONTIER, f"--checkpoint_every={step}")
         (path,) = stopped.glob(f"checkpoints/*/step_{step:06d}.pt")
+        assert gpt.read_checkpoint(path)[0]["is_tied"] == (step == 6)
         new = tmp_path / f"from_{step}"
         new.mkdir()
         resumed = smoke_run(shards, new, *FRONTIER, f"--resume={path}")
@@ -427,7 +461,7 @@ def test_telemetry_and_guard(shards, tmp_path):
         (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in="x_in"),)), "mudd_in=x_in and no attention"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(mudd_out="h3"),)), "mudd_out=h3: choose among x_in"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(attention_from=1),)), "attention_from=1"),
-        (dict(num_layers=1, layers=(gpt.LayerSpec(gates_at=2),)), "gates_at=2"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec(gates_from=2),)), "gates_from=2"),
         (dict(num_heads=3, head_dim=32, num_layers=1, layers=(gpt.LayerSpec(paired=True),)), "paired heads"),
     ],
     ids=str,

@@ -9,6 +9,7 @@ from conftest import ROOT, data_args, gpt, launch, run_script, smoke_config, smo
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
+FP8_SCALES = gpt.head_fp8_scales(gpt.make_config({"preset": "track_1", "fp8_head_amax": 0.875}))
 CAPS = [gpt.Softcap(30.0, 0.0, 7.5), gpt.Softcap(23.0, 5.0, 7.5)]
 
 
@@ -32,17 +33,17 @@ def compiled(function):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-8), (torch.float32, 2e-3)])
-def test_symmetric_product(dtype, bound, is_compiled):
-    """Matrices of track_1: bfloat16 results are rounded by 2^-9; in float32 the kernel multiplies TF32 (2^-11)."""
+def test_symmetric_matmul(dtype, bound, is_compiled):
+    """Matrices of track_1. bfloat16 results are rounded by 2^-9. In float32 the kernel multiplies TF32 (2^-11)."""
     if dtype == torch.bfloat16 and not gpt.computes_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
     x = (torch.randn(4, 768, 3072, device=CUDA) * 3072**-0.5).to(dtype)
-    run = compiled(gpt.symmetric_product) if is_compiled else gpt.symmetric_product
-    gram = run(x, use_kernels=True)
+    run = compiled(gpt.triton_symmetric_matmul) if is_compiled else gpt.triton_symmetric_matmul
+    gram = run(x)
     exact = x.double() @ x.double().mT
     assert relative_error(gram, exact) < bound and torch.equal(gram, gram.mT)
-    power = run(gram, gram, 2.0315, -4.7750, True)
+    power = run(gram, gram, 2.0315, -4.7750)
     exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
     assert relative_error(power, exact) < 4 * bound  # some of it cancels
 
@@ -58,8 +59,7 @@ def test_transpose_of_a_gradient(is_compiled):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_mlp_in_one_function(is_compiled):
-    """Sizes of track_1, bfloat16: output and gradients within the rounding of products and of what is squared; the
-    kernel's time against plain PyTorch's is finite."""
+    """Sizes of track_1, bfloat16: output and gradients within the rounding of matmuls and of squares."""
     if not gpt.computes_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
@@ -73,20 +73,35 @@ def test_the_mlp_in_one_function(is_compiled):
     theirs = [exact, *torch.autograd.grad(exact, wide, grad.double())]
     for ours, other in zip((y, *torch.autograd.grad(y, (x, up, down), grad)), theirs):
         assert relative_error(ours, other) < 2**-7
-    cfg = gpt.make_config({"preset": "track_1"})
-    assert 0 < gpt.time_mlp(cfg, CUDA, torch.bfloat16) < 100
 
 
-def test_flex_attention_is_taken_where_it_is_right():
+@pytest.mark.parametrize("use_compile", [False, True])
+@pytest.mark.parametrize("name", gpt.list_fast_forms())
+def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
+    """Of the newest recipe, forward and backward, as at the start of a run."""
+    cfg, has_bf16 = gpt.make_config({"preset": "frontier"}), gpt.computes_bfloat16(CUDA)
+    needs = gpt.list_fast_forms()[name].needs
+    is_fp8 = name in gpt.FP8_FORMS
+    if reason := "" if is_fp8 else gpt.find_obstacle(needs, cfg, CUDA, use_compile):
+        pytest.skip(reason)
+    if name in gpt.TRITON_FORMS and not has_bf16 or is_fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("not on this device")
+    assert gpt.verify(name, cfg, CUDA, torch.bfloat16 if has_bf16 else torch.float32, use_compile) == ""
+
+
+def test_flex_attention_is_used_if_it_is_right():
+    """And no other form is refused."""
     cfg = smoke_config(num_heads=2, head_dim=64, model_dim=128)
     dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
     use_compile, _ = gpt.choose_compile(dataclasses.replace(cfg, compile="auto"), CUDA)
-    assert gpt.choose_attention(cfg, CUDA, dtype, use_compile)[0] == use_compile
+    names, lines = gpt.choose_fast_forms(cfg, CUDA, dtype, use_compile)
+    assert ("flex_attention" in names) == use_compile
+    assert len(lines) == 1 or dtype == torch.float32, lines
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("grad_dtype, scale, bound", [
-    (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, gpt.FP8_GRAD_SCALE, 2**-3)])
+    (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, FP8_SCALES.grad, 2**-3)])
 @pytest.mark.parametrize("cap, target_weights", list(zip(CAPS, [(1.0,), (1.0, 0.5, 0.25, 0.25)])))
 def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compiled):
     """The record's vocabulary, logits beyond the cap; e5m2 has two bits of mantissa. One target, and four, of which
@@ -114,15 +129,15 @@ def test_flex_attention_forward_and_backward(num_tokens, window):
     qkv = torch.randn(num_tokens, 3 * 768, device=CUDA, dtype=dtype, requires_grad=True)
     weight = torch.randn(num_tokens, 6, 128, device=CUDA, dtype=dtype)
 
-    def attend(qk, qkv, doc_ids, window, build) -> torch.Tensor:
+    def attend(qk, qkv, doc_ids, window, build, attention) -> torch.Tensor:
         q, k = (qk * torch.tensor([0.1, 1.0], device=CUDA, dtype=qk.dtype)[:, None, None]).unbind(1)
-        return gpt.attend(q, k, qkv[:, 1536:].unflatten(1, (6, 128)), build(doc_ids, window))
+        return attention(q, k, qkv[:, 1536:].unflatten(1, (6, 128)), build(doc_ids, window))
 
     size = torch.tensor(window, dtype=torch.int32, device=CUDA)
-    ours = compiled(attend)(qk, qkv, doc_ids, size, gpt.build_block_mask)
+    ours = compiled(attend)(qk, qkv, doc_ids, size, gpt.build_block_mask, gpt.attend_flex)
     grads = torch.autograd.grad((ours * weight).sum(), (qk, qkv))
     exact_inputs = [x.detach().float().requires_grad_() for x in (qk, qkv)]
-    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask)
+    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask, gpt.attend_blocks)
     expected = torch.autograd.grad((exact * weight.float()).sum(), exact_inputs)
     assert relative_error(ours, exact) < 0.01  # bfloat16 rounds inputs, scores and sums by 2^-9 each
     for our, grad in zip(grads, expected):
@@ -137,9 +152,9 @@ def test_fp8_head_points_where_bfloat16_does():
     x = gpt.rms_norm(torch.randn(4096, 768, device=CUDA)).bfloat16()
     weight = (torch.randn(50_304, 768, device=CUDA) * 0.05).bfloat16()
     targets, one, results = torch.randint(50_257, (4096, 1), device=CUDA), torch.ones(1, device=CUDA), []
-    for fp8_max in (0.0, 0.875):
+    for scales in (None, FP8_SCALES):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = compiled(gpt.HeadLoss.apply)(a, b, targets, one, CAPS[0], fp8_max, True)
+        loss = compiled(gpt.fused_head_loss)(a, b, targets, one, CAPS[0], True, scales)
         results.append((loss.item(), *torch.autograd.grad(loss, (a, b))))
     (plain, *plain_grads), (fp8, *fp8_grads) = results
     assert fp8 == pytest.approx(plain, rel=2e-3)
@@ -179,9 +194,11 @@ def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
     assert results[0][-1] < results[0][0] - 2
 
 
-@pytest.mark.parametrize("options", [["--compile=off"], ["--kernels=off"], ["--dtype=bfloat16"]], ids=str)
+@pytest.mark.parametrize("options", [
+    ["--compile=off"], ["--fast=off"], ["--fast=rms_norm,norm_rotate,flex_attention,head_loss,sparse_embedding"],
+    ["--dtype=bfloat16"]], ids=str)
 def test_the_same_run_otherwise(shards, gpu_run, tmp_path, options):
-    """Eager with dense attention; without our kernels; in bfloat16 with an FP8 head where there is one."""
+    """Eager with blocked attention. In plain forms. Without our kernels. In bfloat16, with an FP8 head if the card has one."""
     if options == ["--dtype=bfloat16"] and not gpt.computes_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     other = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", *options)
@@ -214,20 +231,22 @@ def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
-    model = gpt.GPT(cfg, gpt.Runtime(CUDA, dtype=dtype, use_flex=True))
+    fast = frozenset({"rms_norm", "norm_rotate", "flex_attention"})
+    rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, fast=fast, peak_flops=1e15)
+    model = gpt.GPT(cfg, rt)
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     model.to(CUDA).eval()
-    for part in (*model.segments, model.head):
-        part.forward = compiled(part.forward)
-    rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, use_flex=True, peak_flops=1e15)
+    for segment in model.segments:
+        segment.run_blocks = compiled(segment.run_blocks)
+    model.head.forward = compiled(model.head.forward)
     state = gpt.Schedule(cfg).at(0)
     tokens = torch.randint(257, (262_145,), device=CUDA)
 
     def measure(part: slice, documents: torch.Tensor) -> float:
         inputs, targets = tokens[:-1][part].int(), tokens[1:][part]
         with torch.no_grad():
-            return model(inputs, targets, documents, gpt.make_stage_inputs(state, len(inputs), 8192, rt, cfg)).item()
+            return model(inputs, targets, documents, gpt.make_step_inputs(state, len(inputs), 8192, rt, cfg)).item()
 
     whole = measure(slice(None), torch.arange(262_144, device=CUDA, dtype=torch.int32) // 8192)
     one = torch.zeros(8192, device=CUDA, dtype=torch.int32)
@@ -257,7 +276,7 @@ def test_two_gpus_learn_what_one_learns(shards, gpu_run, tmp_path):
     assert losses(json.loads(path.read_text())) == pytest.approx(losses(gpu_run[0]), abs=0.03)
 
 
-def test_dense_attention_runs_where_triton_is_missing(monkeypatch):
+def test_blocked_attention_runs_without_triton(monkeypatch):
     """As on Windows: 49,152 tokens forward and backward, in bounded memory."""
     monkeypatch.setattr(gpt, "triton", None)
     use_compile, note = gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)
@@ -266,5 +285,5 @@ def test_dense_attention_runs_where_triton_is_missing(monkeypatch):
     q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
     torch.cuda.reset_peak_memory_stats()
-    gpt.attend(q, k, v, gpt.build_dense_mask(doc_ids, 1408, dtype=dtype)).sum().backward()
+    gpt.attend_blocks(q, k, v, gpt.build_dense_mask(doc_ids, 1408, dtype=dtype)).sum().backward()
     assert v.grad.isfinite().all() and torch.cuda.max_memory_allocated() < 30e9

@@ -84,9 +84,9 @@ def spoil_gradient(patch, value=float("nan")):
 def poison_batch(patch):
     real = gpt.TrainData.batch
 
-    def batch(self, rows):
-        made = real(self, rows)
-        if rows.start == FAULT - 1 and len(self.rows) == 300:  # one row a step
+    def batch(self, indices):
+        made = real(self, indices)
+        if indices.start == FAULT - 1 and len(self.sequences) == 300:  # one packed sequence a step
             noise = np.random.default_rng(0)
             return gpt.make_batch(noise.integers(0, 256, (1, len(made.inputs) + 1)), gpt.BYTE_BOS)
         return made
@@ -97,20 +97,20 @@ def poison_batch(patch):
 def raise_learning_rate(patch):
     def at(self, step, real=gpt.Schedule.at):
         state, factor = real(self, step), 100 if step + 1 == FAULT else 1
-        return state._replace(lr_factor=state.lr_factor * factor, matrix_lr_factor=state.matrix_lr_factor * factor)
+        return state._replace(lr={name: lr * factor for name, lr in state.lr.items()})
 
     patch.setattr(gpt.Schedule, "at", at)
 
 
 def overflow_fp8(patch):
     """The activations of the head become 1000 times too large for their static scale, and are not clamped."""
-    real = gpt.to_fp8
+    real = gpt.quantize_fp8
 
     def train_step(self, *args, real_step=gpt.Trainer.train_step):
         if in_step(FAULT)(self):
-            patch.setattr(gpt, "to_fp8", lambda x, dtype, scale=None: ((1000 * x / scale).to(dtype), scale))
+            patch.setattr(gpt, "quantize_fp8", lambda x, dtype, scale=None: ((1000 * x / scale).to(dtype), scale))
         loss = real_step(self, *args)
-        patch.setattr(gpt, "to_fp8", real)
+        patch.setattr(gpt, "quantize_fp8", real)
         return loss
 
     patch.setattr(gpt.Trainer, "train_step", train_step)
@@ -203,7 +203,7 @@ def test_snapshots_go_on_after_a_rollback_whatever_adam_does(text, tmp_path, mon
         return loss * float("nan") if self.progress.step in (41, 81) else loss
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    every = [f"--{group}_every=3" for group in gpt.GROUPS if group != "matrix"]
+    every = [f"--{group}_every=3" for group in gpt.TRACK_1_GROUPS if group != "matrix"]
     _, events = run(text, *every, "--num_iterations=90", "--checkpoint_every=90")
     went_back = [int(re.match(r"weights of step (\d+)", event["measures"])[1]) for event in events]
     assert [event["step"] for event in events] == [42, 82]
@@ -237,7 +237,7 @@ def test_the_learning_rate_is_scaled_until_a_step(text):
         trainer.progress = gpt.Progress(step=step, lr_scale=scale, lr_scale_until=5)
         before = trainer.model.head.weight.detach().clone()
         data = gpt.TrainData(trainer.cfg, trainer.schedule)
-        batches = gpt.Prefetcher(data.batches(trainer.cfg, trainer.rt, 0, 1), trainer.rt.device)
+        batches = gpt.Prefetcher(data.batches(trainer.rt, 0, 1), trainer.rt.device)
         trainer.train_step(batches, trainer.schedule.at(0))
         batches.executor.shutdown(cancel_futures=True)
         changes[step, scale] = trainer.model.head.weight.detach() - before

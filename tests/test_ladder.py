@@ -365,15 +365,15 @@ def test_the_medium_track():
     assert (cfg.max_doc_len, cfg.cooldown_frac, cfg.final_lr_frac, cfg.fp8_head) == (4096, 0.7, 0.1, "off")
     rates = [cfg.groups[name].lr * train[-1].lr_factor for name in ("matrix", "head", "embed", "value_embed")]
     assert rates == [0.025, 0.003, 0.3, 0.6]  # the first three are record 2's
-    scales = [scale for _, scale in gpt.Schedule(cfg).rotary]
+    scales = [scale for _, scale in gpt.Schedule(cfg).rope_settings]
     assert len(set(scales[:4])) == 4 and len(set(scales[3:])) == 1  # YaRN follows as far as 13 blocks
-    assert gpt.derive(cfg, 8)["num_params"] == (
+    assert gpt.derived_numbers(cfg, 8)["num_params"] == (
         7 * 50_304 * 1024 + 16 * (4 + 8) * 1024**2 + 16 * 8 * 16 + 16 * 2 + 3 + 16 + 10
     )
 
 
-WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is then); of layers and stages: of each
-    "muon": ("track_1", dict(matrix_rule="adamw", matrix_lr=0.0018)),
+WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is then). Of layers and stages: of each
+    "muon": ("track_1", dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_weight_decay=0.1)),
     "momentum_warmup": ("track_1", dict(momentum_warmup_steps=0)),
     "momentum_cooldown": ("frontier", dict(momentum_cooldown_steps=0)),
     "cooldown": ("track_1", dict(cooldown_frac=0.0)),
@@ -382,8 +382,8 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
     "decay": ("frontier", dict(matrix_weight_decay=0, embed_weight_decay=0, head_weight_decay=0,
                                value_embed_weight_decay=0, gate_weight_decay=0)),
     "cautious_decay": ("frontier", dict(decay="decoupled")),
-    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.GROUPS if name != "matrix"}),
-    "mantissas": ("frontier", dict(matrix_dtype="float32")),
+    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name != "matrix"}),
+    "low_bits": ("frontier", dict(matrix_dtype="float32")),
     "qk_groups": ("frontier", dict(qk_group_heads=0)),
     "untied_head": ("track_1", dict(tie_head="on", embed_std=0.02, head_lr=0.0036)),
     "tied_head": ("frontier", dict(tie_head="off")),
@@ -393,7 +393,7 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
     "attention_gate": ("frontier", dict(gate={False})),
     "value_embeds": ("frontier", dict(num_value_embeds=0, value_embed={None}, mudd_out={"", "x_in,h7,h9,h3"})),
     "value_gates": ("frontier", dict(value_gate_dim=0)),
-    "x0_shortcut": ("frontier", dict(x0_shortcut="off")),
+    "x0_mix": ("frontier", dict(x0_mix="off")),
     "residual_weights": ("frontier", dict(residual_init=0.0)),
     "skips": ("frontier", dict(skip_from={None})),
     "smear": ("frontier", dict(smear="off")),
@@ -403,7 +403,7 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
     "attention_from": ("frontier", dict(attention_from={None})),
     "xsa": ("frontier", dict(xsa={False})),
     "mudd": ("frontier", dict(mudd_in={""}, mudd_out={""})),
-    "mudd_gates": ("frontier", dict(gates_at={None})),
+    "mudd_gates": ("frontier", dict(gates_from={None})),
     "dc": ("frontier", dict(dc={False})),
     "short_windows": ("frontier", dict(attention={"long", "none"})),
     "window_warmup": ("track_1", dict(window_long={1408}, window_short={640})),
@@ -413,7 +413,7 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
     "dropped_attention": ("frontier", dict(attention={"long", "short"})),
     "dropped_mlp": ("track_1", dict(mlp={True})),
     "document_mask": ("track_1", dict(document_mask="off")),
-    "document_rows": ("track_1", dict(row_start="anywhere")),
+    "document_start": ("track_1", dict(sequence_start="anywhere")),
     "softcap": ("track_1", dict(softcap=0.0)),
     "logit_shift": ("frontier", dict(softcap=30.0, softcap_shift=0.0)),
     "fp8_head": ("track_1", dict(fp8_head="off")),
@@ -422,8 +422,8 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
 
 
 def list_facts(cfg) -> dict:
-    """Every option; of layers and stages the values of each field, in order."""
-    facts = {**vars(cfg), "layers": None, "stages": None, "without": None}
+    """Every option by name. Of layers and stages the values of each field, in order."""
+    facts = {**gpt.flatten_groups(vars(cfg)), "layers": None, "stages": None, "without": None}
     for items in (cfg.layers, cfg.stages):
         for field in dataclasses.fields(items[0]):
             key = field.name if field.name not in facts else f"{field.name} of stages"
@@ -448,12 +448,10 @@ SHORT = [name for name, (preset, _) in WITHOUT.items() if preset == "track_1" an
 
 @pytest.mark.parametrize("mechanism", SHORT)  # test_frontier.py has the others
 def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
-    """Four steps: the loss falls below that of a uniform guess, ln 257."""
+    """Four steps: the loss falls below ln 257, which a uniform guess has."""
     cfg = smoke_config(shards, num_layers=6, tokens_per_step=512, num_iterations=4, without=mechanism)
     trainer = gpt.Trainer(cfg, make_runtime())
-    batches = gpt.Prefetcher(
-        gpt.TrainData(cfg, trainer.schedule).batches(cfg, trainer.rt, 0, 4), trainer.rt.device
-    )
+    batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 4), trainer.rt.device)
     losses = []
     for step in range(4):
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
@@ -466,7 +464,8 @@ def test_only_a_mechanism_that_is_there_can_be_taken_away(capsys):
     assert gpt.main(["--preset=quick", "--without=dc", "--print_config"]) == 2
     assert capsys.readouterr().err.endswith("--without=dc: preset quick has no dc: leave it out\n")
     only = gpt.make_config(dict(preset="frontier", only_with="qk_norm"))  # neither Muon nor, in its place, its variance
-    assert only.matrix_rule == "adamw" and gpt.make_config(dict(preset="muonh", without="variance")).matrix_rule == "muonh"
+    assert only.groups["matrix"].rule == "adamw"
+    assert gpt.make_config(dict(preset="muonh", without="variance")).groups["matrix"].rule == "muonh"
 
 
 def test_without_reaches_layers_and_stages_given_by_hand():
@@ -484,7 +483,7 @@ def test_yarn_stops_where_it_is_told():
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 192, 64), gpt.Stage(1, 256, 128))
     scales = {
         limit: [
-            scale for _, scale in gpt.Schedule(smoke_config(stages=stages, yarn_max_window=limit)).rotary
+            scale for _, scale in gpt.Schedule(smoke_config(stages=stages, yarn_max_window=limit)).rope_settings
         ]
         for limit in (0, 32, 192)
     }
@@ -509,16 +508,17 @@ def test_mechanisms_reach_layers_that_a_preset_spells_out():
 
 
 def test_only_with_leaves_the_named_ones():
-    """All others are off, those of the newest recipe, too, of which one stands on another."""
+    """All others are off. So are those of the newest recipe, in which one needs another."""
     cfg = gpt.make_config({"preset": "track_1", "only_with": "muon,qk_norm"})
-    assert (cfg.matrix_rule, cfg.matrix_lr, cfg.qk_norm) == ("muon", 0.05, "on")
+    assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr, cfg.qk_norm) == ("muon", 0.05, "on")
     off = dict(momentum_warmup_steps=0, cooldown_frac=0.0, tie_head="on", untie_frac=1.0, zero_init="off", softcap=0.0,
-               yarn_max_window=0, attention_gate_dim=0, num_value_embeds=0, x0_shortcut="off", document_mask="off",
-               row_start="anywhere", fp8_head="off")  # fmt: skip
+               yarn_max_window=0, attention_gate_dim=0, num_value_embeds=0, x0_mix="off", document_mask="off",
+               sequence_start="anywhere", fp8_head="off")  # fmt: skip
     assert {name: getattr(cfg, name) for name in off} == off
     assert set(cfg.layers) == {gpt.LayerSpec("long")} and {stage.window_long for stage in cfg.stages} == {1408}
     newest = gpt.make_config({"preset": "frontier", "only_with": "muon,qk_norm"})
-    assert (newest.matrix_rule, newest.softcap, newest.tie_head, newest.untie_frac) == ("muon", 0.0, "on", 1.0)
+    assert newest.groups["matrix"].rule == "muon"
+    assert (newest.softcap, newest.tie_head, newest.untie_frac) == (0.0, "on", 1.0)
     assert set(newest.layers) == {gpt.LayerSpec("long")}
     assert gpt.make_config({"preset": "track_1", "without": "softcap", "softcap": 30.0}).softcap == 30
 
@@ -527,32 +527,36 @@ def test_only_with_leaves_the_named_ones():
 def test_a_mechanism_that_is_none(field, capsys):
     assert gpt.main(["--preset=smoke", f"--{field}=qknorm"]) == 2
     assert "did you mean qk_norm" in capsys.readouterr().err
+    for old, new in (("x0_shortcut", "x0_mix"), ("mantissas", "low_bits"), ("document_rows", "document_start")):
+        assert gpt.main(["--preset=frontier", f"--{field}={old}"]) == 2
+        errors = capsys.readouterr().err
+        assert f"{old} is not a mechanism: its name is now {new} (" in errors and errors.count("\n") == 1
 
 
-def test_rows_that_start_anywhere_are_the_stream(tmp_path):
+def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
     rng = np.random.default_rng(1)
     tokens = [make_documents(rng, size) for size in (5_000, 30_000)]
     for i, part in enumerate(tokens):
         gpt.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
-    cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", row_start="anywhere")
+    cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", sequence_start="anywhere")
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     expected = [part[i : i + 513] for part in tokens for i in range(0, len(part) - 512, 512)]
-    assert len(data.rows) == 48 > (len(tokens[0]) - 1) // 512
+    assert len(data.sequences) == 48 > (len(tokens[0]) - 1) // 512
     for index in range(48):
-        assert data.tokens_of(index).tolist() == expected[index].tolist()
+        assert data.read_tokens(index).tolist() == expected[index].tolist()
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
-def test_rows_are_apart_and_documents_where_they_are_masked(has_mask):
-    rows = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
-    made = gpt.make_batch(rows, BOS, has_mask)
+def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
+    sequences = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
+    made = gpt.make_batch(sequences, BOS, has_mask)
     assert made.doc_ids.tolist() == ([1, 2, 2, 3, 3, 4] if has_mask else [1, 1, 1, 2, 2, 2])
     assert made.inputs.tolist() == [5, BOS, 6, 8, 9, BOS]
     assert made.targets.tolist() == [BOS, 6, 7, 9, BOS, 1]
 
 
-def test_short_validation_rows_travel_together(shards):
-    """With documents masked and windows shorter than a row only the cuts between rows can matter."""
+def test_short_validation_sequences_travel_together(shards):
+    """With masked documents and windows shorter than a sequence only the cuts between sequences can matter."""
     cfg = smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024)
     data = gpt.ValData(cfg)
     assert (data.batch_tokens, data.num_batches) == (1024, 4)
@@ -576,26 +580,37 @@ def test_a_learning_rate_for_the_first_matrix_of_the_mlp():
             optimizer, param = gpt.Optimizer(model, cfg, make_runtime()), model.blocks[1].mlp.up_down
             before = param.detach().clone()
             param.grad = torch.randn(param.shape)
-            optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
+            optimizer.step(gpt.Schedule(cfg).at(0))
             moved[factor, rule] = param.detach() - before
     for rule in ("muon", "adamw"):
         once, twice = moved[1.0, rule], moved[2.0, rule]
         assert torch.allclose(twice[0], 2 * once[0], atol=1e-6) and torch.equal(twice[1], once[1])
 
 
-def test_a_tied_head_takes_both_gradients_and_stays_equal():
-    """It moves as a head of its own would on their sum; what it moves by does not depend on where it is."""
-    moved = {}
+def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
+    """While tied the model reads one tensor: its gradient is the sum of both. It moves as an untied head on that sum,
+    and the embedding follows."""
+    grads, moved = {}, {}
     for is_tied in ("on", "off"):
         torch.manual_seed(0)
-        cfg = smoke_config(tie_head=is_tied)
-        model = gpt.GPT(cfg)
-        optimizer, head, embed = gpt.Optimizer(model, cfg, make_runtime()), model.head.weight, model.embed
-        before = head.detach().clone()
+        cfg = smoke_config(shards, tie_head=is_tied, zero_init="off")
+        model, schedule = gpt.GPT(cfg), gpt.Schedule(cfg)
+        head, embed = model.head.weight, model.embed
+        head.data.copy_(embed.data)
+        batch = gpt.TrainData(cfg, schedule).batch(range(2))
+        step_inputs = gpt.make_step_inputs(schedule.at(0), 1024, 512, make_runtime(), cfg)
+        model(*batch, step_inputs).backward()
+        grads[is_tied] = head.grad, embed.grad
+        model.zero_grad()
+
+        optimizer, before = gpt.Optimizer(model, cfg, make_runtime()), head.detach().clone()
         first, second = torch.randn(2, *head.shape, generator=torch.Generator().manual_seed(1))
-        head.grad = first.clone() if is_tied == "on" else first + second
-        embed.grad = second.clone()
-        optimizer.step(1.0, 0.9, gpt.GRAD_TOKENS)
-        assert torch.equal(head, embed) == (is_tied == "on")
+        head.grad, embed.grad = first + second, None if is_tied == "on" else second.clone()
+        optimizer.step(schedule.at(0))
+        optimizer.finish()
+        assert torch.equal(head, embed) == (is_tied == "on") and not torch.equal(embed, before)
         moved[is_tied] = head.detach() - before
+    (both, none), (of_head, of_embed) = grads["on"], grads["off"]
+    assert none is None and of_head.norm() > 0 and of_embed.norm() > 0
+    assert torch.allclose(both, of_head + of_embed, rtol=1e-4, atol=1e-4 * both.abs().max())
     assert moved["on"].abs().max() > 1e-3 and torch.allclose(moved["on"], moved["off"], atol=1e-6)

@@ -345,14 +345,14 @@ def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
 
 
 def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
-    """Rows restart positions, a validation sequence does not, even where both forward passes are as long."""
+    """Each packed sequence restarts positions. A validation sequence does not, even if both passes are as long."""
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())
     state = trainer.schedule.at(0)
-    training, validation = trainer.inputs_at(state, 1024, 512), trainer.inputs_at(state, 1024, 1024)
-    assert torch.equal(training.cos[:512], training.cos[512:])
-    assert not torch.equal(validation.cos[:512], validation.cos[512:])
-    assert trainer.inputs_at(state, 1024, 512) is training  # made once
-    assert trainer.inputs_at(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
+    training, validation = trainer.get_step_inputs(state, 1024, 512), trainer.get_step_inputs(state, 1024, 1024)
+    assert torch.equal(training.rope.cos[:512], training.rope.cos[512:])
+    assert not torch.equal(validation.rope.cos[:512], validation.rope.cos[512:])
+    assert trainer.get_step_inputs(state, 1024, 512) is training  # made once
+    assert trainer.get_step_inputs(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
 
 
 def pass_time_by_hand(monkeypatch) -> list[int]:
@@ -363,11 +363,53 @@ def pass_time_by_hand(monkeypatch) -> list[int]:
     return now
 
 
+def test_the_clock_runs_and_stands(monkeypatch):
+    """It goes on from the seconds of an earlier life, and stands inside paused(). Laps and pauses synchronize, read() does not."""
+    now, waits = pass_time_by_hand(monkeypatch), []
+    monkeypatch.setattr(gpt.torch.cuda, "synchronize", waits.append)
+    device = torch.device("cuda", 0)
+    timer = gpt.TrainClock(device, 100.0, gpt.clock(device))
+    assert timer.read() == 100 and waits == [device]
+    now.append(5)
+    assert timer.read() == 105
+    now.append(7)
+    assert timer.read() == 112 and timer.seconds == 100 and len(waits) == 1
+    with timer.paused():
+        assert timer.seconds == 112 and len(waits) == 2
+        now.append(1000)
+        assert timer.seconds == 112
+    assert timer.read() == 112 and len(waits) == 3
+    now.append(2)
+    assert timer.read() == 114 and len(waits) == 3
+    assert timer.lap() == timer.seconds == 114 and len(waits) == 4
+    assert timer.lap() == timer.read() == 114  # a lap does not stop the clock, nor set it back
+    for _ in range(2):
+        with timer.paused():
+            now.append(1000)
+        now.append(3)
+    assert timer.read() == timer.lap() == 120
+
+
+def test_the_clock_leaves_out_validations_and_all_before_the_first_step(shards, tmp_path, monkeypatch):
+    """Steps of 120 s count, and validations of 100 s do not: of the warm-up, before, between and after the steps."""
+    monkeypatch.chdir(tmp_path)
+    now, validate, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.validate, gpt.Trainer.train_step
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *args: now.append(100) or validate(*args))
+    monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(120) or train_step(*args))
+    run = smoke_run(shards, tmp_path, "--num_iterations=6", "--val_loss_every=2", "--checkpoint_every=3")
+    assert [[step, time] for step, _, time in run["val_points"]] == [[step, 120_000 * step] for step in (0, 2, 4, 6)]
+    assert run["train_time_ms"] == 720_000 and run["tokens_per_s"] == round(6 * 2048 / 720)
+    # a step of the warm-up and a validation for each of three stages, and the final validation
+    assert run["compile_time_s"] == 3 * 120 + 4 * 100
+    log = run["path"].with_suffix(".txt").read_text()
+    assert [int(line[3]) for line in STEP_LINE.finditer(log)] == [120_000 * step for step in range(1, 7)]
+
+
 @pytest.mark.parametrize("preset, hint", [("smoke", ""), ("laptop", ", --preset=quick takes a third of that")])
 def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypatch, capsys):
     """From the tokens that are left and those of a second so far, and from the last validation."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpt.Trainer, "ANNOUNCE_AFTER", 0.0)
+    monkeypatch.setattr(gpt.RunLog, "ANNOUNCE_AFTER", 0.0)
     now, validate, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.validate, gpt.Trainer.train_step
     monkeypatch.setattr(gpt.Trainer, "validate", lambda *args: now.append(100) or validate(*args))
     monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(120) or train_step(*args))
@@ -384,7 +426,7 @@ def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypat
 def test_the_expected_end_of_a_resumed_run_is_in_the_future(shards, tmp_path, monkeypatch, capsys):
     """What it has done counts by its steps, not by its tokens: here with four times as many of them as are left."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpt.Trainer, "ANNOUNCE_AFTER", 0.0)
+    monkeypatch.setattr(gpt.RunLog, "ANNOUNCE_AFTER", 0.0)
     now, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.train_step
     monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(60) or train_step(*args))
     args = ["--preset=smoke", "--device=cpu", "--val_loss_every=0", "--warmup_iterations=0", "--checkpoint_every=6", *data_args(shards)]

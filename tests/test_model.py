@@ -5,13 +5,16 @@ import math
 import pytest
 import torch
 from conftest import gpt, make_runtime, smoke_config
+from test_frontier import CPU_FORMS, WITHOUT_OPTIMIZER
+
+PLAIN_AND_FAST = pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
 
 
-def make_model(seed=0, noise=0.3, **changes):
-    """A model with every parameter away from zero, its config, and inputs of one row."""
+def make_model(seed=0, noise=0.3, fast=frozenset(), **changes):
+    """A model with every parameter away from zero, its config, and inputs of one packed sequence."""
     cfg = smoke_config(**changes)
     torch.manual_seed(seed)
-    model = gpt.GPT(cfg)
+    model = gpt.GPT(cfg, make_runtime(fast=fast))
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * noise / max(param.shape[-1], 4) ** 0.5)
     tokens = torch.randint(256, (cfg.seq_len + 1,))
@@ -19,8 +22,8 @@ def make_model(seed=0, noise=0.3, **changes):
     return cfg, model, tokens, doc_ids
 
 
-def stage_inputs(cfg, step=0):
-    return gpt.make_stage_inputs(gpt.Schedule(cfg).at(step), cfg.seq_len, cfg.seq_len, make_runtime(), cfg)
+def step_inputs(cfg, step=0):
+    return gpt.make_step_inputs(gpt.Schedule(cfg).at(step), cfg.seq_len, cfg.seq_len, make_runtime(), cfg)
 
 
 def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
@@ -43,14 +46,14 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     x = x0 = norm(p["embed"][inputs])
     outputs, scalars, one = [], iter(p.get("scalars.scalar", ())), torch.ones(1)
     for i, spec in enumerate(cfg.layers):
-        shortcut = [next(scalars), next(scalars)] if cfg.x0_shortcut == "on" else [1, 0]
+        mix = [next(scalars), next(scalars)] if cfg.x0_mix == "before" else [1, 0]
         if spec.skip_from is not None:
             x = x + torch.sigmoid(next(scalars)) * outputs[spec.skip_from]
-        x = shortcut[0] * x + shortcut[1] * x0
+        x = mix[0] * x + mix[1] * x0
         if spec.attention != "none":
             own = f"blocks.{i}.attention"
-            u = norm(x) * p.get(f"blocks.{i}.attention.gain_in", one)
-            (wq, wk), (wv, wo) = p[f"{own}.qk"].view(2, heads * width, -1), p[f"{own}.vo"]
+            u = norm(x) * p.get(f"blocks.{i}.attn_gain_in", one)
+            (wq, wk), (wv, wo) = p[f"{own}.qk"].view(2, heads * width, -1), p[f"{own}.v_proj"]
             q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
             v = next(scalars) * v
             if spec.value_embed is not None:
@@ -59,20 +62,21 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
             if cfg.attention_gate_dim:
-                gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.gate"].T)
+                gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.head_gate_weight"].T)
                 y = y * gate[..., None]
-            x = x + y.flatten(1) @ wo.T * p.get(f"blocks.{i}.attention.gain_out", one)
+            x = x + y.flatten(1) @ wo.T * p.get(f"blocks.{i}.attn_gain_out", one)
         if spec.mlp:
             own = f"blocks.{i}.mlp"
             up, down = p[f"{own}.up_down"]
-            h = (norm(x) * p.get(f"blocks.{i}.mlp.gain_in", one)) @ up
-            x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"blocks.{i}.mlp.gain_out", one)
+            h = (norm(x) * p.get(f"blocks.{i}.mlp_gain_in", one)) @ up
+            x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"blocks.{i}.mlp_gain_out", one)
         outputs.append(x)
     logits = norm(x) @ p["head.weight"].T
     return 15 * torch.tanh(logits / 15) + 15 if cfg.softcap else logits
 
 
 @pytest.mark.recipe
+@PLAIN_AND_FAST
 @pytest.mark.parametrize(
     "step, changes",
     [
@@ -85,7 +89,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
                 dict(num_value_embeds=0),
                 dict(qk_norm="off"),
                 dict(qk_group_heads=1),
-                dict(x0_shortcut="off"),
+                dict(x0_mix="off"),
                 dict(softcap=0.0),
                 dict(yarn_max_window=0),
                 dict(norm_gain="on", output_gain="on"),
@@ -95,9 +99,9 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     ],
     ids=str,
 )
-def test_the_model_is_the_recipe(step, changes):
-    """And so is what is left of it when a mechanism is switched off."""
-    cfg, model, tokens, doc_ids = make_model(**changes)
+def test_the_model_is_the_recipe(step, changes, fast):
+    """And so is the rest of it when a mechanism is switched off."""
+    cfg, model, tokens, doc_ids = make_model(fast=fast, **changes)
     state = gpt.Schedule(cfg).at(step)
     expected = reference_logits(
         cfg,
@@ -106,114 +110,128 @@ def test_the_model_is_the_recipe(step, changes):
         doc_ids,
         dict(zip(("long", "short"), state.windows)),
         state.frequencies,
-        state.attention_scale,
+        state.softmax_scale,
     )
-    x = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg, step))[0]
+    x = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))[0]
     assert torch.allclose(
-        model.head.logits(x).double(), expected, atol=2e-4
+        model.head.compute_logits(x).double(), expected, atol=2e-4
     )  # float32 against float64 on logits of 0..30
-    loss = model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg, step))
+    loss = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg, step))
     exact = torch.nn.functional.cross_entropy(expected, tokens[1:], reduction="sum")
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-def test_the_norm_and_its_gradient():
-    """x / sqrt(mean(x^2) + eps), differentiated by autograd; float64, so that only the formula can differ."""
+@pytest.mark.parametrize("rms_norm", [gpt.rms_norm, gpt.fused_rms_norm])
+def test_the_norm_and_its_gradient(rms_norm):
+    """x / sqrt(mean(x^2) + eps), differentiated by autograd. float64, so that only the formula can differ."""
     torch.manual_seed(0)
     x = torch.randn(6, 3, 16, dtype=torch.float64).requires_grad_()
     plain = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     grad = torch.randn_like(x)
     (expected,) = torch.autograd.grad(plain, x, grad)
-    y = gpt.rms_norm(x)
+    y = rms_norm(x)
     assert torch.allclose(y, plain, rtol=0, atol=1e-13)
     assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("norm_rotate", [gpt.norm_rotate, gpt.fused_norm_rotate])
 @pytest.mark.parametrize("pairs", ["halves", "adjacent"])
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("is_paired", [True, False])
-def test_norm_and_rotary_and_their_gradient(pairs, has_norm, is_paired):
-    """Each step by itself, differentiated by autograd, in float64; q carries a softmax scale of 0.1, k none."""
+def test_norm_and_rotary_and_their_gradient(pairs, has_norm, is_paired, norm_rotate):
+    """Each step by itself, differentiated by autograd, in float64. q has a softmax scale of 0.1, k has none."""
     torch.manual_seed(0)
     cfg = smoke_config(rotary_pairs=pairs, num_heads=2, layers=(gpt.LayerSpec(paired=is_paired),), num_layers=1)
-    stage = gpt.make_stage_inputs(gpt.Schedule(cfg).at(0), 12, 12, make_runtime(dtype=torch.float64), cfg)
-    cos, sin = (stage.paired_cos, stage.paired_sin) if is_paired else (stage.cos, stage.sin)
+    inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 12, 12, make_runtime(dtype=torch.float64), cfg)
+    cos, sin = inputs.paired_rope if is_paired else inputs.rope
     shape = (12, 2, 1, 2, 32) if is_paired else (12, 2, 2, 1, 32)
     x, grad = torch.randn(2, *shape, dtype=torch.float64)
     x.requires_grad_()
     normed = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() if has_norm else x
-    plain = gpt.apply_rotary(normed, cos, sin, pairs)
-    y = gpt.NormRotary.apply(x, cos, sin, pairs, has_norm)
+    plain = gpt.rotate(normed, cos, sin, pairs)
+    y = norm_rotate(x, cos, sin, pairs, has_norm)
     assert torch.allclose(y, plain, rtol=0, atol=1e-13) and (y[5, 0] - 0.1 * normed[5, 0]).abs().max() > 0.01
     expected, ours = (torch.autograd.grad(out, x, grad)[0] for out in (plain, y))
     assert torch.allclose(ours, expected, rtol=0, atol=1e-13) and expected.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2)], ids=str)
-def test_previous_shifts_by_a_token_and_so_does_its_gradient(shape):
-    """What comes before the first token of a packed sequence is nothing; it hands no gradient back either."""
+def test_shift_right_and_its_gradient(shape):
+    """Nothing comes before the first token of a packed sequence, and no gradient returns from there."""
     torch.manual_seed(0)
     x, grad = torch.randn(2, *shape)
     is_start = torch.tensor([1, 0, 0, 1, 1, 0, 0]).bool()
     x.requires_grad_()
-    y = gpt.previous(x, is_start)
+    y = gpt.shift_right(x, is_start)
     y.backward(grad)
     zero = torch.zeros(shape[1:])
     assert torch.equal(y, torch.stack([zero, x[0], x[1], zero, zero, x[4], x[5]]))
     assert torch.equal(x.grad, torch.stack([grad[1], grad[2], zero, zero, grad[5], grad[6], zero]))
 
 
-def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards):
-    """Adam's first step by hand, g / (|g| + eps / sqrt(1 - beta2)), with the options of the head; then both stay
-    equal."""
+@pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
+def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
+    """Adam's first step by hand, g / (|g| + eps / sqrt(1 - beta2)), with the options of the head. g is the sum of
+    the gradients of two equal tables. While tied, the model reads only the head, and finish() copies it."""
     cfg = smoke_config(
         shards, tie_head="on", embed_std=0.1, grad_grid=0.0, head_lr=0.01, micro_batch_tokens=2048
     )
-    trainer = gpt.Trainer(cfg, make_runtime())
+    trainer = gpt.Trainer(cfg, make_runtime(fast=fast))
     data, model = gpt.TrainData(cfg, trainer.schedule), trainer.model
-    first, embed, head = next(data.batches(cfg, trainer.rt, 0, 1)), model.embed, model.head.weight
+    first, embed, head = next(data.batches(trainer.rt, 0, 1)), model.embed, model.head.weight
     assert embed.std().item() == pytest.approx(0.1, rel=0.02) and torch.equal(embed, head)
     before = embed.detach().clone()
-    loss = model(*first, trainer.inputs_at(trainer.schedule.at(0), 2048, 512))
+    inputs = trainer.get_step_inputs(trainer.schedule.at(0), 2048, 512)
+    model.is_tied = False
+    loss = model(*first, inputs)
     parts = torch.autograd.grad(loss, (embed, head))
     assert all(part.abs().sum() > 0 for part in parts)
+    model.is_tied = True
+    tied_loss = model(*first, inputs)
+    unused, whole = torch.autograd.grad(tied_loss, (embed, head), allow_unused=True)
+    assert unused is None and torch.allclose(whole, sum(parts), rtol=1e-5, atol=1e-5) and tied_loss == loss
     grad = sum(parts) * gpt.GRAD_TOKENS / 2048
-    batches = gpt.Prefetcher(data.batches(cfg, trainer.rt, 0, 3), trainer.rt.device)
+    batches = gpt.Prefetcher(data.batches(trainer.rt, 0, 3), trainer.rt.device)
     for step in range(3):
-        old = embed.detach().clone()
+        old = head.detach().clone()
+        embed.data.fill_(torch.nan)  # nobody reads it
         trainer.train_step(batches, trainer.schedule.at(step))
+        trainer.optimizer.finish()
         if step == 0:
             eps = cfg.adam_eps / (1 - cfg.groups["head"].betas[1]) ** 0.5
             assert torch.allclose(head, before - 0.01 * grad / (grad.abs() + eps), atol=1e-5)
-        assert torch.equal(embed, head) and not torch.equal(embed, old)
+        assert torch.equal(embed, head) and not torch.equal(head, old)
         assert embed.grad is None and head.grad is None
     batches.executor.shutdown(cancel_futures=True)
 
 
-def test_a_future_token_changes_no_earlier_output():
-    cfg, model, tokens, doc_ids = make_model()
-    first = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+@PLAIN_AND_FAST
+def test_a_future_token_changes_no_earlier_output(fast):
+    cfg, model, tokens, doc_ids = make_model(fast=fast)
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     tokens[300] = (tokens[300] + 1) % 256
-    second = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     assert torch.equal(first[:300], second[:300]) and not torch.equal(first[300], second[300])
 
 
-def test_documents_do_not_see_each_other():
-    cfg, model, tokens, _ = make_model()
+@PLAIN_AND_FAST
+def test_documents_do_not_see_each_other(fast):
+    cfg, model, tokens, _ = make_model(fast=fast)
     doc_ids = (torch.arange(cfg.seq_len) >= 200).int() + 1
-    first = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     tokens[:200] = torch.randint(256, (200,))
-    second = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     assert torch.equal(first[200:], second[200:]) and not torch.equal(first[:200], second[:200])
 
 
-def test_the_window_ends_where_it_says():
+@PLAIN_AND_FAST
+def test_the_window_ends_where_it_says(fast):
     spec = (gpt.LayerSpec(attention="short"),)
-    cfg, model, tokens, _ = make_model(layers=spec, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
+    cfg, model, tokens, _ = make_model(fast=fast, layers=spec, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
     doc_ids = torch.zeros(cfg.seq_len, dtype=torch.int32)
-    first = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     tokens[100] = (tokens[100] + 1) % 256
-    second = model.run_layers(tokens[:-1].int(), doc_ids, stage_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
     changed = (first != second).any(-1).nonzero().flatten()
     assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
 
@@ -225,30 +243,32 @@ def test_initial_loss_and_statistics():
     assert model.embed.std().item() == pytest.approx(1, abs=0.02)
     assert not model.head.weight.any()
     attention, up_down = model.blocks[1].attention, model.blocks[1].mlp.up_down
-    for weight in (attention.qk, attention.vo[0], up_down[0]):
+    for weight in (attention.qk, attention.v_proj[0], up_down[0]):
         assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)
         assert weight.abs().max().item() <= 3**0.5 * 0.5 * 256**-0.5
-    assert not attention.vo[1].any() and not up_down[1].any()
-    own = [(c.layer, c.name, *c.inits) for c in model.weights]
+    assert not attention.v_proj[1].any() and not up_down[1].any()
+    own = [(s.layer, s.name, *s.init) for s in model.layer_scalars]
     assert (3, "skip", -1.5) in own and (0, "x0", 0.0) in own
     assert [name for name, _ in model.scalars.items()] == ["scalar"]
     assert model.scalars["scalar"].tolist() == [init for _, _, init in own]
     tokens = torch.randint(256, (513,))
-    loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), stage_inputs(cfg)) / 512
+    loss = model(tokens[:-1].int(), tokens[1:], torch.zeros(512, dtype=torch.int32), step_inputs(cfg)) / 512
     assert loss.item() == pytest.approx(math.log(cfg.padded_vocab_size), abs=1e-5)  # zero head: uniform
 
 
-def test_every_parameter_gets_a_gradient():
-    cfg, model, tokens, doc_ids = make_model(num_layers=6)
-    model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg)).backward()
+@PLAIN_AND_FAST
+def test_every_parameter_gets_a_gradient(fast):
+    cfg, model, tokens, doc_ids = make_model(fast=fast, num_layers=6)
+    model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg)).backward()
     assert [
         name for name, param in model.named_parameters() if param.grad is None or not param.grad.any()
     ] == []
 
 
-def test_validation_in_chunks_changes_nothing(monkeypatch):
-    cfg, model, tokens, doc_ids = make_model()
-    whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg))
+@PLAIN_AND_FAST
+def test_validation_in_chunks_changes_nothing(monkeypatch, fast):
+    cfg, model, tokens, doc_ids = make_model(fast=fast)
+    whole = model.eval()(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
     monkeypatch.setattr(gpt, "LOGITS_CHUNK", 100)
-    parts = model(tokens[:-1].int(), tokens[1:], doc_ids, stage_inputs(cfg))
+    parts = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)

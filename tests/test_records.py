@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, data_args, run_script
+from conftest import ROOT, data_args, gpt, run_script
 
 sys.path.insert(0, str(ROOT / "records"))
 import ablate  # noqa: E402
@@ -226,6 +226,28 @@ def test_what_an_older_result_leaves_to_its_log():
     folder = ROOT / "records" / "laptop" / "2026-11-22_frontier" / "tables"
     assert "activations" not in json.loads(next(folder.glob("*.json")).read_text())["hardware"]
     assert {r["hardware"]["activations"] for r in results.read_record(folder).results} == {"bfloat16"}
+
+
+def test_results_with_the_names_of_before_are_read(real_record, tmp_path, tool):
+    """Options of the frozen scripts have other names now. The script in the root refuses them, the tools read them."""
+    ladder = results.RECORDS / "laptop" / "2026-11-22_frontier"
+    first, last = ladder / "record_32", ladder / "tables"
+    result = results.read_record(last).results[0]
+    old, new = {"kernels", "x0_shortcut", "fp8_head_max", "row_start"}, {"fast", "x0_mix", "fp8_head_amax", "sequence_start"}
+    assert old <= result["config"].keys() and not new & result["config"].keys()
+    assert "gates_at" in result["config"]["layers"][0]
+    ours = results.read_record(real_record).results[0]["config"]
+    assert new <= ours.keys() and not old & ours.keys() and "gates_from" in ours["layers"][0]
+    for name in old:
+        assert gpt.main([f"--{name}={result['config'][name]}", "--print_config"]) == 2
+    assert old <= results.settings(result).keys()
+    status, out, err = tool(validate, last, f"--baseline={first}")
+    assert (status, err) == (0, "") and out.count("\n") == 2
+    status, _, err = tool(plot, first, last, f"--out={tmp_path}/curves")
+    assert (status, err) == (0, "") and (tmp_path / "curves.svg").stat().st_size > 1000
+    assert plot.count_tokens(last, result)[-1] == pytest.approx(result["config"]["derived"]["train_tokens"] / 1e6)
+    assert "torch 1.0, here 2." in replay.find_differences({**result, "versions": {"torch": "1.0"}})
+    assert set(ablate.read_losses(last)) == set(results.read_record(last).losses)
 
 
 @pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, None)])

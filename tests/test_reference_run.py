@@ -12,7 +12,7 @@ from conftest import gpt
 from test_frontier import read_parameters
 
 VOCAB, BOS, HEADS, HEAD_DIM = 50, 49, 4, 12
-SHAPE = frontier_reference.Shape(52, 48, HEADS, HEAD_DIM, 96, 101, gpt.SIGN_ROWS, gate_hidden=8)
+SHAPE = frontier_reference.Shape(52, 48, HEADS, HEAD_DIM, 96, 101, gpt.NUM_SIGN_ROWS, gate_hidden=8)
 COMMON = dict(
     device="cpu",
     dtype="float32",
@@ -116,13 +116,13 @@ def read_record_32(model, p):
     """The same by the model's names, in its layout."""
     values = {"embed": p["embed"], "head.weight": p["head"]}
     values.update({f"value_embeds.{i}": p[f"ve.{i}"] for i in model.value_embeds})
-    numbers = dict(x="a", x0="b", skip="skip", value="s0", value_embed="s1")
-    values["scalars.scalar"] = torch.stack([p[f"{numbers[c.name]}.{c.layer}"] for c in model.weights])
+    numbers = dict(resid="a", x0="b", skip="skip", v_scale="s0", ve_scale="s1")
+    values["scalars.scalar"] = torch.stack([p[f"{numbers[s.name]}.{s.layer}"] for s in model.layer_scalars])
     for i, block in enumerate(model.blocks):
         if block.attention is not None:
             values[f"blocks.{i}.attention.qk"] = torch.stack((p[f"q.{i}"], p[f"k.{i}"]))
-            values[f"blocks.{i}.attention.vo"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
-            values[f"blocks.{i}.attention.gate"] = p[f"gate.{i}"]
+            values[f"blocks.{i}.attention.v_proj"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
+            values[f"blocks.{i}.attention.head_gate_weight"] = p[f"gate.{i}"]
         if block.mlp is not None:
             values[f"blocks.{i}.mlp.up_down"] = torch.stack((p[f"up.{i}"], p[f"down.{i}"]))
     return values
@@ -150,7 +150,7 @@ def run_both(cfg, p, read, monkeypatch):
             with torch.no_grad():
                 for name, param in model.named_parameters():
                     param.copy_(values[name])
-            model.signs.copy_(p.get("signs", model.signs))
+            model.bigram_signs.copy_(p.get("signs", model.bigram_signs))
         return model
 
     monkeypatch.setattr(gpt, "GPT", make_same_model)
@@ -165,20 +165,22 @@ def run_both(cfg, p, read, monkeypatch):
 
 
 @pytest.mark.recipe
+@pytest.mark.parametrize("fast", ["off", "auto"])
 @pytest.mark.parametrize("recipe", [RECORD_32, NEWEST], ids=["record_32", "newest"])
-def test_whole_run(recipe, tmp_path, monkeypatch, float64):
+def test_whole_run(recipe, fast, tmp_path, monkeypatch, float64):
     """The training loss of every step and every validation loss, to 1e-8."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
     files = dict(train_files="train_*.bin", val_files="val_*.bin", vocab_file="vocab.json")
-    cfg, generator = gpt.make_config({**COMMON, **files, **recipe}), torch.Generator().manual_seed(0)
+    cfg = gpt.make_config({**COMMON, **files, **recipe, "fast": fast})
+    generator = torch.Generator().manual_seed(0)
     if recipe is NEWEST:
         p = frontier_reference.init_params(SHAPE, generator)
         p["embed"].detach().copy_(p["head"].detach())  # tied
         read = lambda model, p: read_parameters(model, SHAPE, p)
     else:
         p, read = make_record_32(cfg, generator), read_record_32
-    shards = [row.shard for row in gpt.TrainData(cfg, gpt.Schedule(cfg)).rows]
+    shards = [sequence.shard for sequence in gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences]
     assert shards[-1] < max(shards) == 3  # all are used up, and the second epoch begins
     (losses, points), (expected_losses, expected_points) = run_both(cfg, p, read, monkeypatch)
     assert [step for step, _ in points] == [step for step, _ in expected_points]

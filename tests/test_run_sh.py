@@ -1,4 +1,4 @@
-"""run.sh: what it refuses before it sets anything up."""
+"""run.sh: a bad number of processes, and the processes that it starts."""
 
 import shutil
 import subprocess
@@ -9,10 +9,43 @@ from conftest import ROOT
 
 @pytest.mark.parametrize("count", ["0", "abc", "-1", "1.5", "07", "a b\nc", "99999999"])
 def test_a_process_count_that_is_none(count, tmp_path):
-    """One line and status 2, before any Python is looked for: there is none on this PATH."""
+    """One line and status 2, before it looks for a Python. There is none on this PATH."""
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
-    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")  # the folder that holds it has no .venv either
+    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")  # its folder has no .venv either
     done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), "--preset=quick"], capture_output=True, text=True,
                           env={"PATH": str(tmp_path), "NPROC": count})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("run.sh: error: NPROC=") and "give NPROC=1 or more, or leave it out" in done.stderr
+
+
+@pytest.fixture
+def calls_of(tmp_path):
+    """A function that runs run.sh in four processes with a Python that only notes its calls, and returns them."""
+    python, notes = tmp_path / ".venv/bin/python", tmp_path / "calls"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\n[[ $1 == - ]] || echo "${{WORLD_SIZE:-}}|$*" >> "{notes}"\n')
+    python.chmod(0o755)
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
+    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
+
+    def run(*args):
+        notes.write_text("")
+        done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), *args], capture_output=True, text=True,
+                              env={"PATH": str(tmp_path), "NPROC": "4"})
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        return notes.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--list_presets", "--list-presets", "--print_config", "--print-config",
+                                  "--print_schedule", "--print-schedule"])
+def test_one_process_prints(flag, calls_of):
+    """Also if the number of processes is given."""
+    assert calls_of("--preset=frontier", flag) == [f"|train_gpt.py --preset=frontier {flag}"]
+
+
+def test_a_run_of_several_processes_checks_its_options_first(calls_of):
+    assert calls_of("--preset=quick", "--seed=1") == [
+        "4|train_gpt.py --preset=quick --seed=1 --print_config",
+        "|-m torch.distributed.run --standalone --nproc_per_node=4 train_gpt.py --preset=quick --seed=1"]

@@ -75,10 +75,26 @@ def test_greedy_text_is_what_the_model_finds_likeliest(prompt, checkpoint, capsy
     for end in range(len(prompt), len(text)):
         seen = [BOS, *text[max(0, end - 255) : end]]
         tokens = torch.tensor(seen + [0] * (-len(seen) % 64)).int()  # whole attention blocks
-        stage = gpt.make_stage_inputs(state, len(tokens), len(tokens), make_runtime(), cfg)
+        step_inputs = gpt.make_step_inputs(state, len(tokens), len(tokens), make_runtime(), cfg)
         with torch.no_grad():
-            logits = model.head.logits(model.run_layers(tokens, torch.zeros_like(tokens), stage)[0])
+            logits = model.head.compute_logits(model.run_layers(tokens, torch.zeros_like(tokens), step_inputs)[0])
         assert logits[len(seen) - 1, : cfg.vocab_size].argmax() == text[end]
+
+
+@pytest.mark.parametrize("untie_frac", [1.0, 0.3])
+def test_a_model_whose_head_was_tied_reads_its_own_embedding(untie_frac, shards, tmp_path, monkeypatch):
+    """Tied until the end, or in the first steps only. Then the embedding is another tensor than the head."""
+    monkeypatch.chdir(tmp_path)
+    args = ["--num_iterations=6", "--checkpoint_every=6", "--tie_head=on", f"--untie_frac={untie_frac}"]
+    assert gpt.main([*TRAIN, *data_args(shards), *args]) == 0
+    path = tmp_path / "checkpoints/smoke_seed0/step_000006.pt"
+    facts, tensors = gpt.read_checkpoint(path)
+    assert facts["is_tied"] == torch.equal(tensors["embed"], tensors["head.weight"]) == (untie_frac == 1)
+    model, cfg, rt, _ = gpt.load_model(path, dict(device="cpu"))
+    tokens = torch.arange(128, dtype=torch.int32)
+    step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(6), 128, 128, rt, cfg)
+    _, acts = model.run_layers(tokens, torch.zeros_like(tokens), step_inputs)
+    assert torch.equal(acts["x0"], gpt.rms_norm(tensors["embed"][:128]))
 
 
 def test_a_prompt_longer_than_a_document_is_cut(checkpoint, capsys):

@@ -1,10 +1,12 @@
-"""Schedules at 0, at boundaries and at the end, against record 32."""
+"""Schedules against record 32, and all steps of six presets against formulas that are written out here."""
 
 import math
 
 import numpy as np
 import pytest
-from conftest import gpt
+import torch
+from conftest import gpt, make_runtime
+from test_update_rules import Ends
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +21,16 @@ def test_stage_of_every_step_is_the_records(schedule):
     assert schedule.at(1670).stage == schedule.cfg.full_stages[2]
 
 
+def factor(schedule, step, group="embed"):
+    """The learning rate of a group at a step, divided by its option."""
+    return schedule.at(step).lr[group] / schedule.cfg.groups[group].lr
+
+
 def test_the_last_validation_has_windows_of_its_own_or_those_of_the_last_stage(schedule):
     assert (schedule.at(1669).windows, schedule.at(1670).windows) == ((1408, 640), (1664, 768))
     same = gpt.Schedule(gpt.make_config({"preset": "track_1", "val_windows": ()}))
     last, final = same.at(1669), same.at(1670)
-    assert (final.windows, final.attention_scale) == (last.windows, last.attention_scale)
+    assert (final.windows, final.softmax_scale) == (last.windows, last.softmax_scale)
     assert last.windows == (1408, 640) and np.array_equal(final.frequencies, last.frequencies)
 
 
@@ -32,12 +39,12 @@ def test_windows_are_the_records(schedule):
     assert windows == [(3, 1), (7, 3), (11, 5), (13, 6)]
 
 
-def test_attention_scale_grows_as_published(schedule):
-    assert [round(scale, 4) for _, scale in schedule.rotary] == [0.1, 0.1169, 0.1275, 0.1318]
+def test_softmax_scale_grows_as_published(schedule):
+    assert [round(scale, 4) for _, scale in schedule.rope_settings] == [0.1, 0.1169, 0.1275, 0.1318]
 
 
 def test_yarn_by_hand(schedule):
-    first, second = schedule.rotary[0][0], schedule.rotary[1][0]
+    first, second = schedule.rope_settings[0][0], schedule.rope_settings[1][0]
     assert np.allclose(first[:32], (1 / 1024) ** np.linspace(0, 1, 32)) and not first[32:].any()
     for j in range(64):
         rotations = 3 * 128 * first[j] / (2 * math.pi)
@@ -49,27 +56,29 @@ def test_yarn_by_hand(schedule):
 
 
 @pytest.mark.parametrize(
-    "step, factor",
+    "step, expected",
     [
         (0, 1),
-        (835, 1),  # half of the steps are left: the fall begins
-        (836, (834 + 0.1) / 835),  # 834 of the 835 steps of the fall are left
+        (835, 1),  # half of the steps remain: the fall begins
+        (836, (834 + 0.1) / 835),  # 834 of the 835 steps of the fall remain
         (1253, (417 + 418 * 0.1) / 835),
         (1669, (1 + 834 * 0.1) / 835),
         (1670, 0.1),
     ],
 )
-def test_learning_rate(schedule, step, factor):
+def test_learning_rate(schedule, step, expected):
     """A step early or late is off by 0.9 / 835 = 1e-3."""
-    assert schedule.at(step).lr_factor == pytest.approx(factor, rel=1e-12)
+    for group in schedule.cfg.groups:
+        assert factor(schedule, step, group) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_first_steps_of_a_fall_of_its_own():
-    """12 steps: the rates of matrices fall from step 3 on, over 9, the others from step 6 on, over 6, to 0.1."""
+    """12 steps: rates of matrices fall over 9 steps from step 3 on, others over 6 steps from step 6 on, to 0.1."""
     cfg = gpt.make_config({"preset": "smoke", "cooldown_frac": 0.5, "matrix_cooldown_frac": 0.75})
-    states = list(map(gpt.Schedule(cfg).at, (3, 4, 6, 7)))
-    assert [state.lr_factor for state in states] == pytest.approx([1, 1, 1, 1 - 0.9 / 6])
-    assert [state.matrix_lr_factor for state in states] == pytest.approx([1, *(1 - 0.9 * i / 9 for i in (1, 3, 4))])
+    schedule, steps = gpt.Schedule(cfg), (3, 4, 6, 7)
+    for group in cfg.groups:
+        expected = [1, *(1 - 0.9 * i / 9 for i in (1, 3, 4))] if group == "matrix" else [1, 1, 1, 1 - 0.9 / 6]
+        assert [factor(schedule, step, group) for step in steps] == pytest.approx(expected)
 
 
 def test_rise_and_fall():
@@ -77,7 +86,7 @@ def test_rise_and_fall():
     cfg = gpt.make_config(
         {"preset": "smoke", "lr_warmup_frac": 0.25, "cooldown_frac": 0.25, "final_lr_frac": 0.0}
     )
-    factors = [gpt.Schedule(cfg).at(step).lr_factor for step in range(13)]
+    factors = [factor(gpt.Schedule(cfg), step) for step in range(13)]
     assert factors == pytest.approx([1 / 3, 2 / 3, *[1] * 8, 2 / 3, 1 / 3, 0])
 
 
@@ -86,11 +95,18 @@ def test_momentum(schedule, step, momentum):
     assert schedule.at(step).momentum == pytest.approx(momentum)
 
 
+def test_momentum_that_rises_and_falls_at_one_time():
+    """12 steps: a rise over 10 and a fall over the last 8. The smaller value counts."""
+    cfg = gpt.make_config({"preset": "smoke", "momentum_warmup_steps": 10, "momentum_cooldown_steps": 8})
+    parts = [(gpt.Schedule(cfg).at(step).momentum - 0.85) / 0.1 for step in (0, 4, 5, 6, 7, 10, 12)]
+    assert parts == pytest.approx([0, 0.4, 0.5, 0.6, 5 / 8, 2 / 8, 0])
+
+
 def test_no_cooldown_and_no_momentum_warmup():
     schedule = gpt.Schedule(
         gpt.make_config({"preset": "smoke", "cooldown_frac": 0.0, "momentum_warmup_steps": 0})
     )
-    assert schedule.at(12).lr_factor == 1 and schedule.at(0).momentum == 0.95
+    assert factor(schedule, 12) == 1 and schedule.at(0).momentum == 0.95
 
 
 def test_stages_may_change_batch_length_and_learning_rate():
@@ -99,6 +115,108 @@ def test_stages_may_change_batch_length_and_learning_rate():
         gpt.Stage(3, 64, 64),
     )
     schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "stages": stages, "cooldown_frac": 0.5}))
-    assert [(s, e) for _, s, e in schedule.spans()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
-    assert schedule.total_tokens() == 4 * 1024 + 8 * 2048
-    assert schedule.at(0).lr_factor == 0.5 and schedule.at(4).lr_factor == 1
+    assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
+    assert schedule.count_tokens() == 4 * 1024 + 8 * 2048
+    assert factor(schedule, 0) == 0.5 and factor(schedule, 4) == 1
+
+
+LRS = dict(matrix=0.05, embed=0.6, value_embed=0.6, head=0.008, scalar=0.04, residual=0.04, mix=0.008, gate=0.008,
+           gain=0.1)  # of record 32
+MOMENTUM = (0.85, 0.95, 300, 0)  # from, to, steps of the rise, last steps of the fall
+FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of all groups, of matrices, final value
+    track_1=dict(ends=(557, 1114, 1670), falls=(0.5, 0.5, 0.1)),
+    frontier=dict(ends=(423, 847, 1270, 1285), extension=15, peaks=(1, 1.52, 1.73, 1.73), falls=(0.6, 0.6, 0.15),
+                  momentum=(0.85, 0.95, 300, 50), decay_follows_lr=True,
+                  lrs=dict(matrix=0.023, embed=0.008, value_embed=0.6, head=0.008),
+                  decays=dict(matrix=0.0276, embed=0.006, head=0.006, value_embed=0.015, gate=0.00004),
+                  targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), (0.25, 0)),
+                           ((1, 1),), ((1, 1),))),
+    laptop=dict(ends=(241, 481, 720), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
+                lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3)),
+    smoke_frontier=dict(ends=(6, 10, 12), extension=2, peaks=(1, 1.5, 1), falls=(0.6, 0.6, 0.15),
+                        momentum=(0.85, 0.95, 4, 4), decay_follows_lr=True,
+                        lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.072),
+                        targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1),), ((1, 1),))),
+    muonh=dict(ends=(557, 1114, 1670), falls=(0.3, 1.0, 0.0),
+               lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, head=0.004)),
+    track_2=dict(ends=(626, 1251, 1876, 2501, 3126, 3751, 4376, 5001, 5626, 6251, 6876, 7500),
+                 peaks=(1, 1.52, 1.73, *[2] * 9), falls=(0.7, 0.7, 0.1),
+                 lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, head=0.0015)),
+)
+
+
+def written_out(step, ends, falls, extension=0, peaks=(), momentum=MOMENTUM, decay_follows_lr=False, lrs=(),
+                decays=(), targets=()):
+    """(learning rates, weight decays, momentum, loss weights) at a step."""
+    num_steps, scheduled = ends[-1], ends[-1] - extension
+    stage = sum(step >= end for end in ends[:-1])  # the last stage, too, for the final validation
+    start = ends[stage - 1] if stage else 0
+
+    # Learning rates: the stage's factor, then a linear fall to a fraction of the option
+    factors = {}
+    for group in LRS:
+        fall = falls[1] if group == "matrix" else falls[0]
+        peak, t = peaks[stage] if peaks else 1, min(max(scheduled - step, 0) / (fall * scheduled), 1)
+        factors[group] = peak if t == 1 else peak * t + falls[2] * (1 - t)
+    lr = {group: {**LRS, **dict(lrs)}[group] * factors[group] for group in LRS}
+    decay = {group: dict(decays).get(group, 0) * (factors[group] if decay_follows_lr else 1) for group in LRS}
+
+    # Momentum: a linear rise over the first steps and a linear fall over the last
+    low, high, rise, fall = momentum
+    t = min(step / rise if rise else 1, (num_steps - step) / fall if fall else 1, 1)
+    ramps = targets[stage] if targets else ((1, 1),)
+    part = (step - start) / (ends[stage] - start)
+    return lr, decay, low + t * (high - low), tuple(a + part * (b - a) for a, b in ramps)
+
+
+@pytest.mark.parametrize("preset", FORMULAS)
+def test_every_step_is_the_formula(preset):
+    """Also the final validation. Stages, rates, decays, momentum and loss weights."""
+    schedule, formula = gpt.Schedule(gpt.make_config({"preset": preset})), FORMULAS[preset]
+    assert [end for _, _, end in schedule.stage_ranges()] == list(formula["ends"])
+    for step in range(formula["ends"][-1] + 1):
+        state, (lr, decay, momentum, loss_weights) = schedule.at(step), written_out(step, **formula)
+        for ours, expected in ((state.lr, lr), (state.weight_decay, decay)):
+            assert list(ours) == list(expected) == list(LRS)
+            assert all(math.isclose(ours[group], expected[group], rel_tol=1e-12) for group in LRS), step
+        assert math.isclose(state.momentum, momentum, rel_tol=1e-12), step
+        assert len(state.loss_weights) == len(loss_weights), step
+        assert all(math.isclose(*pair, rel_tol=1e-12, abs_tol=1e-12) for pair in zip(state.loss_weights, loss_weights)), step
+
+
+def test_frontier_at_known_steps():
+    """By hand. The fall begins at step 0.4 * 1270 = 508 and takes 762 steps."""
+    cfg = gpt.make_config({"preset": "frontier"})
+    at = gpt.Schedule(cfg).at
+    assert [name for name, group in cfg.groups.items() if group.is_due(700)] == ["matrix"]
+    assert all(group.is_due(701) for group in cfg.groups.values())
+    assert (at(0).lr["head"], at(422).lr["head"]) == (0.008, 0.008)
+    assert at(423).lr["head"] == at(508).lr["head"] == pytest.approx(0.008 * 1.52, rel=1e-12)
+    t = (1270 - 701) / 762
+    for name, lr in (("head", 0.008), ("embed", 0.008), ("value_embed", 0.6), ("matrix", 0.023)):
+        assert at(701).lr[name] == pytest.approx(lr * (1.52 * t + 0.15 * (1 - t)), rel=1e-12)
+    assert at(701).lr["head"] == pytest.approx(0.009384042, rel=1e-6)
+    assert at(701).weight_decay["head"] == pytest.approx(0.006 * (1.52 * t + 0.15 * (1 - t)), rel=1e-12)
+    assert [at(step).lr["head"] for step in (1270, 1284, 1285)] == [0.008 * 0.15] * 3
+    assert at(701).loss_weights == pytest.approx((1, 0.5 * (847 - 701) / 424, 0.25 * (847 - 701) / 424))
+
+
+def test_adam_groups_of_frontier_are_updated_in_odd_steps():
+    """At step 700 only matrices move. At step 701 the head moves by its learning rate, times Adam's direction.
+
+    Its moments begin at zero, so that is 0.5 / sqrt(0.05). The bias corrections of 351 updates are 1.
+    """
+    cfg = gpt.make_config({"preset": "frontier"})
+    model, schedule = Ends(), gpt.Schedule(cfg)
+    model.matrix = gpt.parameter(torch.ones(4, 8), "matrix")
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    optimizer.step_count, t = 700, (1270 - 701) / 762
+    for step, distance in ((700, 0.0), (701, 0.008 * (1.52 * t + 0.15 * (1 - t)) * 0.5 / 0.05**0.5)):
+        before = model.matrix.detach().clone()
+        for param in model.parameters():
+            gradient = torch.ones_like(param)  # of the two steps together
+            param.grad = gradient if param.grad is None else param.grad + gradient
+        optimizer.step(schedule.at(step))
+        assert not torch.equal(model.matrix, before)
+        for param in (model.head.weight, model.embed):
+            assert param.tolist() == pytest.approx([-distance] * 3, rel=1e-5)

@@ -16,7 +16,7 @@ import plot  # noqa: E402
 import results  # noqa: E402
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=3", "--num_iterations=9", "--val_loss_every=4"]
-ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum the same rows
+ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum equal packed sequences
 
 
 def read_lines(cwd) -> list[dict]:
@@ -59,10 +59,13 @@ def test_the_run_does_not_notice(shards, measured, tmp_path, monkeypatch):
     assert json.loads(path.read_text())["final_val_loss"] == measured[1]["final_val_loss"]
 
 
-def test_the_numbers(shards):
-    """One step of a trainer, measured, against autograd and tensors before and after it."""
-    cfg = smoke_config(shards, telemetry_every=1, adam_eps=1e-8)
-    trainer, lines = gpt.Trainer(cfg, make_runtime()), []
+@pytest.mark.parametrize("fast", [frozenset(), frozenset({"sparse_embedding", "fused_adamw", "head_loss"})], ids=len)
+def test_the_numbers(shards, fast):
+    """One step of a trainer, measured, against autograd and tensors before and after it. In plain and in fast forms."""
+    cfg, rt = smoke_config(shards, telemetry_every=1, adam_eps=1e-8), make_runtime(fast=fast)
+    trainer, lines = gpt.Trainer(cfg, rt), []
+    tables = {name: bucket.sparse for name, bucket in trainer.optimizer.bucket_of.items() if bucket.sparse}
+    assert set(tables) == ({f"value_embeds.{i}" for i in range(2)} if fast else set())
 
     class Log:
         def write_event(self, event, step, **facts):
@@ -70,7 +73,7 @@ def test_the_numbers(shards):
 
     telemetry = gpt.Telemetry(trainer, Log())
     data = gpt.TrainData(cfg, trainer.schedule)
-    batches, losses = gpt.Prefetcher(data.batches(cfg, make_runtime(), 0, 3), torch.device("cpu")), []
+    batches, losses = gpt.Prefetcher(data.batches(rt, 0, 3), torch.device("cpu")), []
     blocks = []
     trainer.model.blocks[1].register_forward_hook(
         lambda _m, _i, output: blocks.append(output.detach().clone())
@@ -78,21 +81,18 @@ def test_the_numbers(shards):
     for step in range(3):
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         blocks.clear()
-        probe = trainer.optimizer.probe = gpt.Probe(
-            trainer.optimizer.groups, make_runtime(), telemetry.start_step()
-        )
+        probe = trainer.optimizer.probe = gpt.Probe(trainer.optimizer.groups, rt, telemetry.start_step())
         grads = {}
-        arm = trainer.optimizer.step
+        update = trainer.optimizer.step
 
-        def note(*args, arm=arm, grads=grads):
-            tables = {name: bucket.grads for name, bucket in trainer.optimizer.bucket_of.items() if bucket.row_size}
-            grads.update({name: (tables[name] if name in tables else param.grad).clone()
+        def note(*args, update=update, grads=grads):
+            grads.update({name: (tables[name].wait() if name in tables else param.grad).clone()
                           for name, param in trainer.model.named_parameters()})
-            arm(*args)
+            update(*args)
 
         trainer.optimizer.step = note
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
-        trainer.optimizer.step = arm
+        trainer.optimizer.step = update
         telemetry.end_step(losses[-1], probe, 0.0)
     batches.executor.shutdown(cancel_futures=True)
     norm = lambda named: sum(t.double().square().sum().item() for t in named) ** 0.5
@@ -159,7 +159,7 @@ def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         for group in one["groups"]:
             assert one["groups"][group] == pytest.approx(other["groups"][group], rel=1e-4)
-        for ours, alone_layer in zip(one["layers"], other["layers"], strict=True):  # rank 0 has the same first row
+        for ours, alone_layer in zip(one["layers"], other["layers"], strict=True):  # rank 0 has an equal first sequence
             assert ours == pytest.approx(alone_layer, rel=1e-4, abs=1e-6)
         assert one["seconds"]["communication"] > 0
 
@@ -184,7 +184,7 @@ def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypa
         log = type("Log", (), {"write_event": lambda *_, **__: None})()
         telemetry = gpt.Telemetry(trainer, log)
         data = gpt.TrainData(cfg, trainer.schedule)
-        batches = gpt.Prefetcher(data.batches(cfg, rt, 0, 2), rt.device)
+        batches = gpt.Prefetcher(data.batches(rt, 0, 2), rt.device)
         for step in range(2):
             telemetry.start_step()
             trainer.train_step(batches, trainer.schedule.at(step))

@@ -137,12 +137,12 @@ def test_what_suffices_suffices_for_every_name(size, doc_bytes):
 
 @pytest.mark.parametrize("size, epochs", [(60_000, 100), (5_000, 260)])
 def test_the_command_it_prints_trains(size, epochs, tmp_path, capsys, monkeypatch):
-    """5,000 bytes are one document for validation and a rest of 2,953 tokens: two rows an epoch, for 260 steps of two."""
+    """5,000 bytes are one document for validation and a rest of 2,953 tokens: two packed sequences an epoch, for 260 steps of two."""
     monkeypatch.chdir(tmp_path)
     said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine")
     command = shlex.split(said.splitlines()[-1].partition("./run.sh ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command)[0])
-    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).rows) == 520  # enough for all of it
+    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520  # enough for all of it
     assert gpt.main([*command, "--num_iterations=10", "--device=cpu"]) == 0
     assert "step:10/10 val_loss" in capsys.readouterr().out
 

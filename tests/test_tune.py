@@ -61,7 +61,8 @@ def test_what_there_is_no_time_for_is_said(shards, tmp_path):
 
 
 @pytest.mark.parametrize("env, words, message", [
-    (dict(TRITON_INTERPRET="0"), ["--kernels=on"], "the plain config fails: --kernels=on but it fails on this"),
+    (dict(TRITON_INTERPRET="0"), ["--fast=symmetric_matmul"],
+     "the plain config fails: --fast=symmetric_matmul: symmetric_matmul cannot be used (it fails on this"),
     pytest.param(dict(NPROC="2"), ["--tokens_per_step=1536"],
                  "the plain config fails: --tokens_per_step=1536 is 3 packed sequences", marks=pytest.mark.slow),
     (dict(NPROC="two"), [], "NPROC=two: give a whole number of processes")])
@@ -100,9 +101,11 @@ def test_what_is_tried_on_gpus():
     """Our kernels one by one and the compiler's modes, the longest last; sequences are never cut."""
     cfg = gpt.make_config({"preset": "track_1"})
     facts = say(device="cuda", compiles=True, dtype="bfloat16", fp8=["fp8_head"])
+    forms = "--fast=rms_norm,norm_rotate,flex_attention"
     assert list_words(cfg, facts) == [
-        "--micro_batch_tokens=98304", "--micro_batch_tokens=196608", "--kernels=loss", "--kernels=products",
-        "--kernels=mlp", "--kernels=off", "--segments=3", "--compile_mode=coordinate-descent", "--fp8_head=off", "--fp8_linear=on",
+        "--micro_batch_tokens=98304", "--micro_batch_tokens=196608", f"{forms},cross_entropy,sparse_embedding",
+        f"{forms},head_loss,relu2_mlp,sparse_embedding", f"{forms},head_loss,symmetric_matmul,sparse_embedding",
+        f"{forms},head_loss,sparse_embedding", "--segments=3", "--compile_mode=coordinate-descent", "--fp8_head=off", "--fp8_linear=on",
         "--fp8_mlp=on", "--compile_mode=max-autotune-no-cudagraphs"]
     found = list_words(cfg, facts, NPROC="8")  # a sequence each: no micro-batch is larger
     assert not [words for words in found if "micro" in words] and "--segments=3" not in found

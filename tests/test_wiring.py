@@ -11,16 +11,22 @@ from conftest import BOS, data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
 
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
+TINY += ["--val_tokens=1024"]
+ATTENTION_FORMS = [name for name, row in gpt.list_fast_forms().items() if "attention" in row.fast]
+CPU_FORMS = frozenset(
+    {"rms_norm", "norm_rotate", "cpu_attention", "compose_heads", "head_loss", "sparse_embedding", "fused_adamw"}
+)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
+@pytest.fixture(name="here")
+def enter_folder(tmp_path, monkeypatch):
+    """A new folder, in which the test runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(shards, *args, preset=TINY) -> dict:
-    """A run in this process; returns its json."""
+    """A run in this process. Returns its json."""
     before = set(Path("logs").glob("*.json"))
     assert gpt.main([*preset, *data_args(shards), *args]) == 0
     (path,) = set(Path("logs").glob("*.json")) - before
@@ -28,9 +34,10 @@ def run(shards, *args, preset=TINY) -> dict:
 
 
 def make_trainer(shards, **changes):
-    """A trainer in its first steps, and the function that makes one more."""
+    """A trainer before its first step, the function that makes one more, and the function that ends its thread."""
     cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
-    trainer = gpt.Trainer(cfg, make_runtime(fp8=frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())))
+    fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
+    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
     batches = trainer_batches(trainer)
 
     def step():
@@ -44,7 +51,7 @@ def make_trainer(shards, **changes):
 def trainer_batches(trainer):
     data = gpt.TrainData(trainer.cfg, trainer.schedule)
     return gpt.Prefetcher(
-        data.batches(trainer.cfg, trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
+        data.batches(trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
     )
 
 
@@ -56,7 +63,7 @@ def load_from(trainer, shards, **changes):
     return other, step, close
 
 
-# ---- clock, result ----------------------------------------------------------------------------------------------------
+# ---- clock, result ----------------------------------------------------------------------------------
 
 
 def test_the_clock_counts_steps_and_neither_validations_nor_checkpoints_of_others(shards, here, monkeypatch):
@@ -89,13 +96,12 @@ def test_the_result_is_the_last_validation_and_not_the_best(shards, here, monkey
 
 
 def test_seeds_are_other_runs_and_a_seed_is_the_same(shards, here):
-    points = [
-        [point[:2] for point in run(shards, "--num_iterations=4", f"--seed={seed}")["val_points"]] for seed in (0, 1, 0)
-    ]
-    assert points[0] == points[2] != points[1]
+    results = [run(shards, "--num_iterations=4", f"--seed={seed}") for seed in (0, 1, 0)]
+    points = [[point[:2] for point in result["val_points"]] for result in results]
+    assert points[0] == points[2] != points[1] and len(points[0]) == 2
 
 
-# ---- guard ------------------------------------------------------------------------------------------------------------
+# ---- guard ------------------------------------------------------------------------------------------
 
 
 def test_the_guard_hears_of_a_validation_loss_that_rises(shards, here, monkeypatch, capsys):
@@ -125,7 +131,7 @@ def test_no_fault_of_the_step_before_is_saved(shards, here, monkeypatch, capsys)
         assert [name for name, tensor in tensors.items() if not tensor.isfinite().all()] == []
 
 
-# ---- copies, random state, tables -------------------------------------------------------------------------------------
+# ---- copies, random state, tables -------------------------------------------------------------------
 
 
 def test_a_copy_on_its_way_does_not_change_with_its_tensor():
@@ -139,35 +145,65 @@ def test_a_snapshot_returns_exactly(shards):
     """All that three steps have changed: values, moments and FP8 scales; and what the last had begun is gone.
     In the first ones a head of zeros, and layers whose outputs are zero, hold back gradients."""
     trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
-    count, before = snapshot = trainer.snapshot()
+    count, is_tied, before = snapshot = trainer.snapshot()
     for _ in range(3):
         step()
-    assert count == 0 and trainer.optimizer.step_count == 3
+    assert count == 0 and not is_tied and trainer.optimizer.step_count == 3
     assert not any(map(torch.equal, trainer.tensors(), before))
     trainer.restore(snapshot)
     assert trainer.optimizer.step_count == 0 and all(map(torch.equal, trainer.tensors(), before))
-    assert trainer.scales.sent is None and not any(trainer.scales.largest)
+    assert trainer.scales.reduced is None and not any(trainer.scales.amax)
+    assert trainer.optimizer.has_no_pending_gradients()
+    close()
+
+
+def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
+    """A snapshot of an untied one leaves it untied. Both runs then repeat the three steps that were undone."""
+    trainer, step, close = make_trainer(shards, tie_head="on", untie_frac=0.25)  # it unties with step 4 of 12
+    for count, was_tied in ((2, True), (5, False)):
+        while trainer.optimizer.step_count < count:
+            step()
+        snapshot, losses = trainer.snapshot(), []
+        assert snapshot[:2] == (count, was_tied)
+        for _ in range(2):
+            batches = trainer_batches(trainer)
+            losses.append([trainer.train_step(batches, trainer.schedule.at(count)).item() for _ in range(3)])
+            batches.executor.shutdown(cancel_futures=True)
+            assert not trainer.model.is_tied
+            trainer.restore(snapshot)
+            assert trainer.model.is_tied == was_tied and trainer.optimizer.step_count == count
+            assert (trainer.optimizer.bucket_of["embed"] in trainer.optimizer.updated) == (not was_tied)
+            assert all(map(torch.equal, trainer.tensors(), snapshot[2]))
+        assert losses[0] == losses[1]
     close()
 
 
 def test_what_is_tied_stays_so_when_a_run_goes_on_with_another_length(shards):
-    """Tied for half of 12 steps. After four of them another run of 6 still has one parameter for both, and unties with
-    the state, as one of 12 does; after eight a run of 24 has two, and the embedding keeps what it has learned."""
+    """Tied for half of 12 steps. After four of them another run of 6 still reads the head's weight as its embedding.
+    It unties with the head's state, as one of 12 does. After eight a run of 24 has two tables, and the embedding keeps
+    its own training."""
     options = dict(tie_head="on", untie_frac=0.5)
     trainer, step, close = make_trainer(shards, num_iterations=12, **options)
     for _ in range(4):
         step()
     shorter, step_shorter, close_shorter = load_from(trainer, shards, num_iterations=6, **options)
-    head, embed = (shorter.optimizer.bucket_of[name] for name in ("head.weight", "embed"))
-    assert head is embed and head.tied.name == "embed"
+    model, optimizer = shorter.model, shorter.optimizer
+    head, embed = (optimizer.bucket_of[name] for name in ("head.weight", "embed"))
+    assert model.is_tied and embed not in optimizer.updated and head.first_reader == 0
+    assert torch.equal(model.embed, model.head.weight) and not any(state.any() for state in embed.state.values())
+    before = head.values.clone()
     step_shorter()
-    embed = shorter.optimizer.bucket_of["embed"]
-    assert head.tied is None and torch.equal(embed.values, head.values)
+    assert not model.is_tied and embed in optimizer.updated and head.first_reader == 2
+    assert torch.equal(embed.values, head.values) and not torch.equal(before, head.values)
+    assert model.embed.data_ptr() == embed.values.data_ptr() != head.values.data_ptr()
     assert embed.state.keys() == {"exp_avg", "exp_avg_sq"}
     assert all(torch.equal(embed.state[key], head.state[key]) and embed.state[key].any() for key in embed.state)
-    for _ in range(4):
+    assert all(embed.state[key].data_ptr() != head.state[key].data_ptr() for key in embed.state)
+    for count in range(5, 9):
         step()
+        assert trainer.model.is_tied == (count < 7)
     longer, step_longer, close_longer = load_from(trainer, shards, num_iterations=24, **options)
+    assert not longer.model.is_tied  # though its own schedule unties after step 12
     before = (longer.model.embed - longer.model.head.weight).norm().item()
     step_longer()
     after = (longer.model.embed - longer.model.head.weight).norm().item()
@@ -180,12 +216,13 @@ def test_a_precision_that_was_given_up_is_the_one_that_stays_so(shards):
     """The head's FP8 was; where it is off anyhow, bfloat16 goes on, and so does what else is in FP8."""
     wide = dict(fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
     trainer, _, close = make_trainer(shards, **wide)
-    trainer.model.set_fp8(frozenset(gpt.FP8_OPTIONS))
+    trainer.model.use_fp8(frozenset(gpt.FP8_FORMS))
     assert gpt.lower_precision(trainer) == "the head leaves FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp"}
+    assert trainer.model.ops.head_loss is gpt.fused_head_loss  # without scales
     other, _, close_other = load_from(trainer, shards, **wide)
     assert other.progress.lowered == ["fp8_head"] and other.model.fp8 == {"fp8_mlp"}
     other.rt = other.optimizer.rt = make_runtime(dtype=torch.bfloat16)
-    other.model.set_fp8(frozenset(gpt.FP8_OPTIONS))
+    other.model.use_fp8(frozenset(gpt.FP8_FORMS))
     said = [gpt.lower_precision(other, ["fp8_head"]), *(gpt.lower_precision(other) for _ in range(3))]
     assert said == ["the head leaves FP8", "the linears leave FP8", "activations become float32", ""]
     assert other.progress.lowered == ["fp8_head", "fp8", "bfloat16"] and other.model.fp8 == frozenset()
@@ -206,7 +243,7 @@ def test_random_state_goes_on_where_it_was_saved(shards):
 
 
 def test_a_resumed_run_knows_the_prefixes(shards, here):
-    """The table is no part of a checkpoint: made from the file again, its loss is that of the run that went through."""
+    """The table is no part of a checkpoint. It is made from the file again, and the loss is that of a whole run."""
     Path("vocab.json").write_text(json.dumps({"abc"[: 1 + i % 3] + "-" * (i // 3): 97 + i for i in range(26)}))
     stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":"0.5"}]'
     args = [stages, "--vocab_file=vocab.json", "--num_iterations=6", "--checkpoint_every=3"]
@@ -215,63 +252,72 @@ def test_a_resumed_run_knows_the_prefixes(shards, here):
     again = run(shards, *args, f"--resume={saved}", "--checkpoint_dir=other")["val_points"]
     assert [point[:2] for point in again] == [point[:2] for point in whole]
     cfg = gpt.make_config({"preset": "smoke", "device": "cpu", "vocab_file": "vocab.json"})
-    prefixes = gpt.find_prefixes(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
+    prefixes = gpt.find_prefix_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
     assert prefixes[96:104].tolist() == [-1, -1, 97, 98, 97, 98, 99, 100]  # of a, ab, abc, a-, ab-, abc-, a--
 
 
-# ---- masks ------------------------------------------------------------------------------------------------------------
+# ---- masks ------------------------------------------------------------------------------------------
 
 
 def test_masks_of_paired_heads_see_two_rows_of_every_token(monkeypatch):
-    """Under FlexAttention and dense: a token is two rows, and a window of tokens one of rows."""
+    """In every form of attention. A token is two positions, and a window of tokens one of positions."""
     layers = (gpt.LayerSpec(paired=True), gpt.LayerSpec("long"))
     cfg = smoke_config(num_layers=2, layers=layers, seq_len=256)
     doc_ids, state = torch.arange(256) // 100, gpt.Schedule(cfg).at(0)
     (long, short), rows = state.windows, torch.arange(512)
-    masks = {}
-    for use_flex in (True, False):
-        rt = make_runtime(use_flex=use_flex)
+    masks, operations = {}, {}
+    for form in ("plain", *ATTENTION_FORMS):
+        rt = make_runtime(fast=frozenset({form} - {"plain"}))
         made, model = {}, gpt.GPT(cfg, rt)
 
-        def note(block, x, saved, w, mask, *_, made=made):
+        def note(block, x, acts, s, mask, *_, made=made):
             made[block.spec.attention, block.spec.paired] = mask
             return x
 
         with monkeypatch.context() as patch:
             patch.setattr(gpt.Block, "forward", note)
-            model.run_layers(doc_ids.int(), doc_ids, gpt.make_stage_inputs(state, 256, 256, rt, cfg))
+            model.run_layers(doc_ids.int(), doc_ids, gpt.make_step_inputs(state, 256, 256, rt, cfg))
         assert set(made) == {("short", True), ("long", False)}
-        masks[use_flex] = made
+        masks[form], operations[form] = made, model.ops
+    assert len({ops.attention for ops in operations.values()}) == 4
     for (kind, paired), window, ids in (
         (("short", True), short, doc_ids.repeat_interleave(2)),
         (("long", False), long, doc_ids),
     ):
         at = rows[: len(ids)]
         expected = (at <= at[:, None]) & (at[:, None] - at <= window) & (ids == ids[:, None])
-        flex = masks[True][kind, paired].mask_mod(0, 0, at[:, None], at)
-        assert torch.equal(flex, expected) and masks[True][kind, paired].shape[-2:] == (len(ids), len(ids))
+        assert torch.equal(masks["plain"][kind, paired], expected)
+        flex = masks["flex_attention"][kind, paired]
+        assert torch.equal(flex.mask_mod(0, 0, at[:, None], at), expected)
+        assert flex.shape[-2:] == (len(ids), len(ids))
         q, k = torch.randn(2, len(ids), 1, 8)
         scores = (q[:, 0] @ k[:, 0].T).masked_fill(~expected, -math.inf).softmax(-1)
         v = torch.randn(len(ids), 1, 8)
-        y = gpt.attend(q, k, v, masks[False][kind, paired])
-        assert torch.allclose(y[:, 0], scores @ v[:, 0], atol=1e-5)
+        for form in ("plain", "cpu_attention", "block_attention"):
+            y = operations[form].attention(q, k, v, masks[form][kind, paired])
+            assert torch.allclose(y[:, 0], scores @ v[:, 0], atol=1e-5), form
 
 
-# ---- scales of FP8 ----------------------------------------------------------------------------------------------------
+# ---- scales of FP8 ----------------------------------------------------------------------------------
 
 
 def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards):
     """Of a step whose first micro-batch has the larger entry; and the next step begins anew."""
     trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
-    (module,), seen = [m for m in trainer.model.modules() if isinstance(m, gpt.DelayedScale)], []
+    (module,), seen = [m for m in trainer.model.modules() if isinstance(m, gpt.DelayedScaling)], []
     sizes = iter([5.0, 3.0, 2.0, 4.0])
-    module.register_forward_pre_hook(lambda _, args: (seen.append(args[0].max()), args[0].clamp(max=0) + next(sizes))[1])
+
+    def resize(_, args):
+        seen.append(args[0].max())
+        return args[0].clamp(max=0) + next(sizes)
+
+    module.register_forward_pre_hook(resize)
     for expected in (5.0, 4.0):
         step()
         trainer.scales.finish()
         assert module.scale.item() == pytest.approx(expected * 1.8 / 448, rel=1e-6)
     close()
-    assert len(seen) == 4 and module.largest == 0
+    assert len(seen) == 4 and module.amax == 0
 
 
 def test_a_delayed_scale_is_the_largest_of_all_ranks(tmp_path):
@@ -280,7 +326,7 @@ def test_a_delayed_scale_is_the_largest_of_all_ranks(tmp_path):
     assert torch.load(tmp_path / "scales.pt", weights_only=True).tolist() == pytest.approx([7 * 1.8 / 448] * 2)
 
 
-# ---- what is read while training --------------------------------------------------------------------------------------
+# ---- what is read while training --------------------------------------------------------------------
 
 
 def test_a_shard_that_is_cut_short_meanwhile(tmp_path):

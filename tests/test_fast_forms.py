@@ -1,0 +1,631 @@
+"""Fast forms: each against its plain form, their hashes, and how a run chooses them.
+
+If you edit a plain form of part one, its fast form is off. If you also edit the fast form, renew the hashes:
+RENEW_HASHES=1 python -m pytest tests/test_fast_forms.py -n 0 -k hashes
+"""
+
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SCRIPT, data_args, gpt, make_runtime, smoke_config, smoke_run
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DEVICE = GPU if torch.cuda.is_available() else CPU
+NAMES = [name for name in gpt.list_fast_forms() if name not in gpt.FP8_FORMS]
+RENEW = "RENEW_HASHES=1 python -m pytest tests/test_fast_forms.py -n 0 -k hashes"
+ATTENTION_FORMS = {"flex_attention", "cpu_attention", "block_attention"}
+FLOAT64_NAMES = [name for name in NAMES if name != "relu2_mlp"]  # its kernel sums in float32
+HASH = re.compile('"[0-9a-f]{12}"')
+SHORT = "--warmup_iterations=0", "--micro_batch_tokens=512", "--val_seq_len=512", "--val_loss_every=0"  # it saves time
+
+
+@pytest.fixture(autouse=True)
+def let_flex_attention_differentiate(monkeypatch):
+    """FlexAttention refuses gradients on a CPU, because its compiled form has none there. The eager form has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+# (a) Each form against its plain form
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+@pytest.mark.parametrize("name", gpt.list_fast_forms())
+def test_a_fast_form_equals_its_plain_form(name, preset):
+    """Results and gradients, in float32. FP8 has the tolerance of its row."""
+    torch.manual_seed(0)
+    row, cfg = gpt.list_fast_forms()[name], smoke_config(preset=preset)
+    bound = row.tolerance if name in gpt.FP8_FORMS else 1e-4 if DEVICE is CPU else 2e-3
+    errors = gpt.compare_forms(row, cfg, DEVICE, torch.float32, False)
+    leaves, constants = row.inputs(cfg, DEVICE, torch.float32)
+    plain = row.run(row.plain, *[x.requires_grad_() for x in leaves], *constants)
+    grads = torch.autograd.grad(sum(y.sum() for y in plain), leaves, allow_unused=True) if plain[0].requires_grad else ()
+    assert len(errors) == len(plain) + sum(grad is not None for grad in grads)
+    assert all(error < bound for error in errors), [float(error) for error in errors]
+    if name in gpt.FP8_FORMS:
+        assert all(error > 1e-4 for error in errors)  # it rounds
+    if DEVICE is CPU:
+        assert gpt.verify(name, cfg, CPU, torch.float32, False) == ""
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+@pytest.mark.parametrize("name", FLOAT64_NAMES)
+def test_a_fast_form_equals_its_plain_form_in_float64(name, preset):
+    """compare_forms() rounds to float32, as do tables of RoPE, hyperparameters and losses of the Triton kernel."""
+    torch.manual_seed(0)
+    row, cfg = gpt.list_fast_forms()[name], smoke_config(preset=preset)
+    for error in gpt.compare_forms(row, cfg, CPU, torch.float64, False):
+        assert error < (5e-6 if name == "fused_adamw" else 5e-7)
+
+
+def test_the_table_names_only_operations():
+    """A row that replaces another name would change nothing. adamw belongs to the optimizer."""
+    for name, row in gpt.list_fast_forms().items():
+        assert row.plain and set(row.plain) <= set(row.fast), name
+        assert set(row.fast) <= {*gpt.Operations._fields, "adamw"}, name
+        for key, function in row.plain.items():
+            assert key == "adamw" or function is getattr(gpt.Operations(), key), name
+    assert {*gpt.FP8_FORMS, *gpt.TRITON_FORMS, *ATTENTION_FORMS, *gpt.EVAL_FORMS} <= set(gpt.list_fast_forms())
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+def test_every_operation_of_a_model_has_its_fast_form(preset):
+    """And the model computes the loss and the gradients of plain operations."""
+    cfg, results = smoke_config(preset=preset), {}
+    fast, lines = gpt.choose_fast_forms(cfg, CPU, torch.float32, False)
+    assert len(lines) == 1
+    torch.manual_seed(0)
+    tokens, ids = torch.randint(257, (257,)), torch.arange(256) // 100
+    for is_fast in (False, True):
+        rt = make_runtime(fast=fast - {"sparse_embedding"} if is_fast else frozenset())
+        torch.manual_seed(0)
+        model = gpt.GPT(cfg, rt)
+        for param in model.parameters():
+            param.data.add_(torch.randn_like(param) * 0.02)
+        step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 256, 256, rt, cfg)
+        loss = model(tokens[:-1], tokens[1:], ids, step_inputs)
+        loss.backward()
+        with torch.no_grad():
+            eval_loss = model.eval()(tokens[:-1], tokens[1:], ids, step_inputs)
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        results[is_fast] = dict(loss=loss.detach(), eval_loss=eval_loss, **grads)
+    plain, ours = results[False], results[True]
+    assert plain.keys() == ours.keys() and len(plain) > 15
+    assert not all(torch.equal(plain[name], ours[name]) for name in plain)
+    for name in plain:
+        assert (ours[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+
+
+# (b) The hashes
+
+
+def renew_hashes(text: str, codes: list[str]) -> str:
+    """train_gpt.py with these hashes in its table, in the order of the rows."""
+    start = text.index("def list_fast_forms(")
+    end = text.index("\ndef ", start)
+    table, codes = text[start:end], iter(codes)
+    assert len(HASH.findall(table)) == len(gpt.list_fast_forms())
+    return text[:start] + HASH.sub(lambda _: f'"{next(codes)}"', table) + text[end:]
+
+
+def compute_hashes() -> dict[str, str]:
+    return {name: gpt.hash_code(*row.plain.values(), *row.helpers) for name, row in gpt.list_fast_forms().items()}
+
+
+def test_hashes_of_the_plain_forms():
+    """A plain form may not change behind the back of its fast form."""
+    codes, text = compute_hashes(), SCRIPT.read_text(encoding="utf-8")
+    if os.environ.get("RENEW_HASHES") == "1":
+        SCRIPT.write_text(renew_hashes(text, list(codes.values())), encoding="utf-8")
+        return
+    edited = [name for name, row in gpt.list_fast_forms().items() if row.code != codes[name]]
+    assert not edited, (
+        f"the plain forms of {', '.join(edited)} were edited. Edit these fast forms, too, if they no longer equal "
+        f"them. Then renew the hashes: {RENEW}"
+    )
+
+
+def test_renewed_hashes_belong_to_their_rows():
+    """In the order of the rows, and nothing else changes."""
+    text, names = SCRIPT.read_text(encoding="utf-8"), list(gpt.list_fast_forms())
+    numbered = renew_hashes(text, [f"{number:012x}" for number in range(len(names))])
+    for number, name in enumerate(names):
+        row = numbered.partition(f'        "{name}": Fast(')[2]
+        assert HASH.search(row)[0] == f'"{number:012x}"', name
+    start = text.index("def list_fast_forms(")
+    codes = [code.strip('"') for code in HASH.findall(text[start : text.index("\ndef ", start)])]
+    assert renew_hashes(numbered, codes) == text
+
+
+def test_a_stale_hash_fails_and_is_renewed(tmp_path, monkeypatch):
+    """By the command that its message names, in a copy of the script."""
+    copy = tmp_path / "train_gpt.py"
+    text = SCRIPT.read_text(encoding="utf-8")
+    rows = gpt.list_fast_forms()
+    monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, "rms_norm": rows["rms_norm"]._replace(code="0" * 12)})
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", copy)
+    monkeypatch.delenv("RENEW_HASHES", raising=False)
+    copy.write_text(text.replace(rows["rms_norm"].code, "0" * 12), encoding="utf-8")
+    with pytest.raises(AssertionError, match=f"(?s)plain forms of rms_norm were edited.*{re.escape(RENEW)}"):
+        test_hashes_of_the_plain_forms()
+    monkeypatch.setenv("RENEW_HASHES", "1")
+    test_hashes_of_the_plain_forms()
+    renewed = copy.read_text(encoding="utf-8")
+    assert renewed == renew_hashes(text, list(compute_hashes().values()))
+
+
+# (c) What the hash sees
+
+PLAIN = '''
+def form(x, eps=1e-6):
+    """A docstring."""
+    y = x * 2 + eps  # a comment
+    name = 'text'
+    return [y, name]
+'''
+SAME = {
+    "comment": ("# a comment", "# another one"),
+    "no comment": ("  # a comment", ""),
+    "docstring": ("A docstring.", "Another\n    docstring."),
+    "no docstring": ('    """A docstring."""\n', ""),
+    "parentheses": ("x * 2 + eps", "(x * 2) + eps"),
+    "lines": ("x * 2 + eps", "(\n        x * 2\n        + eps\n    )"),
+    "spaces": ("x * 2", "x*2"),
+    "quotes": ("'text'", '"text"'),
+    "trailing comma": ("[y, name]", "[\n        y,\n        name,\n    ]"),
+    "number": ("1e-6", "0.000001"),
+}
+DIFFERENT = {
+    "constant": ("2", "3"),
+    "type of a constant": ("2", "2.0"),
+    "default": ("1e-6", "1e-5"),
+    "operator": ("* 2", "/ 2"),
+    "sign": ("+ eps", "- eps"),
+    "order": ("x * 2 + eps", "x * (2 + eps)"),
+    "name": ("[y, name]", "[x, name]"),
+    "text": ("'text'", "'Text'"),
+    "statement": ("    return", "    y = abs(y)\n    return"),
+    "none": ("[y, name]", "[y, None]"),
+    "signature": ("eps=1e-6", "*, eps=1e-6"),
+    "decorator": ("\ndef", "\n@staticmethod\ndef"),
+}
+
+
+def hash_of(text: str, folder: Path) -> str:
+    """Hash of the function of a module."""
+    path = folder / f"module_{len(list(folder.iterdir()))}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return gpt.hash_code(module.form)
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_the_hash_ignores(kind, tmp_path):
+    old, new = SAME[kind]
+    assert old in PLAIN and hash_of(PLAIN.replace(old, new), tmp_path) == hash_of(PLAIN, tmp_path)
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_the_hash_notices(kind, tmp_path):
+    old, new = DIFFERENT[kind]
+    assert old in PLAIN and hash_of(PLAIN.replace(old, new), tmp_path) != hash_of(PLAIN, tmp_path)
+
+
+def test_the_hash_of_a_version_of_python_is_that_of_another(tmp_path):
+    assert hash_of(PLAIN, tmp_path) == "c2a0ab7abf9a"
+
+
+def test_the_hash_covers_helpers():
+    one, other = gpt.hash_code(gpt.rms_norm), gpt.hash_code(gpt.rotate)
+    assert len({one, other, gpt.hash_code(gpt.rms_norm, gpt.rotate), gpt.hash_code(gpt.rotate, gpt.rms_norm)}) == 4
+
+
+# (d) and (e) Edits of plain forms
+
+GELU = "hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"
+EPS = "keepdim=True) + eps)).type_as(x)", "keepdim=True) + eps * 1.0001)).type_as(x)"
+SOFTER = "return (scores.softmax(-1) @ v).transpose(0, 1)", "return ((scores * 0.9).softmax(-1) @ v).transpose(0, 1)"
+FUTURE = "return (key <= query) & (query - key <= window) &", "return (key <= query) & (query - key <= window // 2) &"
+
+
+@pytest.fixture
+def load_copy(tmp_path, monkeypatch):
+    """A function that loads an edited copy of train_gpt.py."""
+
+    def load(old: str, new: str):
+        text = SCRIPT.read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"{old} is {text.count(old)} times in train_gpt.py"
+        path = tmp_path / "copy" / "train_gpt.py"
+        path.parent.mkdir()
+        path.write_text(text.replace(old, new), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("edited_train_gpt", path)
+        copy = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, copy)
+        spec.loader.exec_module(copy)
+        copy.print_sample = lambda *_: None
+        copy.measure_matmul = lambda *_: 1e9
+        return copy
+
+    return load
+
+
+def run_copy(copy, shards: Path, cwd: Path, *args: str) -> dict:
+    """smoke_run() of a copy."""
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as out:
+        assert copy.main(["--preset=smoke", "--device=cpu", *data_args(shards), *SHORT, *args]) == 0
+    (result,) = cwd.glob("logs/**/*.json")
+    return {**json.loads(result.read_text()), "stdout": out.buffer.getvalue().decode()}
+
+
+def off_lines(text: str) -> list[str]:
+    return re.findall(r"^.*?(fast form \w+: off .*)$", text, re.M)
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    """Results of runs of this script, by preset and --fast. Each run is made once."""
+
+    @functools.cache
+    def run(preset: str, fast: str, *args: str) -> dict:
+        return smoke_run(shards, tmp_path_factory.mktemp("runs"), f"--preset={preset}", f"--fast={fast}", *args)
+
+    return run
+
+
+def without_obstacles(copy, monkeypatch, *needs: str) -> None:
+    """As if the device were one on which auto tries these forms."""
+    real = copy.find_obstacle
+    monkeypatch.setattr(copy, "find_obstacle", lambda kind, *rest: "" if kind in needs else real(kind, *rest))
+
+
+def test_an_edited_mlp_switches_its_fast_form_off(load_copy, monkeypatch):
+    """Everywhere, also on a device that could use it, with one line."""
+    copy = load_copy(*GELU)
+    cfg = copy.make_config(dict(preset="smoke", device="cpu"))
+    given = cfg, CPU, torch.float32, False
+    without_obstacles(copy, monkeypatch, "Hopper")
+    without_obstacles(gpt, monkeypatch, "Hopper")
+    assert "relu2_mlp" in gpt.choose_fast_forms(smoke_config(), *given[1:])[0]
+    reason = copy.verify("relu2_mlp", *given)
+    assert "the code of relu2_mlp or of its helpers was edited" in reason and "plain form" in reason
+    chosen, lines = copy.choose_fast_forms(*given)
+    assert "relu2_mlp" not in chosen and len(lines) == 2 and lines[1] == f"fast form relu2_mlp: off ({reason})"
+    for name in ("fp8_mlp", "fp8_linear"):
+        assert "was edited" in copy.verify(name, *given)
+    with pytest.raises(copy.InputError, match="--fast=relu2_mlp: relu2_mlp cannot be used .*was edited"):
+        copy.choose_fast_forms(copy.make_config(dict(preset="smoke", fast="relu2_mlp")), *given[1:])
+    ops = copy.make_operations(cfg, chosen, torch.float32)
+    x, up, down = torch.randn(8, 64), torch.randn(64, 256), torch.randn(64, 256)
+    assert torch.equal(ops.relu2_mlp(x, up, down), torch.nn.functional.gelu(x @ up) @ down.T)
+
+
+def test_an_edited_mlp_trains(load_copy, runs, shards, tmp_path):
+    edited = run_copy(load_copy(*GELU), shards, tmp_path)
+    assert 1 < edited["final_val_loss"] < 5
+    assert abs(edited["final_val_loss"] - runs("smoke", "auto", *SHORT)["final_val_loss"]) > 1e-3
+    assert not off_lines(edited["stdout"])  # nobody misses a form that is not for a CPU
+
+
+def test_an_edit_below_the_tolerance_is_refused_by_its_hash(load_copy, monkeypatch):
+    """eps * 1.0001 is no difference in float32, and nevertheless it is computed."""
+    copy = load_copy(*EPS)
+    cfg = copy.make_config(dict(preset="smoke", device="cpu"))
+    row = copy.list_fast_forms()["rms_norm"]
+    assert all(error < 1e-6 for error in copy.compare_forms(row, cfg, CPU, torch.float32, False))
+    chosen, lines = copy.choose_fast_forms(cfg, CPU, torch.float32, False)
+    assert not chosen & {"rms_norm", "norm_rotate"} and "cpu_attention" in chosen
+    assert [re.match(r"fast form (\w+): off \(the code of .* was edited", line)[1] for line in lines[1:]] == [
+        "rms_norm",
+        "norm_rotate",  # of which it is a part
+    ]
+    ops = copy.make_operations(cfg, chosen, torch.float32)
+    assert ops.rms_norm is copy.rms_norm and ops.norm_rotate is copy.norm_rotate
+
+
+def test_an_edit_below_the_tolerance_says_so_in_its_run(load_copy, shards, tmp_path):
+    edited = run_copy(load_copy(*EPS), shards, tmp_path)
+    assert len(off_lines(edited["stdout"])) == 2
+    assert "fast form rms_norm: off (the code of rms_norm or of its helpers was edited" in edited["stdout"]
+
+
+@pytest.mark.parametrize("edit", [SOFTER, FUTURE], ids=["attention", "is_visible"])
+def test_edited_attention_of_long_sequences_is_an_error(edit, load_copy):
+    """Its T x T masks would not fit. The line says so before anything is allocated."""
+    copy = load_copy(*edit)
+    given = CPU, torch.float32, False
+    for changes, longest in ((dict(), 262_144), (dict(val_seq_len=8192), 49_152)):
+        cfg = copy.make_config(dict(preset="track_1", device="cpu", **changes))
+        with pytest.raises(copy.InputError, match=f"{longest} x {longest} tokens.*--seq_len") as error:
+            copy.choose_fast_forms(cfg, *given)
+        text = str(error.value)
+        assert error.value.status == 2 and "the code of make_mask, attention or of its helpers was edited" in text and "8192" in text
+    cfg = copy.make_config(dict(preset="track_1", device="cpu", val_seq_len=8192, seq_len=8192, tokens_per_step=8192))
+    chosen, lines = copy.choose_fast_forms(cfg, *given)
+    assert not chosen & ATTENTION_FORMS
+    assert len([line for line in lines if re.match("fast form (cpu|block)_attention: off ", line)]) == 2
+
+
+@pytest.mark.parametrize("edit", [SOFTER, FUTURE], ids=["attention", "is_visible"])
+def test_edited_attention_of_short_sequences_runs(edit, load_copy, runs, shards, tmp_path):
+    edited = run_copy(load_copy(*edit), shards, tmp_path)
+    assert len(off_lines(edited["stdout"])) == 2
+    difference = abs(edited["final_val_loss"] - runs("smoke", "auto", *SHORT)["final_val_loss"])
+    assert 1e-6 < difference < 0.5
+
+
+# (f) Forms that compute something else
+
+
+def spoil(name: str, factor: float, monkeypatch, wrap=None, key: str = "") -> None:
+    """Let a fast form be wrong by a factor. key: which of its functions, if it has several."""
+    rows = gpt.list_fast_forms()
+    key = key or next(key for key in rows[name].fast if key != "make_mask")
+    function = rows[name].fast[key]
+    wrap = wrap or (lambda function: lambda *given, **options: function(*given, **options) * factor)
+    row = rows[name]._replace(fast={**rows[name].fast, key: wrap(function)})
+    monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, name: row})
+
+
+def scale_step(factor: float):
+    """A wrong update has a wrong learning rate."""
+    return lambda update: lambda param, grad, state, args: update(param, grad, state, args._replace(lr=args.lr * factor))
+
+
+def scale_gradient(factor: float):
+    """A wrong backward, while the results are right."""
+
+    def wrap(function):
+        def wrong(*given, **options):
+            y = function(*given, **options)
+            return y.detach() + (y - y.detach()) * factor
+
+        return wrong
+
+    return wrap
+
+
+def assert_refused(name: str, monkeypatch, capsys, shards, tmp_path, reason: str = "it differs from its plain form by "):
+    """In auto it is off with one line. If it is asked for by name, the run ends with status 2."""
+    cfg, given = smoke_config(preset="smoke_frontier"), (CPU, torch.float32, False)
+    monkeypatch.setattr(gpt, "find_obstacle", lambda *_: "")
+    monkeypatch.chdir(tmp_path)
+    if name in gpt.FP8_FORMS:
+        monkeypatch.setattr(gpt, "FP8_MIN_DIM", 16)
+        cfg = smoke_config(preset="smoke_frontier", **{name: "auto"})
+        is_on, line = gpt.choose_fp8(cfg, CPU, name, torch.float32, False)
+        label = name.replace("_", " ")
+        assert not is_on and line.startswith(f"{label}: off ({reason}") and "\n" not in line
+        option, rest = f"--{name}=on", ["--fast=off"]
+    else:
+        only = {key: row for key, row in gpt.list_fast_forms().items() if key in (name, "sparse_embedding")}
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt, "list_fast_forms", lambda: only)
+            chosen, lines = gpt.choose_fast_forms(cfg, *given)
+        assert name not in chosen and len(lines) == 2 and lines[1].startswith(f"fast form {name}: off ({reason}")
+        option, rest = f"--fast={name}", []
+    assert gpt.main(["--preset=smoke_frontier", "--device=cpu", option, *rest, *data_args(shards)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and option in error and reason.strip() in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", gpt.list_fast_forms())
+def test_a_form_that_computes_something_else_is_refused(name, monkeypatch, capsys, shards, tmp_path):
+    """5 % beside it. FP8 rounds by more, so there it is 50 %."""
+    factor = 1.5 if name in gpt.FP8_FORMS else 1.05
+    spoil(name, factor, monkeypatch, scale_step(factor) if name == "fused_adamw" else None)
+    assert_refused(name, monkeypatch, capsys, shards, tmp_path)
+
+
+def test_an_mlp_of_fp8_linears_that_computes_something_else_is_refused(monkeypatch):
+    """fp8_linear replaces two functions, and both are compared."""
+    spoil("fp8_linear", 1.5, monkeypatch, key="relu2_mlp")
+    reason = gpt.verify("fp8_linear", smoke_config(num_heads=4, model_dim=128), CPU, torch.float32, False)
+    assert reason.startswith("it differs from its plain form by ")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in gpt.list_fast_forms() if n not in ("symmetric_matmul", "sparse_embedding", "fused_adamw")]
+)
+def test_a_form_with_another_gradient_is_refused(name, monkeypatch, capsys, shards, tmp_path):
+    factor = 1.5 if name in gpt.FP8_FORMS else 1.05
+    spoil(name, factor, monkeypatch, scale_gradient(factor))
+    assert_refused(name, monkeypatch, capsys, shards, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "cpu_attention", "head_loss"])
+def test_a_form_without_gradient_is_refused(name, monkeypatch):
+    spoil(name, 1.0, monkeypatch, lambda function: lambda *given, **options: function(*given, **options).detach())
+    assert gpt.verify(name, smoke_config(), CPU, torch.float32, False)
+
+
+def test_a_form_that_forgets_one_gradient_is_refused(monkeypatch):
+    """The gradient of the last input stands at the end of the list."""
+    spoil("head_loss", 1.0, monkeypatch, lambda function: lambda x, weight, *rest: function(x, weight.detach(), *rest))
+    assert gpt.verify("head_loss", smoke_config(), CPU, torch.float32, False)
+
+
+def test_a_form_that_fails_is_refused(monkeypatch, capsys, shards, tmp_path):
+    def fail(_function):
+        def wrong(*_given, **_options):
+            raise RuntimeError("no registers\nleft")
+
+        return wrong
+
+    spoil("rms_norm", 1.0, monkeypatch, fail)
+    assert_refused("rms_norm", monkeypatch, capsys, shards, tmp_path, "it fails on this cpu device: no registers left")
+
+
+def test_not_a_number_is_a_difference(monkeypatch):
+    spoil("rms_norm", float("nan"), monkeypatch)
+    assert "differs from its plain form by nan" in gpt.verify("rms_norm", smoke_config(), CPU, torch.float32, False)
+
+
+# How auto chooses
+
+EVERYWHERE = {"rms_norm", "norm_rotate", "sparse_embedding"}
+ON_A_GPU = {"cross_entropy", "symmetric_matmul"}
+CHOICES = {  # (device, capability, use_compile): forms besides EVERYWHERE, for a model with composed heads
+    ("cpu", None, False): {"cpu_attention", "compose_heads", "head_loss", "fused_adamw"},
+    ("cpu", None, True): {"block_attention", "compose_heads", "head_loss", "fused_adamw"},
+    ("cuda", (9, 0), True): {"flex_attention", "compose_heads", "relu2_mlp", *ON_A_GPU},
+    ("cuda", (8, 0), True): {"flex_attention", "compose_heads", *ON_A_GPU},
+    ("cuda", (9, 0), False): {"block_attention", "compose_heads", "relu2_mlp", *ON_A_GPU},
+    ("cuda", (7, 5), True): {"flex_attention", "compose_heads", "head_loss"},  # Triton's tiles do not fit
+}
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=str)
+def test_which_forms_auto_takes(case, monkeypatch):
+    device, capability, use_compile = torch.device(case[0]), *case[1:]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(gpt, "compare_forms", lambda *_: [])
+    chosen, lines = gpt.choose_fast_forms(smoke_config(preset="smoke_frontier"), device, torch.float32, use_compile)
+    assert chosen == EVERYWHERE | CHOICES[case]
+    assert lines[0] == f"fast forms: {', '.join(name for name in NAMES if name in chosen)}"
+    assert len(lines) == (3 if capability == (7, 5) else 1)
+    chosen, _ = gpt.choose_fast_forms(smoke_config(softcap=0.0), device, torch.float32, use_compile)
+    assert not chosen & {"compose_heads", "cross_entropy"} and "head_loss" in chosen
+
+
+@pytest.mark.parametrize(
+    "refused, replacement",
+    [("flex_attention", "block_attention"), ("cross_entropy", "head_loss"), ("relu2_mlp", None)],
+)
+def test_after_a_form_that_fails_auto_takes_the_next(refused, replacement, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(gpt, "verify", lambda name, *_: "it fails" if name == refused else "")
+    chosen, lines = gpt.choose_fast_forms(smoke_config(), GPU, torch.bfloat16, True)
+    assert refused not in chosen and (replacement is None or replacement in chosen)
+    assert lines[1:] == [f"fast form {refused}: off (it fails)"]
+
+
+@pytest.mark.parametrize("name", gpt.TRITON_FORMS)
+def test_kernels_need_triton_and_registers(name, monkeypatch):
+    cfg = smoke_config()
+    assert gpt.verify(name, cfg, CPU, torch.float32, False) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt, "triton", None)
+        assert gpt.verify(name, cfg, CPU, torch.float32, False) == "Triton is not installed"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    assert "below capability 8.0" in gpt.verify(name, cfg, GPU, torch.float32, True)
+
+
+# (g) Runs
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+def test_a_run_in_plain_forms_is_a_run_in_fast_forms(preset, runs):
+    """All 12 steps of it. T x T masks take less time for short sequences."""
+    plain, fast = runs(preset, "off", *SHORT), runs(preset, "auto", *SHORT)
+    assert "fast forms: none\n" in plain["stdout"] and "cpu_attention" in fast["stdout"]
+    assert plain["final_val_loss"] == pytest.approx(fast["final_val_loss"], abs=1e-3)
+    assert plain["final_val_loss"] < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["laptop", "laptop_32", "quick"])
+def test_presets_run_in_plain_forms(preset, runs):
+    args = "--num_iterations=4", "--val_tokens=4096", "--val_seq_len=1024", "--dtype=float32", "--warmup_iterations=0"
+    plain, fast = (runs(preset, choice, *args) for choice in ("off", "auto"))
+    assert "fast forms: none\n" in plain["stdout"]
+    assert plain["final_val_loss"] == pytest.approx(fast["final_val_loss"], abs=1e-3)
+
+
+# (h) The option
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("flex_attention", "symmetric_matmul")])
+def test_a_named_form_is_the_only_one(name):
+    preset = "smoke_frontier" if name == "compose_heads" else "smoke"
+    cfg = smoke_config(preset=preset, fast=name)
+    chosen, lines = gpt.choose_fast_forms(cfg, CPU, torch.float32, False)
+    assert chosen == {name} and lines == [f"fast forms: {name}"]
+    ops, plain = gpt.make_operations(cfg, chosen, torch.float32), gpt.Operations()
+    changed = {key for key in ops._fields if getattr(ops, key) is not getattr(plain, key)}
+    assert changed == set(gpt.list_fast_forms()[name].fast) - {"adamw"}
+
+
+@pytest.mark.parametrize("preset, fast", [("smoke", "rms_norm"), ("smoke_frontier", "sparse_embedding,cpu_attention")])
+def test_a_run_with_named_forms(preset, fast, runs):
+    """The log has them in the order of the table."""
+    result = runs(preset, fast, *SHORT)
+    assert f"fast forms: {', '.join(sorted(fast.split(',')))}\n" in result["stdout"]
+    assert result["final_val_loss"] == pytest.approx(runs(preset, "auto", *SHORT)["final_val_loss"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "option, complaints",
+    [
+        ("--fast=kernel_that_is_not_there", ["kernel_that_is_not_there is not a fast form", "auto, off", *NAMES]),
+        ("--fast=rms_norm,rms_normal", ["rms_normal is not a fast form", *NAMES]),
+        ("--fast=auto,rms_norm", ["auto is not a fast form"]),
+        ("--fast=fp8_head", ["fp8_head is not a fast form"]),  # it has its own option
+        ("--fast=on", ["on is not a fast form"]),
+        ("--kernels=off", ["its name is now --fast"]),
+        ("--kernels=loss", ["its name is now --fast"]),
+    ],
+)
+def test_wrong_names_end_with_a_line(option, complaints, shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert gpt.main(["--preset=smoke", "--device=cpu", option, *data_args(shards)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(complaint in error for complaint in complaints), error
+    assert not list(tmp_path.iterdir())
+
+
+def test_forms_of_one_operation_exclude_each_other():
+    """Only one of them could run, and the log would name both."""
+    for names in ("cpu_attention,block_attention", "cross_entropy,head_loss"):
+        with pytest.raises(gpt.InputError, match="--fast="):
+            gpt.choose_fast_forms(smoke_config(fast=names), CPU, torch.float32, False)
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(num_heads=1, head_dim=72, model_dim=72), dict(num_heads=1, head_dim=64, model_dim=64, mlp_ratio=3)]
+)
+def test_a_kernel_whose_tiles_do_not_divide_the_matrices_is_refused(sizes):
+    """It would read and leave out entries, in silence."""
+    with pytest.raises(gpt.InputError, match="--fast=relu2_mlp: relu2_mlp cannot be used"):
+        gpt.choose_fast_forms(smoke_config(fast="relu2_mlp", **sizes), CPU, torch.float32, False)
+
+
+def test_a_kernel_for_a_softcap_is_refused_without_one():
+    with pytest.raises(gpt.InputError, match="--fast=cross_entropy: cross_entropy cannot be used"):
+        gpt.choose_fast_forms(smoke_config(fast="cross_entropy", softcap=0.0), CPU, torch.float32, False)
+
+
+def test_composed_heads_of_long_sequences_need_their_fast_form(load_copy):
+    """In their plain form they have T x T masks, too."""
+    copy = load_copy("mixed = (probs * dc_pre.T[..., None]).sum(0)", "mixed = (probs * dc_pre.T[..., None]).sum(0) * 0.9")
+    cfg = copy.make_config(dict(preset="smoke_frontier", device="cpu", val_seq_len=16_384, val_tokens=16_384))
+    with pytest.raises(copy.InputError, match="16384 x 16384 tokens.*--seq_len"):
+        copy.choose_fast_forms(cfg, CPU, torch.float32, False)
+
+
+def test_fp8_forms_are_verified_with_the_kernels_that_they_use(monkeypatch):
+    """fp8_head calls the kernels of cross_entropy if that is chosen, too."""
+    called = []
+    real = gpt.softcapped_cross_entropy
+
+    def note(*given, **options):
+        called.append((given[6:] or [options.get("use_kernel", False)])[-1])
+        return real(*given, **options)
+
+    monkeypatch.setattr(gpt, "softcapped_cross_entropy", note)
+    cfg = smoke_config(fp8_head="on", fast="cross_entropy")
+    rt = gpt.choose_precision(cfg, make_runtime())
+    assert rt.fp8 == {"fp8_head"} and rt.fast == {"cross_entropy"}
+    assert called and all(called)  # each by the kernel
