@@ -104,9 +104,9 @@ except ImportError:  # CPU builds of PyTorch
 
 # ==== CONFIG ===============================================================================================
 # Every option has one line: name, default, meaning, range. The defaults are record 32, preset track_1. Every
-# other preset is a difference from its parent. Layers, stages and parameter groups are rows of data, and no
-# code compares a layer's number. To add an option, add a line here and use it. The command line, help and
-# checks follow. Presets for small machines are in part three.
+# other preset lists only its changes to a parent preset. Layers, stages and parameter groups are rows of
+# data. No code has a special case for a layer in the middle. To add an option, add a line here and use it:
+# command line, help and checks are derived from it. Presets for small machines are in part three.
 
 AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
 
@@ -131,7 +131,7 @@ class LayerSpec:
     value_embed: int | None = None  # table of value embeddings that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
-    paired: bool = False  # two heads see each other's keys: 2T positions, so windows reach half as far
+    paired: bool = False  # two heads see each other's keys. This makes 2T positions and halves the windows
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # per-token scale of each head's output
@@ -141,7 +141,7 @@ class LayerSpec:
     mudd_out: str = ""  # activations ("a,b") added to the output with per-token weights
 
     def inputs(self) -> set[str]:
-        """Activations that this layer reads, besides its input: ve<table>, h<layer> (an output), x_in."""
+        """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
         layers = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
         tables = {f"ve{self.value_embed}"} if self.value_embed is not None else set()
         mudd = {*split_names(self.mudd_in), *split_names(self.mudd_out), *(["x_in"] if self.mudd_in else [])}
@@ -157,9 +157,9 @@ class Stage:
     window_short: int  # in short layers
     tokens_per_step: int | None = None  # None: the option of this name
     max_doc_len: int | None = None  # None: the option
-    lr_factor: float = 1.0  # multiplies every learning rate. A cooldown ends at final_lr_frac without it
+    lr_factor: float = 1.0  # multiplies every learning rate, but not the final value of a cooldown
     seq_len: int | None = None  # None: the option
-    loss_weights: str = "1"  # of the next token, the token after it, ... "a:b" goes from a to b
+    loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp over the stage
     prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
 
     @property
@@ -222,8 +222,8 @@ class ModelConfig:
     value_embed_std: float = option(1.0, "initial standard deviation of the value embeddings", 0.0)
     zero_init: str = option("on", "zero-initialize output projections: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"))
-    output_gain: str = option("auto", "output gains, initialized to 0, of attention and MLP. auto: on for "
-                              "norm-preserving rules", choices=AUTO)
+    output_gain: str = option("auto", "gains of the outputs of attention and MLP, initialized to 0. auto: "
+                              "on with norm-preserving update rules", choices=AUTO)
     norm_gain: str = option("off", "gains, initialized to 1, of the norms before attention and MLP",
                             choices=ON_OFF)
     qk_norm: str = option("on", "normalize each head's queries and keys", choices=ON_OFF)
@@ -232,19 +232,19 @@ class ModelConfig:
     rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
                                "2j + 1 (adjacent)", choices=("halves", "adjacent"))
     attention_scale: float = option(0.1, "initial softmax scale", 0.0)
-    yarn_max_window: int = option(65_536, "largest long window to which YaRN adapts. 0: no YaRN", 0)
+    yarn_max_window: int = option(65_536, "largest long window in YaRN's formula. 0: no YaRN", 0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0)
     num_value_embeds: int = option(3, "value-embedding tables. 0: none", 0)
     value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24)
     x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
                          "residual stream after attention (after_attention), or nowhere (off)",
                          choices=("off", "before", "after_attention"))
-    residual_init: float = option(0.0, "initial scale of the residual stream in each sublayer. 0: none", 0)
+    residual_init: float = option(0.0, "initial learned residual scale of each sublayer. 0: none", 0)
     smear: str = option("off", "add a gated part of the previous token's embedding", choices=ON_OFF)
     bigram_rows: int = option(0, "rows of the hashed bigram embedding. 0: none", 0)
     gate_hidden: int = option(64, "hidden channels of the token gates", 1)
-    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). 30, 0, 7.5 is "
-                            "15 tanh(logit / 15) + 15. 0: no softcap", 0)
+    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). The defaults "
+                            "give 15 tanh(logit / 15) + 15. 0: no softcap", 0)
     softcap_shift: float = option(0.0, "shift of the softcap")
     softcap_width: float = option(7.5, "width of the softcap", 1e-3)
     fp8_head: str = option("auto", "FP8 matmuls in the head during training", choices=AUTO)
@@ -265,13 +265,13 @@ class OptimConfig:
     mlp_down_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's second matrix", 0.0)
     decay: str = option("decoupled", "cautious: decay only if it agrees with the update",
                         choices=("decoupled", "cautious"))
-    decay_schedule: str = option("constant", "factor of the weight decay: 1, the learning rate's (lr), or a "
-                                 "cosine to 0", choices=("constant", "lr", "cosine"))
+    decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
+                                 "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
     momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
     momentum_end: float = option(0.95, "Muon momentum after the warmup", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0)
     momentum_cooldown_steps: int = option(0, "last steps, in which momentum returns to momentum_start", 0)
-    adam_eps: float = option(1e-8, "Adam epsilon for a loss summed over 49,152 tokens", 1e-30)
+    adam_eps: float = option(1e-8, "Adam epsilon. Gradients are first rescaled to 49,152 tokens", 1e-30)
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
                               "which also keeps the low 16 bits of bfloat16 matrices",
                               choices=("storage", "float32"))
@@ -281,7 +281,7 @@ class OptimConfig:
     lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
     matrix_cooldown_frac: float = option(-1.0, "cooldown of the matrices. -1: cooldown_frac", -1.0, 1.0)
-    final_lr_frac: float = option(0.1, "final learning rate as a fraction of the option", 0.0, 1.0)
+    final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class TrainConfig:
     without: str = option("", "mechanisms to switch off, comma-separated (see --list_presets). Explicit "
                           "options take precedence")
     only_with: str = option("", "mechanisms to keep, comma-separated. All others are switched off")
-    track: str = option("track_1", "folder under records/ in which this run may compete")
+    track: str = option("track_1", "folder under records/ for comparable runs")
     record: str = option("", "name of a record run. Its script, log and result go to records_dir")
     seed: int = option(0, "seed of the initial weights", 0)
     device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
@@ -313,16 +313,16 @@ class TrainConfig:
     val_windows: tuple[int, ...] = option((1664, 768), "final windows long,short. Empty: last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
-    extension_steps: int = option(0, "steps of the last stage, after the end of the schedule", 0)
+    extension_steps: int = option(0, "final steps of num_iterations that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence of documents, on any number of ranks", 128)
-    micro_batch_tokens: int = option(49_152, "largest forward-backward in tokens. Decides the memory", 128)
+    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward. Sets the peak memory", 128)
     sequence_start: str = option("document", "packed sequences begin with a document, or anywhere (at the "
                                  "end of the previous one)", choices=("document", "anywhere"))
     document_mask: str = option("on", "tokens see only their document, not the whole packed sequence",
                                 choices=ON_OFF)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
-    warmup_iterations: int = option(3, "untimed steps per stage before the clock starts, undone", 0)
+    warmup_iterations: int = option(3, "untimed warmup steps per stage, whose updates are undone", 0)
     comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
     comm_timeout: float = option(20.0, "seconds that a collective may take before the run ends", 1.0)
     check_ranks_every: int = option(0, "debug: steps between comparisons of all ranks' bits. 0: never", 0)
@@ -358,7 +358,7 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
-    """All options of a run. An option GROUP_FIELD, as embed_lr, is a field of a row of groups."""
+    """All options of a run. Option GROUP_FIELD, for example embed_lr, sets field FIELD of groups[GROUP]."""
 
     groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(TRACK_1_GROUPS))
 
@@ -375,18 +375,18 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
 
     @property
     def adam_every(self) -> int:
-        """Number of steps in which every group is updated."""
+        """Every group is updated at least once in this many steps."""
         return max(group.every for group in self.groups.values())
 
     @property
     def full_stages(self) -> tuple[Stage, ...]:
-        """The stages with values of the options instead of None."""
+        """The stages, with unset fields filled from the options."""
         names = ("tokens_per_step", "max_doc_len", "seq_len")
         return tuple(dataclasses.replace(stage, **{
             name: getattr(stage, name) or getattr(self, name) for name in names}) for stage in self.stages)
 
 
-GRAD_TOKENS = 49_152  # gradients are rescaled to this batch size, so adam_eps does not depend on the batch
+GRAD_TOKENS = 49_152  # gradients are rescaled from tokens_per_step to this number: the unit of adam_eps
 
 
 def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
@@ -435,8 +435,8 @@ FRONTIER_STAGES = (
     Stage(duration=15, window_long=1664, window_short=768, lr_factor=1.73),
 )
 
-# Up to step 847 the embedding is tied to the head and trained by the head's row. every=2: updates in steps
-# 1, 3, 5, ..., with gradients of two steps
+# In steps 0 to 847 the embedding is head.weight, and the row head trains it. every=2: updates in steps 1, 3,
+# 5, ..., with gradients of two steps
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="normuon", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 1.2),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # from step 848 on
@@ -589,7 +589,7 @@ class GPT(nn.Module):
 
 
 class Segment(nn.Module):
-    """Consecutive layers that are compiled as one graph, with the value embeddings that they read first.
+    """Consecutive layers that are compiled as one graph, and the value embeddings that no earlier one reads.
 
     With several ranks there is one graph per segment, so that its gradients are reduced as soon as its
     backward ends.
@@ -685,7 +685,7 @@ class Block(nn.Module):
         self.mlp_gain_in = parameter(ones.clone(), "gain") if has_in and has_mlp else None
         self.mlp_gain_out = parameter(zeros.clone(), "gain") if has_out and has_mlp else None
 
-        # Per-token scalars: gates (of several layers) and mudd run before the layer, mudd_out at its end
+        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
         for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
             rows = [s for s in scalars if s.source == f"{name}{layer}"]
             setattr(self, name, TokenGates(cfg, rows, lr_mul) if rows else None)
@@ -773,8 +773,8 @@ class Attention(nn.Module):
             w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * s["proj_scale"][:1]
         qk, v = ops.linear(x, w_qkv).split((2 * D, D), dim=1)  # (T, 2D), (T, D)
 
-        # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) has
-        # positions 2t and 2t + 1 for each token: those of its even and odd heads.
+        # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) gives
+        # token t two positions: 2t for its even heads, 2t + 1 for its odd heads.
         heads_per_position = 2 if spec.paired else 1
         qk = qk.unflatten(1, (2, H // heads_per_position, heads_per_position, K))
         qk = ops.norm_rotate(qk, rope.cos, rope.sin, self.rotary_pairs, self.has_qk_norm)
@@ -794,7 +794,7 @@ class Attention(nn.Module):
             v = v + mudd_v.unflatten(1, (H, K))
 
         # 5. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
-        # each other's keys. RoPE and mask pair the heads differently, as published.
+        # each other's keys. RoPE pairs heads 2h and 2h + 1. The published code has this difference.
         if spec.paired:
             pairs = (y.reshape(-1, H // 2, K) for y in (q, k, v))  # (2T, H/2, K)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -928,7 +928,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     def add(name: str, source: str, *init: float) -> None:
         scalars.append(Scalar(layer, name, source, init))
 
-    # Embeddings that enter the residual stream: learned scalars before attention, per-token ones after it
+    # Embeddings that enter the residual stream, before attention or after it
     is_after = cfg.x0_mix == "after_attention"
     source = (resid if has_mudd else gates) if is_after else "scalar"
     if cfg.x0_mix == "before":
@@ -1232,7 +1232,7 @@ class UpdateArgs(typing.NamedTuple):
     """Hyperparameters of one update. Those that change are tensors, so that new values do not recompile."""
 
     lr: Tensor  # broadcasts against the weight
-    weight_decay: Tensor  # broadcasts against the weight, includes lr
+    weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
     momentum: Tensor  # (), on the CPU
     grad_scale: Tensor  # (), rescales the gradient to a loss summed over GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
@@ -1249,9 +1249,9 @@ class UpdateArgs(typing.NamedTuple):
 class Rule:
     """An update rule: its function, the state that it needs, and its default options."""
 
-    function: Callable  # (weight in float32, grad without args.grad_scale, state, args) -> new weight
+    function: Callable  # (weight in float32, grad, state, args) -> new weight. Multiplies by grad_scale
     moments: tuple[str, ...]  # state of the parameter's shape, initially zero
-    lr: float  # default options: this and the last four fields
+    lr: float  # a default option, as betas, weight_decay and the multipliers
     whole_matrix: bool = False  # whether it must see whole matrices. Else it is elementwise
     row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
     keeps_norm: bool = False  # state "radius": weights stay on the sphere of their initial norm
@@ -1350,7 +1350,7 @@ def nesterov_momentum(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) 
 # a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
 POLYNOMIALS = {
     "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values become 0.7 to 1.2
-    "polar_express": (  # 2025-09-29, for singular values up to 1.02 times the norm
+    "polar_express": (  # 2025-09-29, for inputs divided by 1.02 times their norm
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -1422,9 +1422,9 @@ def matrix_norm(x: Tensor) -> Tensor:
 # ==== OPTIMIZER ============================================================================================
 # Parameters of one kind are views of a bucket, one tensor. In the last micro-batch before a group's update,
 # a gradient hook starts the reduce-scatter of each bucket whose gradients are all final. step() then updates
-# this rank's shard and starts an all-gather of the new values. A pre-hook of the next forward waits for it
-# when a module reads them. Tables differ: each micro-batch sends its rows, see ROW-SPARSE GRADIENTS. One
-# rank does not communicate, and the model does not know this section. Sources: records 23, 24 and 32.
+# this rank's shard and starts an all-gather of the new values. In the next forward, a pre-hook of each
+# module waits for the parameters that it reads first. With sparse_embedding, tables send their rows in every
+# micro-batch instead, see ROW-SPARSE GRADIENTS. One rank does not communicate. Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
@@ -1601,7 +1601,7 @@ class Optimizer:
         self.updates = {bucket: fused_adamw if "fused_adamw" in rt.fast and can_fuse_adamw(bucket, cfg)
                         else compiled[bucket.group.rule] for bucket in self.buckets}
 
-        # A tied embedding becomes a separate parameter after the head's first update from this step on
+        # The head's first update in a step of at least untie_step is the last one that is tied
         self.untie_step = sys.maxsize
         if cfg.untie_frac < 1:
             self.untie_step = math.ceil(cfg.untie_frac * (cfg.num_iterations - cfg.extension_steps))
@@ -1671,14 +1671,15 @@ class Optimizer:
         due = [bucket for bucket in self.updated if bucket.group.is_due(self.step_count)]
         self.step_count += 1
 
-        # Phase 1: reduce-scatter the gradients that no hook has sent. One rank has no hooks.
+        # Phase 1: reduce-scatter the gradients that no hook has sent. One rank has no such hooks.
         for bucket in due:
             if not bucket.is_reduced:
                 bucket.start_reduce()
 
         # Phase 2: update this rank's shards. Matrices of the last segments are first, because their
         # gradients arrived first. Gradients of tables may still be in flight.
-        # Phase 3: all-gather new values in the order in which forward reads them. Each waits for its turn.
+        # Phase 3: all-gather new values in the order in which forward reads them. A bucket
+        # that is updated early waits for the buckets that forward reads before it.
         in_reading_order = sorted(due, key=lambda bucket: bucket.first_reader)
         late = [bucket for bucket in due if bucket.group_name == "matrix" and bucket.first_reader > 1]
         to_gather = deque(in_reading_order)
@@ -1732,7 +1733,7 @@ class StepState(typing.NamedTuple):
     stage: Stage
     windows: tuple[int, int]  # long, short
     lr: dict[str, float]  # by parameter group
-    weight_decay: dict[str, float]  # by parameter group, multiplied by lr in the update
+    weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
     momentum: float
     loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
     frequencies: np.ndarray  # (K/2,) RoPE, radians per token, after YaRN
@@ -1849,7 +1850,7 @@ class Schedule:
         return cfg.momentum_start + t * (cfg.momentum_end - cfg.momentum_start)
 
     def scale_lr(self, state: StepState, factor: float) -> StepState:
-        """The state with all learning rates, and weight decays that follow them, times a factor (guard)."""
+        """Scale all learning rates by a factor, for the guard. Weight decays that follow them scale, too."""
         decay_factor = factor if self.cfg.decay_schedule == "lr" else 1.0
         return state._replace(
             lr={name: lr * factor for name, lr in state.lr.items()},
@@ -1872,7 +1873,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         angles = positions[..., None].double() * frequencies  # (T, P, K/4)
         rope = Rope(angles.cos(), angles.sin())
         if not rt.use_compile:
-            is_cpu = rt.device.type == "cpu"  # which broadcasts slowly
+            is_cpu = rt.device.type == "cpu"  # broadcasting is slow on CPUs
             heads = cfg.num_heads // positions.size(1) if is_cpu else 1
             rope = expand_rope(rope, softmax_scale, cfg.rotary_pairs)
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope))
@@ -1893,13 +1894,13 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         is_sequence_start=positions == 0, has_prefix_target=state.stage.has_prefix_target)
 
 # ==== DATA =================================================================================================
-# Shards become packed sequences, and these become batches. A packed sequence is seq_len tokens of whole
-# documents, each cut to max_doc_len. All sequences of a run are planned before the first step. Ranks and
-# micro-batches only share them out, so the loss depends on neither. To change the packing, change
+# Shards become packed sequences, and these become batches. A packed sequence is seq_len tokens of documents,
+# each of which is cut to max_doc_len. All sequences of a run are planned before the first step. Ranks and
+# micro-batches divide the plan, so the loss does not depend on their numbers. To change the packing, change
 # plan_sequences(). Source: record 32. data/README.md describes the shard files.
 
 class Batch(typing.NamedTuple):
-    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 document numbers, increasing."""
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, increasing int32 document numbers."""
 
     inputs: Tensor
     targets: Tensor
@@ -1922,8 +1923,8 @@ class PackedSequence(typing.NamedTuple):
 def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]]) -> Iterator[PackedSequence]:
     """The packed sequences of the whole run in order, as far as the shards suffice.
 
-    A sequence takes the fewest documents with at least seq_len + 1 usable tokens. The excess of the last
-    one is dropped. If the shard has too few tokens left, they are skipped.
+    A sequence takes the next documents, the fewest that have seq_len + 1 tokens after the cut to
+    max_doc_len. The excess of the last one is dropped. Too few tokens at the end of a shard are skipped.
     """
     (index, shard), next_document = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
@@ -2247,7 +2248,7 @@ class Trainer:
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
         # ON THE CLOCK from here, as in the published runs: prefix tokens, first batches, all steps and
-        # callbacks, the blocking part of checkpoints. OFF THE CLOCK: log_validation(), and all before run()
+        # callbacks, the blocking part of checkpoints. OFF THE CLOCK: validation, and all before run()
         timer, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if token_ids:
             self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
@@ -2402,10 +2403,10 @@ def train(cfg: Config, argv: list[str]) -> None:
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
 # ==== FAST FORMS ===========================================================================================
-# list_fast_forms() is the table of fast forms and their plain forms in part one. At startup verify()
-# compares them, forward and backward, and refuses a fast form that differs. It also refuses a fast form if
-# the code of its plain form has changed. So an edit of part one always changes the run. To add a fast form,
-# add a row. Tests compare every row.
+# A fast form is a faster implementation of an operation. Its plain form is the equation in part one. At
+# startup verify() compares those in use, forward and backward. It refuses a fast form if the results differ
+# or if the code of the plain form was edited. Then the plain form runs, so an edit takes effect. To add a
+# fast form, add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
 
 TRITON_FORMS = ("cross_entropy", "relu2_mlp", "symmetric_matmul")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
@@ -2419,16 +2420,16 @@ class Fast(typing.NamedTuple):
     fast: dict[str, Callable]  # their replacements
     inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
     run: Callable  # (functions by name, *tensors, *constants) -> list of results
-    tolerance: float  # of the relative error of results and gradients
+    tolerance: float  # largest relative error of results and gradients
     code: str  # hash_code() of the plain form for which the fast form was written
     helpers: tuple[Callable, ...] = ()  # other functions that the hash covers
-    needs: str = ""  # see find_obstacle()
-    is_compiled: bool = True  # if the model is compiled
+    needs: str = ""  # a key of find_obstacle()
+    is_compiled: bool = True  # whether to compile the fast form when the model is compiled
 
 
 @functools.cache
 def list_fast_forms() -> dict[str, Fast]:
-    """The table. Of several forms of an operation the first that works is used."""
+    """The table. If rows replace one operation, the first that works is used. FP8 forms have options."""
     masked_attention = dict(make_mask=make_mask, attention=attention)
     loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
     mlp = dict(relu2_mlp=relu2_mlp)
@@ -2472,7 +2473,7 @@ def list_fast_forms() -> dict[str, Fast]:
             random_inputs(*[(100,)] * 4), run_adamw, 0.01, "61b4f3e19a7f", (adamw, adam_direction), "CPU",
             is_compiled=False),
         "fp8_head": Fast(
-            loss, dict(head_loss=functools.partial(
+            loss, dict(head_loss=functools.partial(  # scales for the comparison only
                 fused_head_loss, scales=FP8Scales(64 / 448, 1 / 448, 1 / 448))),
             head_loss_inputs, run_function, 0.2, "00b545205faf", loss_helpers, "fp8_head"),
         "fp8_mlp": Fast(
@@ -2485,7 +2486,7 @@ def list_fast_forms() -> dict[str, Fast]:
 
 
 def hash_code(*functions: Callable) -> str:
-    """Hash of the syntax trees of functions, without comments and docstrings, in every version of Python."""
+    """Hash of functions' syntax trees without comments and docstrings, equal in all versions of Python."""
     def describe(node) -> str:
         if isinstance(node, ast.AST):
             entries = [f"{name}={describe(value)}" for name, value in ast.iter_fields(node)
@@ -2522,7 +2523,7 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
 
 def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
                   ) -> list[Tensor]:
-    """Relative errors () of the results of a fast form and of their gradients."""
+    """Relative error () of each result and of each input gradient of a fast form."""
     leaves, constants = row.inputs(cfg, device, dtype)
     results = []
     for forms in (row.fast, row.plain):
@@ -2536,14 +2537,14 @@ def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dty
         results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
     pairs = list(zip(*results, strict=True))
     if any((ours is None) != (plain is None) for ours, plain in pairs):
-        raise RuntimeError("it has gradients of other inputs than its plain form")
+        raise RuntimeError("it and its plain form give gradients to different inputs")
     return [(ours.float() - plain.float()).norm() / plain.float().norm()
             for ours, plain in pairs if plain is not None]
 
 
 def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool,
            others: frozenset[str] = frozenset()) -> str:
-    """Why a form cannot be used here, or "" if it equals part one. FP8 forms call the kernels in others."""
+    """The reason against a form, or "". FP8 forms call the Triton kernels among `others`."""
     row, kernels = list_fast_forms()[name], others & set(TRITON_FORMS)
     if name in FP8_FORMS and kernels:
         ops = make_operations(cfg, {name, *kernels}, dtype)
@@ -2553,22 +2554,22 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
     if name in TRITON_FORMS and triton is None:
         return "Triton is not installed"
     if name in TRITON_FORMS and not computes_bfloat16(device):
-        return "a GPU below capability 8.0, whose registers the tiles overflow"
+        return "its tiles need more registers than a GPU below capability 8.0 has"
     try:
         for error in compare_forms(row, cfg, device, dtype, use_compile):
             if not error < row.tolerance:
                 return f"it differs from its plain form by {float(error):.3g}"
-    except Exception as error:  # training must not depend on what a compiler raises
+    except Exception as error:  # a compiler error must not stop training
         return f"it fails on this {device.type} device: {' '.join(str(error).split())[:120]}"
     return ""
 
 # ==== FAST ATTENTION =======================================================================================
 # Attention without T x T masks, by blocks of queries and keys. On compiled GPUs FlexAttention skips
 # invisible blocks. Elsewhere each block of queries reads the blocks of keys in its window. All masks equal
-# is_visible(), and doc_ids never decrease.
+# is_visible(). They require that doc_ids never decrease.
 
 DENSE_BLOCK = {"cpu": 64, "cuda": 256}  # tokens. Small blocks waste less, large ones multiply faster
-# FlexAttention's tiles in float32: they fit into 64 KiB of shared memory, PyTorch's choice does not
+# FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not
 FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
                     num_warps=4)
 
@@ -2576,9 +2577,9 @@ FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=3
 def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """make_mask() for FlexAttention, from the range of documents in each block.
 
-    window is a tensor, so one compiled graph serves all windows. The visible blocks of a query block are a
-    range that ends with it, and those without masked pairs are a range in it, so no sort is needed. Sources:
-    records 12 and 16.
+    window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
+    are contiguous and end with that block. Blocks without masked pairs are also contiguous. So the lists
+    need no sort. Sources: records 12 and 16.
     """
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
@@ -2721,11 +2722,11 @@ def compose_heads_blocked(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_p
     return ((mixed @ v) * dc_post).transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 # ==== FAST NORMS AND ADAM ==================================================================================
-# Gradients in closed form take fewer passes over memory than autograd if nothing is compiled. Inductor makes
-# one kernel of each. They hold for the plain forms rms_norm(), norm_rotate() and adamw() only.
+# Without a compiler, closed-form gradients take fewer passes over memory than autograd. With one, each is a
+# single kernel. They replace only the plain forms rms_norm(), norm_rotate() and adamw().
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square of x (..., D), (..., 1)."""
+    """1 / root mean square of x: (..., D) -> (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
     return torch.rsqrt(norm.square() / x.size(-1) + eps).type_as(x)
 
@@ -2809,9 +2810,9 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 gradients. Scales are constants in the head and amax / 448 elsewhere. Only the
-# MLP's hidden activation takes the amax of the previous step (delayed scaling). FP8 is for training only:
-# validation multiplies in the activations' dtype. CPUs multiply the rounded values in float32.
+# activations up to 448, e5m2 gradients up to 57344. Scales are constants in the head, else amax / limit.
+# Only the MLP's hidden activation takes the amax of the previous step (delayed scaling). FP8 is for training
+# only: validation multiplies in the activations' dtype. CPUs multiply the rounded values in float32.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -2827,7 +2828,7 @@ class FP8Scales(typing.NamedTuple):
 def head_fp8_scales(cfg: Config) -> FP8Scales:
     """Constants: an RMS-normalized row has no entry above sqrt(D), weights saturate at fp8_head_amax.
 
-    |d loss / d logit| is at most 1 with one target of weight 1. e5m2 has room for more.
+    |d loss / d logit| is at most 1 with one target of weight 1. e5m2 reaches 128 at this scale.
     """
     return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448)
 
@@ -2911,7 +2912,7 @@ class DelayedScaling(nn.Module):
         self.register_buffer("amax", torch.zeros(()), persistent=False)  # of this step so far
 
     def forward(self, x: Tensor) -> Tensor:
-        """Note the amax of x, which is not negative, and return the scale."""
+        """Update amax from x, which must be nonnegative, and return the scale."""
         self.update_amax(x.detach().max().float())
         return self.scale.clone()
 
@@ -2981,8 +2982,8 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
 
 
 class FusedHeadLoss(torch.autograd.Function):
-    """head_loss(), with gradients computed in forward. Logits exist for LOGITS_CHUNK tokens at a time and
-    never in float32. In FP8 x must be RMS-normalized."""
+    """head_loss(), with gradients computed in forward. Logits exist for LOGITS_CHUNK tokens at a time, in
+    x's dtype. In FP8 x must be RMS-normalized."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
@@ -3023,7 +3024,7 @@ def fused_head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: 
 
 
 def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
-    """FP8 x (M, N) -> (N, M), since FP8 matmuls need row-major factors. Nine times as fast as Inductor."""
+    """FP8 x (M, N) -> (N, M), for row-major factors. The kernel takes a ninth of the time of Inductor's."""
     if not use_kernel:
         return x.T.contiguous()
     out = x.new_empty(x.size(1), x.size(0), dtype=torch.uint8)
@@ -3033,7 +3034,7 @@ def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() by a kernel. Backward needs only the hidden activation. With a scale in FP8."""
+    """relu2_mlp() by a kernel, which does not store x @ up. With hidden_scale, forward is in FP8."""
 
     @staticmethod
     def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor | None
@@ -3063,8 +3064,8 @@ def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScalin
 
 
 def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """relu(x w)^2 (T, H) of x (T, D), w (D, H). Given its output `hidden`: (x w) * 2 sqrt(hidden), the
-    pre-activation gradient. Sources: 2026-01-14, 2026-06-11."""
+    """relu(x w)^2 (T, H) of x (T, D), w (D, H). With hidden, an earlier result: (x w) * 2 sqrt(hidden), the
+    gradient of the pre-activation if x is the output gradient. Sources: 2026-01-14, 2026-06-11."""
     out = x.new_empty(len(x), w.size(1))
     launch_relu2_matmul(x.contiguous(), w.contiguous(), out, hidden)
     return out
@@ -3072,8 +3073,8 @@ def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
 
 def relu2_matmul_fp8(x: Tensor, w: Tensor, scale: Tensor, out_scale: Tensor, dtype: torch.dtype,
                      fp8_dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor, Tensor]:
-    """relu2_matmul() of FP8 x (T, D) and w (D, H), whose product has a scale (). Returns it in dtype, in FP8
-    divided by out_scale (), and its amax ()."""
+    """relu2_matmul() of FP8 x (T, D) and w (D, H). scale () multiplies the product. Returns the output in
+    dtype, output / out_scale in FP8, and the amax () of the output."""
     out = torch.empty(len(x), w.size(1), dtype=dtype, device=x.device)
     out8, amax = torch.empty_like(out, dtype=fp8_dtype), out.new_zeros((), dtype=torch.float32)
     launch_relu2_matmul(x, w, out, None, torch.stack((scale, 1 / out_scale)), out8, amax)
@@ -3083,7 +3084,7 @@ def relu2_matmul_fp8(x: Tensor, w: Tensor, scale: Tensor, out_scale: Tensor, dty
 def launch_relu2_matmul(x: Tensor, w: Tensor, out: Tensor, hidden: Tensor | None,
                         scales: Tensor | None = None, out8: Tensor | None = None, amax: Tensor | None = None
                         ) -> None:
-    """Fill out, and out8 and amax if given, by relu2_matmul_kernel."""
+    """Launch relu2_matmul_kernel. It writes out, and also out8 and amax if they are given."""
     (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
     is_wide = (columns % 256 == 0 and num_bytes < 4 and x.device.type == "cuda"
                and torch.cuda.get_device_capability(x.device)[0] in (9, 10))  # four stages fit
@@ -3091,7 +3092,7 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, out: Tensor, hidden: Tensor | None
     depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
         raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
-    limit = 0.0 if out8 is None else 448.0 if out8.dtype == E4M3 else 65504.0  # float16's
+    limit = 0.0 if out8 is None else 448.0 if out8.dtype == E4M3 else 65504.0  # largest values
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x, w, out if hidden is None else hidden, out, out if scales is None else scales,
         out if out8 is None else out8, out if amax is None else amax, rows, columns, inner,
@@ -3197,9 +3198,10 @@ if triton is not None:
                                COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
                                LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden). Sizes are multiples of the tile's.
+        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden). Matrix sizes are multiples of its size.
 
-        With a LIMIT there are scales of the product and of an 8-bit copy, which saturates, and an amax.
+        If LIMIT > 0, it multiplies the product by scales[0], tracks the amax of the result, and writes a
+        copy that is multiplied by scales[1] and clamped to LIMIT.
         Neighboring tiles share rows of X and columns of W in the cache.
         """
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
@@ -3231,9 +3233,9 @@ if triton is not None:
             tl.store(out8_ptr + here, total.to(out8_ptr.dtype.element_ty))
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
-# Few rows of value and bigram embeddings have a gradient. It is kept as (row, sum) pairs and sent to the
-# ranks that own the rows, at a tenth of the bytes of the dense gradient. Sums have a fixed order. RowPlan is
-# made in forward, so its counts reach the host before backward.
+# Few rows of value and bigram embeddings have a gradient. Each rank adds the gradients of equal rows and
+# sends (row, sum) pairs to the owners of the rows, at a tenth of the bytes of the dense gradient. The order
+# of additions is fixed. RowPlan is made in forward, so the host has its counts before backward.
 
 class RowPlan:
     """The distinct rows of a table that the tokens of a micro-batch read, and the ranks that own them."""
@@ -3293,7 +3295,7 @@ class RowSparseGradient:
         self.received: ReceivedRows | None = None
 
     def add(self, plan: RowPlan, sums: Tensor) -> None:
-        """Add sums (T, D) of a micro-batch. Several ranks send them, and add those of the one before."""
+        """Add sums (T, D) of a micro-batch. With several ranks: send them, and add rows received earlier."""
         sums = round_to_multiple(sums, self.grid) if self.grid else sums
         if self.comm.world_size == 1:
             self._accumulate([(plan.rows, sums)])

@@ -21,6 +21,8 @@ from conftest import SCRIPT, data_args, gpt, make_runtime, smoke_config, smoke_r
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+pytestmark = pytest.mark.recipe  # an edited plain form has no fast form, by design
+
 DEVICE = GPU if torch.cuda.is_available() else CPU
 NAMES = [name for name in gpt.list_fast_forms() if name not in gpt.FP8_FORMS]
 RENEW = "RENEW_HASHES=1 python -m pytest tests/test_fast_forms.py -n 0 -k hashes"
@@ -351,7 +353,10 @@ def test_edited_attention_of_long_sequences_is_an_error(edit, load_copy):
             copy.choose_fast_forms(cfg, *given)
         text = str(error.value)
         assert error.value.status == 2 and "the code of make_mask, attention or of its helpers was edited" in text and "8192" in text
-    cfg = copy.make_config(dict(preset="track_1", device="cpu", val_seq_len=8192, seq_len=8192, tokens_per_step=8192))
+    short = dict(preset="track_1", device="cpu", val_seq_len=8192, seq_len=8192, tokens_per_step=8192)
+    with pytest.raises(copy.InputError, match="49152 x 49152"):  # sequences of a micro-batch share one mask
+        copy.choose_fast_forms(copy.make_config(short), *given)
+    cfg = copy.make_config(dict(**short, micro_batch_tokens=8192))
     chosen, lines = copy.choose_fast_forms(cfg, *given)
     assert not chosen & ATTENTION_FORMS
     assert len([line for line in lines if re.match("fast form (cpu|block)_attention: off ", line)]) == 2

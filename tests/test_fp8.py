@@ -134,6 +134,7 @@ def test_scales_are_measured_from_each_tensor():
         assert not gpt.quantize_fp8(torch.zeros(2, 3), dtype)[0].float().any()
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("model_dim, num_heads, is_fp8", [(128, 4, True), (112, 1, False), (136, 1, False), (64, 2, False)])
 def test_only_large_linears_are_cast(model_dim, num_heads, is_fp8):
     """Sizes at least 128, and all that are contracted multiples of 16. So are packed sequences, of whole blocks.

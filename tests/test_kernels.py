@@ -282,6 +282,7 @@ def test_kernels_are_the_forms_that_need_triton():
     assert set(KERNELS) == set(gpt.TRITON_FORMS)
 
 
+@pytest.mark.recipe
 def test_kernels_on_the_command_line(shards, tmp_path):
     args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
     result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)}", *args, "--warmup_iterations=0")
@@ -302,6 +303,7 @@ def test_how_the_compiler_is_called(mode, monkeypatch):
     assert calls == [dict(dynamic=False, **expected)]
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("shape", [(128, 64, 128), (384, 128, 256)])
 def test_the_mlp_of_the_kernel_and_its_gradient(shape):
     """Forward and backward of the MLP, by the kernel and plainly, against float64."""
