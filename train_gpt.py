@@ -23,7 +23,7 @@ Part one, the recipe. It decides the loss and the time.
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
     TRAINING         one step, the timed loop, the whole run
-Part two, fast forms of the operations. Each equals part one and is compared with it at startup.
+Part two, fast forms of the operations. Each one in use is compared with part one at startup.
     FAST FORMS       the table, and the comparison
     FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
