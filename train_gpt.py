@@ -4927,6 +4927,56 @@ def hash_script() -> str:
     return hashlib.sha256(read_script()).hexdigest()
 
 
+# Folders and ends of a run. They change neither weights nor losses nor seconds. The last is of older scripts
+RESTART_OPTIONS = {f"options.{name}" for name in (
+    "records_dir", "logs_dir", "checkpoint_dir", "resume", "time_limit", "print_every")}
+MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
+# Parts of identify() that may differ, by the kind of comparison. "options" stands for all options
+MAY_DIFFER = {
+    "ranks": {"machine.cpu", "machine.threads"},  # of one job
+    "resume": {*RESTART_OPTIONS, "machine"},
+    "resume of a record": RESTART_OPTIONS,
+    "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
+    "replay": {*RESTART_OPTIONS, "options.checkpoint_every", "options.telemetry_every", "options.tracker"},
+    "losses": {"options", "script", "choices", "machine"},  # of two records
+    "times": {"options", "script", "choices"},  # of two records
+}
+OTHER = {"script": "another script", "data": "other data", "layers": "other layers", "stages": "other stages"}
+
+
+def identify(run: dict) -> dict[str, typing.Any]:
+    """The identity of a run as one flat dict: script, data, options.NAME, machine.NAME, choices.NAME.
+
+    run: a result, or the metadata of a log or checkpoint. Entries that it lacks are left out.
+    """
+    hardware, versions = run.get("hardware", {}), run.get("versions", {})
+    old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
+    parts = dict(
+        options={name: value for name, value in run.get("config", {}).items() if name != "derived"},
+        machine={**{name: hardware[name] for name in MACHINE_FIELDS if name in hardware},
+                 **{name: versions[name] for name in ("torch", "cuda", "cudnn") if name in versions}},
+        choices=run.get("choices", old_choices))
+    single = dict(script=run.get("script_sha256"), data=run.get("corpus_fingerprint"))
+    return {**{name: value for name, value in single.items() if value},
+            **{f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}}
+
+
+def differences(earlier: dict, now: dict, kind: str) -> list[str]:
+    """Forbidden differences of two runs, as 'head_lr was 0.008, here 0.01'. kind: a key of MAY_DIFFER.
+
+    Entries that one of the runs lacks are passed over.
+    """
+    lines, theirs, ours = [], identify(earlier), identify(now)
+    for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
+        part, _, name = key.partition(".")
+        if {key, part} & MAY_DIFFER[kind]:
+            continue
+        label = "in use: " if part == "choices" else ""
+        lines.append(OTHER.get(name or key) or f"{label}{name} was {str(theirs[key])[:60]}, here "
+                                               f"{str(ours[key])[:60]}")
+    return lines
+
+
 def check_record(cfg: Config, folder: Path, machine: dict | None = None) -> str:
     """Raise InputError where a record folder holds runs of another script, or of other options or another
     machine than these; returns the type of its activations, or nothing where there is no run yet."""
