@@ -42,6 +42,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
+import errno
 import functools
 import glob
 import hashlib
@@ -73,13 +74,10 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:  # before PyTorch loads OpenMP
-    # Waiting threads release their core soon if other processes run. Alone they spin longer.
-    try:
-        num_running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    except OSError:  # not Linux
-        num_running = 2
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000" if num_running > 1 else "100000")
+SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # OpenMP reads it when PyTorch is imported. Waiting threads release their core soon to other processes
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -1532,22 +1530,22 @@ class Bucket:
         if self.comm.world_size > 1:
             self.grad, self.reducing = self.comm.reduce_scatter(packed)
 
-    def update(self, update: Callable, args: UpdateArgs, probe: Probe | None) -> None:
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
         """Wait for the gradients, update this rank's shard, clear the gradients."""
-        if probe:
-            probe.mark("communication")
+        if timer:
+            timer.enter("communication")
         if self.reducing is not None:
             self.reducing.wait()
         if self.sparse:
             assert all(param.grad is None for param in self.params.values()), (
                 f"{self.name} is a table with an ordinary gradient: read it with ops.embedding()")
             self.grad = self.sparse.wait()
-        if probe:
-            probe.mark("optimizer")
-        before = self.shard.clone() if probe and probe.is_full else None
+        if timer:
+            timer.enter("optimizer")
+        before = self.shard.clone() if timer and timer.is_full else None
         update(self.shard, self.grad, self.state, args)
-        if probe:
-            probe.note(self, self.grad, before)
+        if timer:
+            timer.add_norms(self, self.grad, before)
         self.clear()
         self.needs_gather = True
 
@@ -1581,7 +1579,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
         self.model, self.cfg, self.rt, self.step_count = model, cfg, rt, 0
-        self.probe: Probe | None = None  # measures the current step
+        self.timer: StepTimer | None = None  # measures the current step
         self.is_last_micro_batch = False
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg, rt.world_size):
@@ -1655,13 +1653,13 @@ class Optimizer:
         """Forward pre-hook: wait for the all-gathers of the parameters that this module reads first."""
         if torch.compiler.is_compiling():
             return
-        if self.probe:
-            self.probe.mark("communication")
+        if self.timer:
+            self.timer.enter("communication")
         for bucket in self.buckets:
             if bucket.first_reader == reader:
                 bucket.finish()
-        if self.probe:
-            self.probe.mark("forward and backward")
+        if self.timer:
+            self.timer.enter("forward and backward")
 
     @torch.no_grad()
     def step(self, state: StepState) -> None:
@@ -1684,7 +1682,7 @@ class Optimizer:
         late = [bucket for bucket in due if bucket.group_name == "matrix" and bucket.first_reader > 1]
         to_gather = deque(in_reading_order)
         for bucket in (*late, *(bucket for bucket in in_reading_order if bucket not in late)):
-            bucket.update(self.updates[bucket], self.make_args(bucket, state), self.probe)
+            bucket.update(self.updates[bucket], self.make_args(bucket, state), self.timer)
             while to_gather and to_gather[0].needs_gather:
                 to_gather.popleft().start_gather()
         self.is_last_micro_batch = False
@@ -1975,8 +1973,9 @@ class TrainData:
     def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
         self.cfg, self.schedule, self.shards = cfg, schedule, []
+        self.bos: int | None = None  # of all shards
         paths = find_shards(cfg.train_files, "train_files")
-        self.bar = tqdm(total=len(paths), desc="scan shards", unit="file", disable=not show_bar(),
+        self.bar = tqdm(total=len(paths), desc="scan shards", unit="file", disable=not has_progress_bar(),
                         leave=False)
         plan = plan_sequences if cfg.sequence_start == "document" else plan_sequences_anywhere
         self.sequences = list(plan(schedule, self._open_shards(paths)))
@@ -1989,7 +1988,8 @@ class TrainData:
         for _ in range(self.cfg.epochs):
             for index, path in enumerate(paths):
                 if index == len(self.shards):
-                    self.shards.append(open_shard(path, self.cfg.vocab_size))
+                    self.shards.append(open_shard(path, self.cfg.vocab_size, self.bos))
+                    self.bos = self.shards[0].bos
                     self.bar.update()
                 yield index, self.shards[index]
 
@@ -2013,7 +2013,7 @@ class TrainData:
 
     def batch(self, indices: range) -> Batch:
         tokens = np.stack([self.read_tokens(index) for index in indices])  # (sequences, seq_len + 1)
-        return make_batch(tokens, self.shards[0].bos, self.cfg.document_mask == "on")
+        return make_batch(tokens, self.bos, self.cfg.document_mask == "on")
 
     def batches(self, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1.
@@ -2045,12 +2045,15 @@ def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> 
 class ValData:
     """The first val_tokens of the validation files in sequences of val_seq_len, with whole documents."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, bos: int | None = None):
+        """bos: of the training shards."""
         self.cfg, num_sequences = cfg, cfg.val_tokens // cfg.val_seq_len
         limit = min(num_sequences, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
         size = next(n for n in range(limit, 0, -1) if num_sequences % n == 0)  # sequences per batch
         self.batch_tokens, self.num_batches = size * cfg.val_seq_len, num_sequences // size
-        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
+        self.shards = [open_shard(path, cfg.vocab_size, bos)
+                       for path in find_shards(cfg.val_files, "val_files")]
+        self.bos = self.shards[0].bos
         pieces, missing = [], cfg.val_tokens + 1
         for shard in self.shards:
             pieces.append(shard.read(0, missing))
@@ -2066,7 +2069,7 @@ class ValData:
         tokens = self.tokens[index * self.batch_tokens :]
         sequences = np.lib.stride_tricks.sliding_window_view(tokens, self.cfg.val_seq_len + 1)
         sequences = sequences[: self.batch_tokens : self.cfg.val_seq_len]  # (sequences, val_seq_len + 1)
-        return make_batch(sequences, self.shards[0].bos, self.cfg.document_mask == "on")
+        return make_batch(sequences, self.bos, self.cfg.document_mask == "on")
 
 
 class Prefetcher:
@@ -2110,7 +2113,9 @@ class Progress:
     resumed_at: list[int] = dataclasses.field(default_factory=list)
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
     loss_ema: float = math.nan  # telemetry
+    measured_step: int = 0  # last one of telemetry
     num_actions: int = 0  # of the guard
+    actions_in_a_row: int = 0  # since its last stop
     lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard gave up
     lr_scale: float = 1.0  # of the guard
     lr_scale_until: int = 0  # step
@@ -2146,7 +2151,7 @@ class Trainer:
     def __init__(self, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
         torch.manual_seed(cfg.seed)
-        storage = {} if computes_bfloat16(rt.device) else dict(embed_dtype="float32")
+        storage = {} if supports_bfloat16(rt.device) else dict(embed_dtype="float32")
         self.model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
         num_segments = 1 if rt.world_size == 1 else min(MULTI_RANK_SEGMENTS, cfg.num_layers)
         self.model.split_layers(cfg.segments or num_segments)
@@ -2161,7 +2166,7 @@ class Trainer:
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
-        rt, progress, optimizer, probe = self.rt, self.progress, self.optimizer, self.optimizer.probe
+        rt, progress, optimizer, timer = self.rt, self.progress, self.optimizer, self.optimizer.timer
         num_tokens = state.stage.tokens_per_step // rt.comm.world_size  # of this rank
         loss_weights = torch.tensor(state.loss_weights).to(rt.device, non_blocking=True)
         total_loss, remaining = torch.zeros((), device=rt.device), num_tokens
@@ -2170,11 +2175,11 @@ class Trainer:
 
         # Forward and backward of each micro-batch. Hooks reduce the gradients during the last backward.
         while remaining:
-            if probe:
-                probe.mark("data wait")
+            if timer:
+                timer.enter("data wait")
             batch = next(batches)
-            if probe:
-                probe.mark("forward and backward")
+            if timer:
+                timer.enter("forward and backward")
             remaining -= len(batch.inputs)
             optimizer.is_last_micro_batch = remaining == 0
             step_inputs = self.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
@@ -2190,8 +2195,8 @@ class Trainer:
         if progress.step < progress.lr_scale_until:
             state = self.schedule.scale_lr(state, progress.lr_scale)
         optimizer.step(state)
-        if probe:
-            probe.mark("")
+        if timer:
+            timer.enter("")
         return total_loss / num_tokens
 
     @torch.no_grad()
@@ -2242,14 +2247,14 @@ class Trainer:
         """All steps from progress.step on. RunStopped after a signal, the time limit or the guard."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
         guard = Guard(self, log, stop) if cfg.guard == "on" else None
-        self.log, callbacks = log, [log.log_step]  # called with loss, probe and seconds on the clock
+        self.log, callbacks = log, [log.log_step]  # called with loss, StepTimer and seconds on the clock
         if cfg.check_ranks_every:
             callbacks.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
         # ON THE CLOCK from here, as in the published runs: prefix tokens, first batches, all steps and
         # callbacks, the blocking part of checkpoints. OFF THE CLOCK: validation, and all before run()
-        timer, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
+        train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if token_ids:
             self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
         batches = Prefetcher(train_data.batches(rt, progress.step, cfg.num_iterations), rt.device)
@@ -2258,55 +2263,59 @@ class Trainer:
                 # 1. Validation
                 state = self.schedule.at(progress.step)
                 if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
-                    val_loss = self.log_validation(val_data, state, timer)
+                    val_loss = self.log_validation(val_data, state, train_clock)
                     if guard:
-                        guard.judge_validation(progress.step, val_loss)
+                        guard.check_validation(progress.step, val_loss)
 
                 # 2. One step
                 is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
-                if is_measured or guard:
-                    optimizer.probe = Probe(optimizer.groups, rt, is_measured)
+                timer = StepTimer(optimizer.groups, rt, is_measured) if is_measured or guard else None
+                optimizer.timer = timer
                 loss = self.train_step(batches, state)
-                probe, optimizer.probe = optimizer.probe, None
+                optimizer.timer = None
                 progress.step += 1
                 progress.tokens += state.stage.tokens_per_step
-                elapsed = timer.read()
+                elapsed = train_clock.read()
                 for callback in callbacks:
-                    callback(loss, probe, elapsed)
+                    callback(loss, timer, elapsed)
 
                 # 3. Save or stop, when no gradient waits for a later update
-                status, is_last = stop.agree(), progress.step == cfg.num_iterations
+                is_last = progress.step == cfg.num_iterations
+                is_free = is_last or optimizer.has_no_pending_gradients()
                 if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
                     save_is_due = True
-                if guard and is_last:
-                    guard.judge()
-                if (status or save_is_due) and (is_last or optimizer.has_no_pending_gradients()):
-                    if guard:
-                        guard.judge()
+                status = stop.poll()
+                if guard and is_free and (is_last or save_is_due or status):
+                    guard.check_steps(up_to=progress.step)
+                    status = stop.agreed
+                if (status or save_is_due) and is_free:
                     checkpoints.wait()
                     rt.comm.barrier()  # with a long timeout: a slow disk is not a stalled rank
-                    if status:  # staging buffers may be missing, then this save is slow
+                    if status:  # no staging buffers may exist, then this save is slow
                         rt.comm.set_timeout(LONG_TIMEOUT)
                     optimizer.finish()
-                    progress.train_time, save_is_due = timer.lap(), False
+                    log.flush_losses()
+                    progress.train_time, save_is_due = train_clock.lap(), False
                     checkpoints.save(progress.step, *collect_state(self))
                     if status:
                         stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
-        self.log_validation(val_data, self.schedule.at(progress.step), timer)
+        log.flush_losses()
+        self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
 
-    def log_validation(self, val_data: ValData, state: StepState, timer: TrainClock) -> float:
+    def log_validation(self, val_data: ValData, state: StepState, train_clock: TrainClock) -> float:
         """Validate off the clock and log the loss."""
         step, log = self.progress.step, self.log
         self.optimizer.finish()
-        with timer.paused():
+        with train_clock.paused():
             start = time.perf_counter()
             val_loss = self.validate(val_data, state)
             log.val_seconds = time.perf_counter() - start
-            self.progress.train_time, time_ms = timer.seconds, timer.seconds * 1000
+            self.progress.train_time, time_ms = train_clock.seconds, train_clock.seconds * 1000
             log.val_points.append([step, val_loss, round(time_ms)])
             log.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
             log.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
                       f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms")
+            log.check_loss("validation", step, val_loss)
         return val_loss
 
     def tensors(self) -> list[Tensor]:
@@ -2334,70 +2343,89 @@ class Trainer:
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. Find every error in outputs, checkpoint and data before training
+    # 1. The identity of the run, equal on all ranks. Errors in outputs, data and checkpoint end here
     rt = start_runtime(cfg)
-    stop, derived = Stop(rt, argv, cfg.time_limit), derived_numbers(cfg, rt.world_size)
-    intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
-             f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
-    saved, activations = prepare_outputs(cfg, rt)
-    print0(f"{intro}, in {Path.cwd()}", rt)  # the log, which records publish, does not name the folder
-    if saved and (result := rt.comm.broadcast_object(find_result(saved[1], cfg))):
-        print0(f"{saved[0]} is the end of a finished run, see {result}: nothing to do (without --resume it "
-               "starts anew)", rt)
-        return
-    ensure_corpus(cfg, rt)
-    setup_start = time.perf_counter()
-    train_data, val_data = TrainData(cfg, Schedule(cfg)), ValData(cfg)
-    token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
-    data_setup_s = round(time.perf_counter() - setup_start, 2)
+    stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
+    compare_ranks(run, rt)
+    with explain_files():
+        first, named = share_errors(lambda: check_outputs(cfg, run), rt) or ({}, None)
+        derived = run["config"]["derived"]
+        intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
+                 f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
+        print0(f"{intro}, in {Path.cwd()}", rt)  # the log, which records publish, does not name the folder
+        make_corpus(cfg, rt)
+        setup_start = time.perf_counter()
+        train_data = TrainData(cfg, Schedule(cfg))
+        val_data = ValData(cfg, train_data.bos)
+        token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
+        data_setup_s = round(time.perf_counter() - setup_start, 2)
+        shards = [*train_data.shards, *val_data.shards]
+        run["corpus_fingerprint"] = fingerprint(shards)
+        check_corpus(cfg, shards)
+        check_track(cfg, run)
+        compare_ranks(run, rt)
+        saved, resume_line = None, ""
+        if cfg.resume:
+            found = share_errors(lambda: find_checkpoint(cfg, run, named), rt)
+            saved, resume_line = share_saved(found, rt)
+    if saved and saved.is_same_run:
+        run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
+        if result := rt.comm.broadcast_object(find_result(run["run_id"], cfg)):
+            print0(f"{saved.path} is of a finished run, see {result}: nothing to do (without --resume it "
+                   "starts anew)", rt)
+            return
+    earlier = saved.metadata if saved else rt.comm.broadcast_object(first)
     with explain_memory(cfg):
-        rt = choose_precision(cfg, rt, activations)
+        rt = keep_choices(cfg, rt, earlier) if earlier else choose_precision(cfg, rt)
+    run["choices"] = describe_choices(rt)
 
     # 2. Log, checkpoints and model
-    log = RunLog(cfg, rt, argv, saved and saved[1])
-    log.facts["corpus_fingerprint"] = fingerprint((*train_data.shards, *val_data.shards))
-    checkpoints = Checkpoints(cfg, log, train_data.shards[0].bos)
+    log = RunLog(cfg, rt, run, saved)
+    checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
     with ExitStack() as stack, explain_memory(cfg):
-        share_errors(lambda: [stack.enter_context(part) for part in (log, checkpoints)], rt)
+        share_errors(lambda: check_record(cfg, run) if cfg.record else None, rt)
+        with explain_files():
+            stack.enter_context(log)
+        stack.enter_context(checkpoints)
         log.print(intro, to_console=False)
-        for note in rt.notes:
+        for note in (*rt.notes, *filter(None, [resume_line])):
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
-            log.print(resume(trainer, saved))
-        elif cfg.resume:
-            log.print(f"no checkpoint in {name_checkpoints(cfg)}: starting anew")
+            load_state(trainer, saved, run)
 
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
-        setup = dict(config={**plain_dict(cfg), "derived": derived},
-                     compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
+        compile_time_s = round(clock(rt.device) - start, 2)
 
         # 4. Training
         log.start_training(trainer.progress, trainer.schedule.count_tokens(trainer.progress.step))
         first_step, bytes_before = trainer.progress.step, rt.comm.step_bytes()
-        with stop.catch_signals():
+        with stop.catch_signals():  # a signal after the last step has no effect
             rt.comm.barrier()
             rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
             stop.collect()
-        checkpoints.wait()  # its last line belongs into the log
+            is_saved = checkpoints.wait()
 
-        # 5. Result
-        rt, progress, num_steps = trainer.rt, trainer.progress, max(1, cfg.num_iterations - first_step)
-        sent = {name: count - bytes_before[name] for name, count in rt.comm.step_bytes().items()}
-        minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, first_step, progress.step)
-        tokens_per_s = derived["train_tokens"] / progress.train_time
-        flops = tokens_per_s * derived["flops_per_token"]
-        log.finish(dict(
-            **setup, train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
-            mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
-            bytes_per_step=round(sum(sent.values()) / num_steps),
-            minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
-            resumed_at=progress.resumed_at, guard_actions=progress.num_actions))
+            # 5. Result
+            rt, progress, num_steps = trainer.rt, trainer.progress, max(1, cfg.num_iterations - first_step)
+            sent = {name: count - bytes_before[name] for name, count in rt.comm.step_bytes().items()}
+            minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, first_step, progress.step)
+            tokens_per_s = progress.tokens / progress.train_time
+            flops = tokens_per_s * derived["flops_per_token"]
+            log.finish(dict(
+                compile_time_s=compile_time_s, data_setup_s=data_setup_s,
+                train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+                mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+                bytes_per_step=round(sum(sent.values()) / num_steps),
+                minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
+                resumed_at=progress.resumed_at, guard_actions=progress.num_actions))
+            if not is_saved:
+                raise RunError("the last checkpoint was not written, see above", of_one_rank=True)
     print_sample(trainer.model, cfg, trainer.rt)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
@@ -2553,7 +2581,7 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
         return f"the code of {', '.join(row.plain)} or of its helpers was edited, so the plain form runs"
     if name in TRITON_FORMS and triton is None:
         return "Triton is not installed"
-    if name in TRITON_FORMS and not computes_bfloat16(device):
+    if name in TRITON_FORMS and not supports_bfloat16(device):
         return "its tiles need more registers than a GPU below capability 8.0 has"
     try:
         for error in compare_forms(row, cfg, device, dtype, use_compile):
@@ -3353,33 +3381,63 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 # ############################## PART THREE: INFRASTRUCTURE #################################################
 
 # ==== DEVICE ===============================================================================================
-# The device, its precision, and what is fast on it. Choices are made once, by short real launches, in
-# choose_precision(). Errors that concern the user are RunErrors, which main() prints as one line.
+# The device, the process group, and the choices of the start: dtype, compiler, fast forms, FP8. Rank 0 makes
+# each choice once, and the run stores it. Errors that concern the user are RunErrors, which main() prints as
+# one line. To add a choice, add it to choose_precision(), describe_choices() and keep_choices().
 
 class RunError(Exception):
-    """A run that cannot continue: main() prints one line and exits with the status."""
+    """A run that cannot continue. main() prints one line and exits with the status."""
 
     status = 1
 
     def __init__(self, message: str, status: int | None = None, of_one_rank: bool = False):
         super().__init__(message)
         self.status = self.status if status is None else status
-        self.of_one_rank = of_one_rank  # other ranks may not have met it, so this one must print it
+        self.of_one_rank = of_one_rank  # the other ranks may not have this error, so this one prints it
 
 
 class InputError(RunError):
-    """Bad input; the line names value and remedy."""
+    """Bad input. The line names the value and the remedy."""
 
     status = 2
 
 
 class RunStopped(RunError):
-    """An end before the last step, on purpose: the status says why, the line how to continue."""
+    """A stop before the last step, on purpose. The line says how to continue."""
+
+
+@contextmanager
+def explain_files():
+    """Turn an OSError that names a file into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise InputError(f"{error.filename}: {error.strerror}: check the path, its permissions and the free "
+                         "space of its disk", of_one_rank=True) from error
+
+
+@contextmanager
+def explain_memory(cfg: Config):
+    """Turn an out-of-memory error into an InputError that names the option."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_cpu_allocator = "DefaultCPUAllocator: can't allocate memory" in str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and not is_cpu_allocator:
+            raise
+        smaller = max(BLOCK, cfg.micro_batch_tokens // 2 // BLOCK * BLOCK)
+        seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
+        val_seq_len = max(BLOCK, cfg.val_seq_len // 2)
+        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
+                         f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
+                         of_one_rank=True) from error
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a process computes. The default is one rank on a CPU, in float32, with plain forms."""
+    """Device and choices of a process. The default is one rank on a CPU, in float32, with plain forms."""
 
     device: torch.device = torch.device("cpu")
     comm: Comm = dataclasses.field(default_factory=lambda: Comm())
@@ -3390,7 +3448,7 @@ class Runtime:
     fast: frozenset[str] = frozenset()  # fast forms in use
     fp8: frozenset[str] = frozenset()  # FP8 forms in use during training
     peak_flops: float = 0.0  # FLOP/s of a large matmul, measured here. MFU is relative to it
-    notes: tuple[str, ...] = ()  # choices of the start, printed once
+    notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
     @property
     def rank(self) -> int:
@@ -3405,10 +3463,10 @@ class Runtime:
         return self.rank == 0
 
     def compile(self, fn):
-        """torch.compile fn where this run compiles; shapes are static by design."""
+        """torch.compile fn if this run compiles. All shapes are static."""
         if not self.use_compile:
             return fn
-        torch._dynamo.config.recompile_limit = 64  # segments share one piece of code, and so do update rules
+        torch._dynamo.config.recompile_limit = 64  # segments share one code object, and so do update rules
         if self.compile_mode == "coordinate-descent":
             return torch.compile(fn, dynamic=False, options={"coordinate_descent_tuning": True})
         return torch.compile(fn, dynamic=False, mode=self.compile_mode)
@@ -3419,11 +3477,9 @@ def env_int(name: str, default: int) -> int:
 
 
 def check_environment() -> None:
-    """Raise InputError where what torchrun says in the environment makes no sense. Called before anything
-    else reads it."""
+    """Raise InputError if the variables of torchrun are inconsistent. Called before they are read."""
     for name, default in dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
-        text = os.environ.get(name, default)
-        least = 1 if name.endswith("WORLD_SIZE") else 0
+        text, least = os.environ.get(name, default), 1 if name.endswith("WORLD_SIZE") else 0
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
             raise InputError(f"{name}={text} in the environment is not a whole number of at least {least}: "
                              "unset it, or start with torchrun", of_one_rank=True)
@@ -3432,10 +3488,14 @@ def check_environment() -> None:
         if rank >= world_size:
             raise InputError(f"{prefix}RANK={rank} in the environment is not below {prefix}WORLD_SIZE="
                              f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if env_int("WORLD_SIZE", 1) > 1 else ():
+        if name not in os.environ:
+            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, but no {name}: "
+                             "start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
-    """Join the process group, unless told to stay alone; choose_precision() then adds precision."""
+    """Select the device and join the process group of torchrun. is_alone: one rank without a group."""
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     rank, local_rank, world_size = (0, 0, 1) if is_alone else (
         env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
@@ -3443,56 +3503,43 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
                          "or install a CUDA build of torch")
     if use_cuda and local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU of its own: start at most "
-                         f"{torch.cuda.device_count()} processes per node, or use --device=cpu",
-                         of_one_rank=True)
+        raise InputError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
+                         "processes per node, or use --device=cpu", of_one_rank=True)
     check_world_size(cfg, world_size)
+    raise_file_limit()
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    gloo_group = all_gather_group = None
     if use_cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: bfloat16 stays bfloat16
-    if world_size > 1:
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise InputError(f"WORLD_SIZE={world_size} in the environment, but no {name}: start with "
-                                 "torchrun, or unset WORLD_SIZE", of_one_rank=True)
-        with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: no rank outlives its launcher
-            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
-
-        # On several nodes gloo takes the network interface of the host's name. Where that name means this
-        # node's own loopback, it would look there for the others.
-        is_told = env_int("LOCAL_WORLD_SIZE", world_size) == world_size or "GLOO_SOCKET_IFNAME" in os.environ
-        with suppress(OSError):  # a name without an address: gloo then looks for another interface
-            name = socket.gethostname()
-            address = "" if is_told else socket.gethostbyname(name)
-            if address.startswith("127."):
-                raise InputError(f"this host's name, {name}, means {address}, where no other node "
-                                 "finds it: set GLOO_SOCKET_IFNAME to its network interface (ip -br address "
-                                 "lists them), or give the name its address in /etc/hosts", of_one_rank=True)
-        try:
-            socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # or it would be asked for an hour
-            dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
-                                    timeout=LONG_TIMEOUT)
-            gloo_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
-            all_gather_group = dist.new_group(timeout=LONG_TIMEOUT)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(f"rank {rank} does not find the others at MASTER_ADDR="
-                             f"{os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
-                             f"({str(error)[:200]}): start with torchrun, and with GLOO_SOCKET_IFNAME=the "
-                             "network interface where there are several nodes", of_one_rank=True) from None
-    return Runtime(device, Comm(rank, world_size, gloo_group, all_gather_group), local_rank)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: no upcast
+    return Runtime(device, join_ranks(device, rank, world_size), local_rank)
 
 
-def choose_precision(cfg: Config, rt: Runtime, activations: str = "") -> Runtime:
-    """Decide precision, compilation, fast forms and FP8 by short real launches. Rank 0 decides for all.
+def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
+    """Join the process group. InputError if the other ranks are not reachable."""
+    if world_size == 1:
+        return Comm()
+    with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG on Linux: a rank ends with its launcher
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
+    is_cuda, address = device.type == "cuda", os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)  # init_process_group() would retry an unknown name for an hour
+        dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None,
+                                timeout=LONG_TIMEOUT)
+        return Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
+                    dist.new_group(timeout=LONG_TIMEOUT))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"rank {rank} does not reach the others at MASTER_ADDR={address}, MASTER_PORT="
+                         f"{os.environ['MASTER_PORT']} ({str(error)[:200]}): start with torchrun. On "
+                         "several nodes also set GLOO_SOCKET_IFNAME to the interface (docs/nodes.md)",
+                         of_one_rank=True) from None
 
-    activations: their type in the run that this one continues, or in the first one of its record.
-    """
-    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device, activations)
+
+def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
+    """Choose dtype, compiler, fast forms and FP8 by short launches on the device. Rank 0 chooses for all."""
+    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
     use_compile, note = choose_compile(cfg, rt.device)
     fast, lines = choose_fast_forms(cfg, rt.device, dtype, use_compile)
     fp8 = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast) for name in FP8_FORMS}
@@ -3502,14 +3549,57 @@ def choose_precision(cfg: Config, rt: Runtime, activations: str = "") -> Runtime
         notes=(*notes, note, *lines, *(line for _, line in fp8.values())))))
 
 
+def describe_choices(rt: Runtime) -> dict:
+    """The choices of choose_precision(), as a run stores them."""
+    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8))
+
+
+def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
+    """choose_precision(), but options that are auto take the choices of an earlier run.
+
+    earlier: metadata of a checkpoint or a result. If its choices do not exist on this machine, a record ends
+    with InputError. Another run chooses anew.
+    """
+    parts = identify(earlier)
+    kept = {name: parts[f"choices.{name}"] for name in CHOICE_TYPES if f"choices.{name}" in parts}
+    if "compile" in kept:
+        kept["compile"] = "on" if kept["compile"] else "off"
+    if "fast" in kept:
+        kept["fast"] = ",".join(kept["fast"]) or "off"
+    if "fp8" in kept:
+        kept |= {name: "on" if name in kept["fp8"] else "off" for name in FP8_FORMS}
+    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") == "auto"}
+    reason = "another device"
+    if parts.get("machine.device") == rt.device.type:
+        try:
+            return choose_precision(dataclasses.replace(cfg, **kept), rt)
+        except InputError as error:
+            reason = str(error)
+    if cfg.record:
+        raise InputError(f"--record={cfg.record} began with choices that do not exist here ({reason}): use "
+                         "the machine that it began on, or another name")
+    rt = choose_precision(cfg, rt)
+    return dataclasses.replace(rt, notes=(f"the earlier choices do not exist here ({reason}). New ones:",
+                                          *rt.notes))
+
+
+CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str])
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as allowed, because every shard stays open."""
+    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed activations for the next step: no page faults in the hot loop."""
-    try:
+    with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # not glibc; only speed is lost
-        return
-    libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
-    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
 
 
 def clock(device: torch.device) -> float:
@@ -3529,66 +3619,47 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float
     return 2 * size**3 / best
 
 
-def computes_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is a type of this device, if not always a fast one."""
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether the device has bfloat16, even if it is slow."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_dtype(cfg: Config, device: torch.device, first: str = "") -> tuple[torch.dtype, float, str]:
-    """(dtype of activations, FLOP/s of a large matmul in it, one line): for auto what the device says of
-    itself; or first, what this run, or the first one of its record, began with."""
-    is_cuda, has_bf16 = device.type == "cuda", computes_bfloat16(device)
-    if not has_bf16 and "bfloat16" in (cfg.dtype, first):
-        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto; what "
-                         "began in bfloat16 goes on where it can")
+def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+    """(dtype of activations, FLOP/s of a large matmul in it, a line with the reason)."""
+    is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+    if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
+        features = getattr(torch.cpu, "get_capabilities", dict)()
+        has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     if cfg.dtype != "auto":
-        name, reason = cfg.dtype, "chosen by --dtype"
-    elif first:
-        name, reason = first, "as this run, or the first one of its record, began"
-    elif has_bf16 if is_cuda else any(  # PyTorch before 2.13 cannot tell what a processor has
-            getattr(torch.cpu, "get_capabilities", dict)().get(kind)
-            for kind in ("avx512_bf16", "amx_bf16", "bf16")):
-        name, reason = "bfloat16", f"this {'GPU' if is_cuda else 'processor'} multiplies it"
+        name, reason = cfg.dtype, "chosen by --dtype or by an earlier start"
     else:
-        name, reason = "float32", f"this {'GPU' if is_cuda else 'processor'} does not multiply bfloat16"
+        name, verb = ("bfloat16", "multiplies") if has_bf16 else ("float32", "does not multiply")
+        reason = f"this {'GPU' if is_cuda else 'processor'} {verb} bfloat16"
     dtype = getattr(torch, name)
     rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
-    return dtype, rate, f"activations: {name} ({reason}; matmul measured at {rate / 1e12:.2f} TFLOP/s)"
+    return dtype, rate, f"activations: {name} ({reason}. Matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """(whether to compile, one line saying why): with Triton, which Windows lacks, and capability 7.0."""
+    """(whether to compile, a line with the reason). auto: on CUDA with Triton and capability 7.0."""
     is_cuda, reason = device.type == "cuda", ""
     if is_cuda and triton is None:
         reason = "Triton is not installed"
     elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
         reason = "a GPU below capability 7.0"
     if cfg.compile == "on" and reason:
-        raise InputError(f"--compile=on but it cannot be ({reason}): use --compile=auto or off")
-    if cfg.compile_mode != "default" and (cfg.compile == "off" or cfg.compile == "auto" and not is_cuda):
-        raise InputError(f"--compile_mode={cfg.compile_mode} has no effect where nothing is compiled: give "
-                         "--compile=on, or leave it out")
+        raise InputError(f"--compile=on is not possible ({reason}): use --compile=auto or off")
     use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    if cfg.compile_mode != "default" and not use_compile and not reason:
+        raise InputError(f"--compile_mode={cfg.compile_mode} has no effect, because nothing is compiled: "
+                         "give --compile=on, or leave it out")
     return use_compile, f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}"
 
 
-@contextmanager
-def explain_memory(cfg: Config):
-    """Turn an out-of-memory error into an InputError that names the option."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        smaller = max(128, cfg.micro_batch_tokens // 2 // 128 * 128)
-        rows = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
-        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
-                         f"--micro_batch_tokens={smaller}{rows} "
-                         f"(or --val_seq_len={max(128, cfg.val_seq_len // 2)})", of_one_rank=True) from error
-
-
 def read_peak_memory_mib(rt: Runtime) -> int:
-    """Most memory in use: while training by the GPU's allocator; on CPU ever by the whole process."""
+    """Peak memory: of training on a GPU, of the whole process on a CPU."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
     try:
@@ -3598,24 +3669,10 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def share_errors(body: Callable, rt: Runtime):
-    """Do what rank 0 may find impossible; its InputError is raised on every rank, which else would wait."""
-    result, problem = None, ""
-    try:
-        result = body()
-    except InputError as error:
-        problem = str(error)
-    problem = rt.comm.broadcast_object(problem)
-    if problem:
-        raise InputError(problem)
-    return result
-
-
 class HostCopy:
-    """A copy of a tensor on its way to the CPU, into one that is there or a new one; the tensor may change
-    at once."""
+    """An asynchronous copy of a tensor to the CPU. The tensor may change as soon as this is constructed."""
 
-    PINNED = 2**20  # most bytes that are pinned for one copy: pinning takes a second for 5 GB
+    PINNED = 2**20  # largest copy in bytes that gets pinned memory. Pinning 5 GB takes a second
 
     def __init__(self, tensor: Tensor, out: Tensor | None = None):
         tensor, self.event = tensor.detach(), None
@@ -3634,7 +3691,7 @@ class HostCopy:
 
 
 class Stop:
-    """A wish to end early: the exit status it asks for, else 0. All ranks heed it after the same step."""
+    """A request to stop early: an exit status, else 0. All ranks stop after the same step."""
 
     TIME_LIMIT, GUARD = 124, 3  # exit statuses
     CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", TIME_LIMIT: "at its time limit",
@@ -3642,12 +3699,16 @@ class Stop:
 
     def __init__(self, rt: Runtime, argv: Iterable[str] = (), time_limit: float = 0.0):
         self.rt, self.argv, self.time_limit = rt, argv, time_limit or math.inf
-        self.started, self.wish, self.agreed, self.work = time.monotonic(), 0, 0, None
+        self.started, self.work = time.monotonic(), None
+        self.requested = 0  # on this rank
+        self.agreed = 0  # on all ranks
 
     @contextmanager
     def catch_signals(self):
-        """Turn SIGINT, SIGTERM and SIGHUP, a lost terminal, into a wish; SIGINT again after a second
-        interrupts. What is ignored, as SIGHUP under nohup, stays ignored."""
+        """Turn SIGINT, SIGTERM and SIGHUP into requests. SIGINT again after a second interrupts.
+
+        Signals that the parent process ignores stay ignored, for example SIGHUP under nohup.
+        """
         first_at = math.inf
 
         def handle(signum: int, _frame) -> None:
@@ -3655,52 +3716,56 @@ class Stop:
             if signum == signal.SIGINT and time.monotonic() > first_at + 1:
                 raise KeyboardInterrupt
             first_at = min(first_at, time.monotonic())
-            self.wish = self.wish or 128 + signum
+            self.requested = self.requested or 128 + signum
 
-        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has two of them
-                 if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
-        old = {name: signal.signal(getattr(signal, name), handle) for name in names}
+        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows lacks the last
+        signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        old = {number: signal.signal(number, handle) for number in signals
+               if signal.getsignal(number) != signal.SIG_IGN}
         try:
             yield
-        finally:  # of several ranks they stay: the launcher's SIGTERM would cut off last words
-            for name, handler in old.items() if self.rt.world_size == 1 else ():
-                signal.signal(getattr(signal, name), handler)
+        finally:  # with several ranks they stay: the SIGTERM of torchrun would cut off the last lines
+            for number, handler in old.items() if self.rt.world_size == 1 else ():
+                signal.signal(number, handler)
 
-    def agree(self) -> int:
-        """The largest wish of all ranks. Every rank calls this after every step; wishes of others arrive a
-        step later, so that nobody waits for them."""
+    def poll(self) -> int:
+        """The request that all ranks honor after this step, or 0. Every rank calls this after every step.
+
+        A request of another rank arrives one step later, so that no rank waits.
+        """
         if time.monotonic() - self.started > self.time_limit:
-            self.wish = self.wish or self.TIME_LIMIT
-        if self.rt.world_size == 1:
-            return self.wish
+            self.requested = self.requested or self.TIME_LIMIT
         self.collect()
-        self.flag = torch.tensor(self.wish)
-        self.work = self.rt.comm.start_max(self.flag, on_cpu=True)
+        if self.rt.world_size == 1:
+            self.agreed = self.agreed or self.requested
+        else:
+            self.flag = torch.tensor(self.requested)
+            self.work = self.rt.comm.start_max(self.flag, on_cpu=True)
         return self.agreed
 
     def collect(self) -> None:
+        """Finish the communication of the last poll()."""
         if self.work is not None:
             self.work.wait()
             self.work, self.agreed = None, self.agreed or int(self.flag)
 
-    def end(self, status: int, where: str, checkpoints: Checkpoints) -> typing.NoReturn:
+    def end(self, status: int, step: str, checkpoints: Checkpoints) -> typing.NoReturn:
         """Raise RunStopped on every rank, with the command line that continues from the last checkpoint."""
-        rt, argv = self.rt, list(self.argv)
+        rt, argv, remedy = self.rt, list(self.argv), "no checkpoint"
         self.collect()
-        path = checkpoints.wait() or next(iter(checkpoints.own), None)  # an older one, where that one failed
-        path = rt.comm.broadcast_object(path)
-        rt.comm.barrier()  # a launcher ends all ranks when the first one leaves
-        remedy = "no checkpoint"
+        checkpoints.wait()
+        path = rt.comm.broadcast_object(next(iter(list_steps(checkpoints.folder)), None))
+        rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         if path:
             per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
             nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
             nodes = nodes if rt.world_size > per_node else "--standalone"
             launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
-            rest = [word for before, word in zip(("", *argv), argv)
+            kept = [word for before, word in zip(("", *argv), argv)
                     if not word.startswith("--resume") and before != "--resume"]
-            words = shlex.join([os.path.relpath(__file__), *rest, f"--resume={path}"])
+            words = shlex.join([os.path.relpath(__file__), *kept, f"--resume={path}"])
             remedy = f"continue with: {launcher} {words}"
-        raise RunStopped(f"stopped {self.CAUSES[status]} after {where}: {remedy}", status)
+        raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
 # Which rows of list_fast_forms() are used on this device, and the inputs for their comparisons.
@@ -3978,6 +4043,13 @@ class Comm:
             dist.broadcast_object_list(box, src=0, group=self.gloo_group)
         return box[0]
 
+    def gather_objects(self, value) -> list:
+        """The plain Python objects of all ranks in their order, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.gloo_group)
+        return values
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self.gloo_group)
@@ -3991,6 +4063,29 @@ class Comm:
 # PyTorch 2.13 renamed these two
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def share_errors(body: Callable, rt: Runtime):
+    """Call body on rank 0. Returns its result there, None elsewhere. All ranks raise its InputError."""
+    result, problem = None, ""
+    if rt.is_main:
+        try:
+            result = body()
+        except InputError as error:
+            problem = str(error)
+    problem = rt.comm.broadcast_object(problem)
+    if problem:
+        raise InputError(problem)
+    return result
+
+
+def compare_ranks(run: dict, rt: Runtime) -> None:
+    """Raise InputError on all ranks if one has another script, option, machine or data than rank 0."""
+    runs = rt.comm.gather_objects(run)
+    for rank, other in enumerate(runs):
+        if others := differences(runs[0], other, "ranks"):
+            raise InputError(f"rank {rank} differs from rank 0 ({', '.join(others[:5])}): start all ranks "
+                             "with equal options, files, script and PyTorch")
 
 
 def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -> float:
@@ -4026,60 +4121,67 @@ BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 @dataclass(frozen=True)
 class Shard:
-    """A token file, checked and kept open: one that takes its name meanwhile changes nothing. It is read and
-    not mapped, because a map of a file that was cut short ends the process (SIGBUS)."""
+    """A token file, checked and kept open, so a new file of its name changes nothing.
+
+    It is read and not mapped: a map of a file that is cut short ends the process (SIGBUS).
+    """
 
     file: typing.BinaryIO
     num_tokens: int
-    starts: np.ndarray  # where its documents begin
+    starts: np.ndarray  # first token of each document
     bos: int
     sha256: str
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def usable_tokens(self, max_doc_len: int) -> np.ndarray:
-        """Running count of usable tokens after each document, documents cut to max_doc_len."""
+        """Running sum of the usable tokens of documents that are cut to max_doc_len."""
         lengths = np.diff(self.starts, append=self.num_tokens)
         return np.minimum(lengths, max_doc_len).cumsum()
 
     def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens first..end-1, by default all, uint16; RunError where the file no longer has them."""
+        """Tokens first..end-1, by default all, uint16. RunError if the file no longer has them."""
         end = self.num_tokens if end is None else min(end, self.num_tokens)
         with self.lock:
             self.file.seek(SHARD_HEADER_BYTES + 2 * first)
             data = self.file.read(2 * (end - first))
         if len(data) != 2 * (end - first):
-            raise RunError(f"{self.file.name} was cut short while this run was reading it, it ends before "
-                           f"token {end}: {SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
+            raise RunError(f"{self.file.name} was cut short during this run, before token {end}: "
+                           f"{SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
         return np.frombuffer(data, dtype="<u2")
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
-    """(tokens, vocabulary size, BOS token) of a shard whose length agrees; else InputError."""
+    """(tokens, vocabulary size, BOS token) of a shard. InputError if its size differs from its header."""
     problem, header = None, np.zeros(0, dtype="<i4")
     try:
         size = os.path.getsize(path)
         if os.path.isfile(path):  # a pipe would wait for its writer
             header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): "
-                         "check the path and its permissions") from None
+        remedy = "check the path and its permissions"
+        if error.errno == errno.EMFILE:
+            remedy = "raise the limit of open files with ulimit -n, or build fewer and larger shards"
+        raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
     elif header[2] <= 0:
-        problem = "holds no tokens"
+        problem = "has no tokens"
     elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
-        problem = f"has {size} bytes where its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
+        problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
     if problem:
         raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
-def open_shard(path: str, vocab_size: int) -> Shard:
-    """Open and check a .bin shard; InputError names the file and what is wrong with it."""
+def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> Shard:
+    """Open and check a .bin shard. InputError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     if shard_vocab != vocab_size:
         raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
                          f"set --vocab_size={shard_vocab} or choose other files")
+    if expected_bos not in (None, bos):
+        raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
+                         "of one kind with --train_files and --val_files")
     file = open(path, "rb", buffering=0)
     tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
@@ -4092,12 +4194,12 @@ def open_shard(path: str, vocab_size: int) -> Shard:
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
-    """Files of a glob pattern in sorted order; InputError says how to get them."""
+    """Files of a glob pattern in sorted order. InputError says how to get them."""
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
-                         "for FineWeb, or python data/text.py for your own text, both of this file's "
-                         "repository")
+                         "for FineWeb, or python data/text.py for your own text. Both are in this "
+                         "file's repository")
     return paths
 
 
@@ -4110,6 +4212,50 @@ def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> No
 
 def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
+
+
+def read_corpus_info() -> dict:
+    """corpus.json of the embedded corpus if its shards are complete, else {}."""
+    try:
+        info = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())
+        sizes = [Path(EMBEDDED_CORPUS, name).stat().st_size for name in info["files"]]
+        is_complete = sum(sizes) == 2 * sum(info["tokens"].values()) + SHARD_HEADER_BYTES * len(sizes)
+        return info if is_complete and isinstance(info["source"], str) else {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # never made, or damaged
+        return {}
+
+
+def make_corpus(cfg: Config, rt: Runtime) -> None:
+    """Make the embedded corpus with data/text.py if this run needs it and it is not that of this PyTorch.
+
+    A corpus of another source is not replaced. A copy of this file without data/text.py makes none.
+    """
+    if Path(cfg.train_files).parent != Path(EMBEDDED_CORPUS):
+        return
+    tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
+    wanted = f"torch {torch.__version__.partition('+')[0]}"
+    for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes without a shared folder make it themselves
+        source = read_corpus_info().get("source", wanted if not is_turn else "")
+        if source and not source.startswith("torch "):
+            raise InputError(f"{EMBEDDED_CORPUS} has a corpus of {source[:100]!r}, but it is the folder of "
+                             "the PyTorch source: move it, and give --train_files and --val_files",
+                             of_one_rank=True)
+        for tool in [path for path in tools if path.exists()][:1] if is_turn and source != wanted else ():
+            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # which the tool imports
+            spec = importlib.util.spec_from_file_location("text", tool)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            module.make_embedded_corpus()
+        rt.comm.barrier()
+
+
+def check_corpus(cfg: Config, shards: list[Shard]) -> None:
+    """Raise InputError if the embedded corpus does not have the fingerprint of its corpus.json."""
+    info, found = read_corpus_info(), fingerprint(shards)
+    is_embedded = Path(cfg.train_files).parent == Path(cfg.val_files).parent == Path(EMBEDDED_CORPUS)
+    if is_embedded and len(shards) == len(info.get("files", ())) and found != info["fingerprint"]:
+        raise InputError(f"{EMBEDDED_CORPUS} has fingerprint {found}, but {info['fingerprint']} by its "
+                         "corpus.json, so a shard was changed: make it again with python data/text.py")
 
 
 def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int
@@ -4129,7 +4275,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     """Ids of the tokens that are text, by their bytes."""
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        # GPT-2's file writes every byte as a printable character: those that are none come after 255.
+        # GPT-2's file maps every byte to a printable character. The other bytes come after 255
         printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
         decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
         texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
@@ -4237,11 +4383,11 @@ PRESETS |= {
         warmup_iterations=0, num_iterations=720, tokens_per_step=2048, val_loss_every=120,
         sequence_start="anywhere")),
     "quick": ("laptop", "laptop in half a minute, also for a small text", dict(
-        num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
+        track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine, for tests", dict(
-        num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12, tokens_per_step=2048,
-        seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096, val_seq_len=1024,
-        val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+        track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
+        tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096,
+        val_seq_len=1024, val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
     "smoke_frontier": ("smoke", "all mechanisms of the newest recipe, in seconds", dict(
         num_layers=5, layers=SMOKE_FRONTIER_LAYERS, bigram_rows=512, smear="on", softcap=23.0,
         softcap_shift=5.0, x0_mix="after_attention", residual_init=1.1**0.5, zero_init="mlp",
@@ -4392,10 +4538,9 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
         matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
         adam_eps=1e-10 * GRAD_TOKENS)}
 
-
 # ==== COMMAND LINE =========================================================================================
-# From words to a Config: parsing, presets, --without, and all checks of options that cannot work together.
-# Every error is one line that names the value and a remedy.
+# From words to a Config: parsing, presets, --without, and checks of options that contradict each other.
+# Every error is one line with value and remedy. A new check goes into one of the generators NAME_problems().
 
 class Option(typing.NamedTuple):
     """An option of the command line: a field of the config, or GROUP_FIELD."""
@@ -4517,11 +4662,11 @@ def check_value(name: str, value) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, (int, float)):
             continue
-        for problem, remedy in ((not math.isfinite(number), "is not finite: give an ordinary number"),
-                                (low is not None and number < low, f"is too small: give at least {low}"),
-                                (high is not None and number > high, f"is too large: give at most {high}")):
-            if problem:
-                raise InputError(f"--{name}={show_value(value)[:50]} {remedy}")
+        for is_wrong, reason in ((not math.isfinite(number), "is not finite: give an ordinary number"),
+                                 (low is not None and number < low, f"is too small: give at least {low}"),
+                                 (high is not None and number > high, f"is too large: give at most {high}")):
+            if is_wrong:
+                raise InputError(f"--{name}={show_value(value)[:50]} {reason}")
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -4532,7 +4677,7 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are InputErrors."""
+    """An ArgumentParser whose errors are InputErrors."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise InputError(f"{message}: see --help")
@@ -4599,14 +4744,14 @@ def make_config(overrides: dict) -> Config:
     if values["depth"]:
         if values["tokens_per_param"] != Config.tokens_per_param and "num_iterations" in overrides:
             raise InputError(f"--tokens_per_param={values['tokens_per_param']} and --num_iterations="
-                             f"{values['num_iterations']} both say how long to train: give one of them")
+                             f"{values['num_iterations']} both set the length of the run: give one of them")
         preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
         values = {**preset, **overrides, "preset": name}
     else:
         values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
     if values["layers"] and "layers" not in overrides and len(values["layers"]) != values["num_layers"]:
         raise InputError(f"--num_layers={values['num_layers']}: preset {name} has {len(values['layers'])} "
-                         "layers, each with mechanisms of its own: give the others with --layers, too")
+                         "layers with different mechanisms: give all layers with --layers")
     values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
     values = switch_off(values, overrides)
     for key, value in values.items():
@@ -4665,103 +4810,130 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def check_config(cfg: Config) -> None:
-    """Raise InputError for options that cannot work together, or that would do nothing."""
-    matrix, width = cfg.groups["matrix"], cfg.num_heads * cfg.head_dim
-    keeps_norm, rule = RULES[matrix.rule].keeps_norm, f"--matrix_rule={matrix.rule} keeps norms"
-    lengths = [("seq_len", stage.seq_len) for stage in (cfg, *cfg.full_stages)]
-    multiples = [("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)"),
-                 ("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
-                  f"qk_group_heads={cfg.qk_group_heads}"),
-                 ("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)"),
-                 *((name, length, BLOCK, "128 tokens (one attention block)")
-                   for name, length in (*lengths, ("val_seq_len", cfg.val_seq_len))),
-                 ("val_tokens", cfg.val_tokens, cfg.val_seq_len, f"val_seq_len={cfg.val_seq_len}"),
-                 *(("tokens_per_step", stage.tokens_per_step, stage.seq_len, f"seq_len={stage.seq_len}")
-                   for stage in cfg.full_stages)]
-    longest = max((stage.seq_len for stage in cfg.full_stages), default=0)
-    checks = [
-        (cfg.extension_steps == 0 or cfg.extension_steps < cfg.num_iterations and len(cfg.stages) > 1,
-         f"--extension_steps={cfg.extension_steps} are those of the last of several stages, and the last of "
-         f"--num_iterations={cfg.num_iterations}: give fewer, and two stages or more"),
-        (cfg.bigram_rows not in (1, 2), f"--bigram_rows={cfg.bigram_rows} is no table: give 0, or many"),
-        (cfg.model_dim == width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
-                                 f"{cfg.num_heads} * {cfg.head_dim}: set --model_dim={width}"),
-        (cfg.attention_gate_dim <= cfg.model_dim, f"--attention_gate_dim={cfg.attention_gate_dim} is wider "
-                                                  f"than the model: give at most {cfg.model_dim}"),
-        *((re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name) is not None,
-           f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, digits, '_', "
-           "'-' and '.'") for field, name in (("record", cfg.record or "none"), ("track", cfg.track))),
-        *((value > 0 and value % unit == 0,
-           f"--{name}={value} is not a multiple of {what}: {nearest_multiples(value, unit)}")
-          for name, value, unit, what in multiples),
-        (not (keeps_norm and matrix.weight_decay), f"--matrix_weight_decay={matrix.weight_decay} has no "
-                                                   f"effect, {rule}: give --matrix_weight_decay=0"),
-        (cfg.zero_init != "off" or not cfg.has_output_gain,
-         "--zero_init=off has no effect where layers begin with zero gains: give --output_gain=off"),
-        (cfg.depth > 0 or cfg.tokens_per_param == Config.tokens_per_param,
-         f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"),
-        (math.frexp(cfg.grad_grid)[0] in (0.0, 0.5), f"--grad_grid={cfg.grad_grid} is not a power of two: "
-                                                     f"give {2.0 ** round(math.log2(cfg.grad_grid or 1))}"),
-        (cfg.micro_batch_tokens >= longest,
-         f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, seq_len={longest}"
-         + (f": give --micro_batch_tokens={longest}, or shorten seq_len in --stages" if longest > cfg.seq_len
-            else f": shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}")),
-        (len(cfg.stages) > 0, "--stages is empty: give at least one stage"),
-        *((len(group.betas) == 2, f"--{name}_betas is empty: give two numbers as a,b")
-          for name, group in cfg.groups.items()),
-        (cfg.val_windows == tuple(sorted(cfg.val_windows, reverse=True)),
-         f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short"),
-    ]
+    """Raise InputError for the first contradiction in the options."""
+    for problems in (model_problems, optimizer_problems, run_problems, stage_problems, layer_problems):
+        for problem in problems(cfg):
+            raise InputError(problem)
+
+
+def not_a_multiple(name: str, value: int, unit: int, reason: str) -> Iterator[str]:
+    if value <= 0 or value % unit:
+        yield f"--{name}={value} is not a multiple of {reason}: {nearest_multiples(value, unit)}"
+
+
+def model_problems(cfg: Config) -> Iterator[str]:
+    width = cfg.num_heads * cfg.head_dim
+    if cfg.model_dim != width:
+        yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
+               f"{cfg.head_dim}: set --model_dim={width}")
+    if cfg.attention_gate_dim > cfg.model_dim:
+        yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
+               f"{cfg.model_dim}")
+    if cfg.bigram_rows in (1, 2):
+        yield f"--bigram_rows={cfg.bigram_rows} is too small for a hash table: give 0, or thousands"
+    if cfg.zero_init == "off" and cfg.has_output_gain:
+        yield "--zero_init=off has no effect if layers begin with zero gains: give --output_gain=off"
+    if cfg.depth == 0 and cfg.tokens_per_param != Config.tokens_per_param:
+        yield f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"
+    yield from not_a_multiple("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
+    yield from not_a_multiple("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
+                              f"qk_group_heads={cfg.qk_group_heads}")
+    yield from not_a_multiple("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
+
+
+def optimizer_problems(cfg: Config) -> Iterator[str]:
+    matrix = cfg.groups["matrix"]
+    if RULES[matrix.rule].keeps_norm and matrix.weight_decay:
+        yield (f"--matrix_weight_decay={matrix.weight_decay} has no effect, because --matrix_rule="
+               f"{matrix.rule} keeps norms: give --matrix_weight_decay=0")
+    if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
+        yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
+               f"{2.0 ** round(math.log2(cfg.grad_grid))}")
+    for name in [name for name, group in cfg.groups.items() if len(group.betas) != 2]:
+        yield f"--{name}_betas is empty: give two numbers as a,b"
+
+
+def run_problems(cfg: Config) -> Iterator[str]:
+    for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name):
+            yield (f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, "
+                   "digits, '_', '-' and '.'")
+    yield from not_a_multiple("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
+    yield from not_a_multiple("val_tokens", cfg.val_tokens, cfg.val_seq_len,
+                              f"val_seq_len={cfg.val_seq_len}")
+    if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
+        yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short")
     forms = [name for name in list_fast_forms() if name not in FP8_FORMS]
     for name in split_names(cfg.fast) if cfg.fast not in ("auto", "off") else ():
-        new_name = f"{name} is now {RENAMED_FORMS[name]}" if name in RENAMED_FORMS else ""
-        checks += [(name in forms, f"--fast={cfg.fast}: {new_name or f'{name} is not a fast form'}: give "
-                                   "auto, off, or some of "
-                                   f"{','.join(forms)}")]
+        if name not in forms:
+            new_name = f"{name} is now {RENAMED_FORMS[name]}" if name in RENAMED_FORMS else ""
+            yield (f"--fast={cfg.fast}: {new_name or f'{name} is not a fast form'}: give auto, off, or some "
+                   f"of {','.join(forms)}")
+
+
+def stage_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.stages:
+        yield "--stages is empty: give at least one stage"
     for stage in cfg.stages:
         try:
-            are_ramps = parse_ramps(stage.loss_weights) and len(parse_ramps(stage.prefix_weight)) == 1
+            are_ramps = bool(parse_ramps(stage.loss_weights)) and len(parse_ramps(stage.prefix_weight)) == 1
         except ValueError:
             are_ramps = False
-        checks += [
-            (bool(are_ramps), f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
-                              f"{stage.prefix_weight!r}: give numbers, or a:b, with spaces between; one to "
-                              "prefix_weight"),
-            (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9,
-             f"--stages has a duration or lr_factor out of range: {stage}: give a positive one"),
-            (1 <= stage.window_short <= stage.window_long < 2**31,
-             f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= short "
-             "<= long")]
+        if not are_ramps:
+            yield (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
+                   f"{stage.prefix_weight!r}: give numbers or a:b, with spaces "
+                   "between them. prefix_weight takes one")
+        if not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9):
+            yield f"--stages has a duration or lr_factor out of range: {stage}: give a positive one"
+        if not 1 <= stage.window_short <= stage.window_long < 2**31:
+            yield (f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= "
+                   "short <= long")
         for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK)):
             value = getattr(stage, name)
-            checks += [(value is None or least <= value < 2**31,
-                        f"--stages has {name}={value}: give {least} or more")]
+            if value is not None and not least <= value < 2**31:
+                yield f"--stages has {name}={value}: give {least} or more"
+    for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
+        yield from not_a_multiple("seq_len", length, BLOCK, "128 tokens (one attention block)")
+    for stage in cfg.full_stages:
+        yield from not_a_multiple("tokens_per_step", stage.tokens_per_step, stage.seq_len,
+                                  f"seq_len={stage.seq_len}")
+    longest = max(stage.seq_len for stage in cfg.full_stages)
+    if cfg.micro_batch_tokens < longest:
+        remedy = f"shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"
+        if longest > cfg.seq_len:
+            remedy = f"give --micro_batch_tokens={longest}, or shorten seq_len in --stages"
+        yield (f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, "
+               f"seq_len={longest}: {remedy}")
+    if cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1):
+        yield (f"--extension_steps={cfg.extension_steps} are the last steps of --num_iterations="
+               f"{cfg.num_iterations} and the last of several stages: give fewer, and two stages or more")
 
-    checks += [(len(cfg.layers) == cfg.num_layers, f"--layers has {len(cfg.layers)} layers, num_layers is "
-                f"{cfg.num_layers}: set --num_layers={len(cfg.layers)}"),
-               (cfg.segments <= cfg.num_layers, f"--segments={cfg.segments} is more than the "
-                f"{cfg.num_layers} layers: give at most --segments={cfg.num_layers}")]
+
+def layer_problems(cfg: Config) -> Iterator[str]:
+    if len(cfg.layers) != cfg.num_layers:
+        yield (f"--layers has {len(cfg.layers)} layers, num_layers is {cfg.num_layers}: set "
+               f"--num_layers={len(cfg.layers)}")
+    if cfg.segments > cfg.num_layers:
+        yield (f"--segments={cfg.segments} is more than the {cfg.num_layers} layers: give at most "
+               f"--segments={cfg.num_layers}")
     used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
     for i, spec in enumerate(cfg.layers):
         has, known = f"--layers: layer {i} has", {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
         for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_from", i)):
             value = getattr(spec, name)
-            checks += [(value is None or 0 <= value <= last, f"{has} {name}={value}: name an earlier layer")]
-        checks += [
-            (spec.attention in ("long", "short", "none"),
-             f"{has} attention={spec.attention}: choose long, short or none"),
-            (spec.value_embed is None or 0 <= spec.value_embed < cfg.num_value_embeds,
-             f"{has} value_embed={spec.value_embed}: num_value_embeds is {cfg.num_value_embeds}"),
-            (not spec.paired or cfg.num_heads % 2 == 0,
-             f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"),
-            (not spec.mudd_in or spec.attention != "none",
-             f"{has} mudd_in={spec.mudd_in} and no attention, whose values it enters: give one of them"),
-            (known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")),
-             f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
-             f"{', '.join(sorted(known))}")]
-    for holds, message in checks:
-        if not holds:
-            raise InputError(message)
+            if value is not None and not 0 <= value <= last:
+                yield f"{has} {name}={value}: name an earlier layer"
+        if spec.attention not in ("long", "short", "none"):
+            yield f"{has} attention={spec.attention}: choose long, short or none"
+        if spec.value_embed is not None and not 0 <= spec.value_embed < cfg.num_value_embeds:
+            yield f"{has} value_embed={spec.value_embed}: num_value_embeds is {cfg.num_value_embeds}"
+        if spec.paired and cfg.num_heads % 2:
+            yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
+        if spec.mudd_in and spec.attention == "none":
+            yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: give one of them"
+        if not known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")):
+            yield (f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+                   f"{', '.join(sorted(known))}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -4842,90 +5014,10 @@ def config_from_dict(values: dict) -> Config:
     return build_config(known)
 
 # ==== RUN RECORD ===========================================================================================
-# What a run leaves: the script, a log, a json of its result, and measurements on request. Rank 0 alone
-# writes. Files appear under their name only when they are whole, and nothing is replaced that this program
-# did not write. The formats are in records/README.md.
-
-# Facts of the machine that seeds of a record have in common: times are compared, and on a CPU bits
-MACHINE_FACTS = ("device", "ranks", "cpu", "threads", "gpu", "activations", "simd", "torch")
-# Options that change neither weights nor losses: they may differ between the seeds of a record
-FREE_OPTIONS = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume",
-                "time_limit", "telemetry_every"}
-
-
-@contextmanager
-def lock_folder(folder: Path, message: str, is_patient: bool = False):
-    """Make a folder and keep other processes from locking it, too; InputError, or patience, where one has. A
-    folder made here that is left empty is taken away again.
-
-    The lock ends with the process, however it ends. Where there are no locks, as on Windows, nobody waits.
-    """
-    made, is_same = [path for path in (folder, *folder.parents) if not path.exists()], False
-    while not is_same:  # another process may take an empty folder away before it is locked
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY) if fcntl else None
-        with suppress(OSError):  # of a file system without locks
-            try:
-                if fcntl:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if is_patient else fcntl.LOCK_NB))
-            except BlockingIOError:
-                os.close(descriptor)
-                raise InputError(message, of_one_rank=True) from None
-        is_same = not fcntl or folder.exists() and os.path.samestat(os.fstat(descriptor), os.stat(folder))
-        if not is_same:
-            os.close(descriptor)
-    try:
-        yield
-    finally:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
-        if fcntl:
-            os.close(descriptor)
-
-
-def show_bar() -> bool:
-    return sys.stderr.isatty() and env_int("RANK", 0) == 0
-
-
-def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) -> None:
-    """Write a file, by bytes or a function, under a temporary name, sync it, rename it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "wb") as file:
-            data(file) if callable(data) else file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name survives a power cut only once the folder is synced
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def check_writable(folder: Path, remedy: str) -> None:
-    """Raise InputError where a folder cannot be made: tries it beside its place, and leaves nothing."""
-    folder = Path(os.path.abspath(folder))  # ".." behind what is not there yet
-    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    try:
-        with tempfile.TemporaryDirectory(dir=place) as trial:
-            Path(trial, folder.relative_to(place), "a file").mkdir(parents=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{str(folder)[:200]} cannot be written ({reason}): {remedy}") from None
-
-
-@functools.cache
-def read_script() -> bytes:
-    """This file as it was when the run began: it may be edited meanwhile."""
-    return Path(__file__).read_bytes()
-
-
-def hash_script() -> str:
-    return hashlib.sha256(read_script()).hexdigest()
-
+# The identity of a run, and its files: script, log, json of the result, events. Only rank 0 writes. A file
+# appears under its name when it is complete. No file of another program is replaced. The run_id is unique
+# and names all files, so two runs never share one. To compare another entry, add it to identify().
+# records/README.md describes the formats.
 
 # Folders and ends of a run. They change neither weights nor losses nor seconds. The last is of older scripts
 RESTART_OPTIONS = {f"options.{name}" for name in (
@@ -4941,7 +5033,21 @@ MAY_DIFFER = {
     "losses": {"options", "script", "choices", "machine"},  # of two records
     "times": {"options", "script", "choices"},  # of two records
 }
-OTHER = {"script": "another script", "data": "other data", "layers": "other layers", "stages": "other stages"}
+OTHER = {name: f"other {name}" for name in ("script", "data", "layers", "stages")}
+TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
+FINEWEB_TRACKS = ("track_1", "track_2")  # their data are the files of the presets of these names
+RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits: older scripts
+
+
+def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
+    """Metadata of a run, made once at its start. train() adds corpus_fingerprint and choices.
+
+    run_id, git_commit and argv are stored and not compared.
+    """
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(4).hex()}"
+    return dict(run_id=rt.comm.broadcast_object(run_id), resumed_from={}, script_sha256=hash_script(),
+                git_commit=find_commit() if rt.is_main else "", argv=argv, **describe_machine(rt),
+                config={**plain_dict(cfg), "derived": derived_numbers(cfg, rt.world_size)})
 
 
 def identify(run: dict) -> dict[str, typing.Any]:
@@ -4968,69 +5074,44 @@ def differences(earlier: dict, now: dict, kind: str) -> list[str]:
     """
     lines, theirs, ours = [], identify(earlier), identify(now)
     for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
-        part, _, name = key.partition(".")
-        if {key, part} & MAY_DIFFER[kind]:
-            continue
-        label = "in use: " if part == "choices" else ""
-        lines.append(OTHER.get(name or key) or f"{label}{name} was {str(theirs[key])[:60]}, here "
-                                               f"{str(ours[key])[:60]}")
+        part, _, name = key.rpartition(".")
+        if not {key, part} & MAY_DIFFER[kind]:
+            label, old, new = f"{name} in use" if part == "choices" else name, theirs[key], ours[key]
+            lines.append(OTHER.get(name) or f"{label} was {str(old)[:60]}, here {str(new)[:60]}")
     return lines
 
 
-def check_record(cfg: Config, folder: Path, machine: dict | None = None) -> str:
-    """Raise InputError where a record folder holds runs of another script, or of other options or another
-    machine than these; returns the type of its activations, or nothing where there is no run yet."""
-    script = folder / "train_gpt.py"
-    if script.exists() and script.read_bytes() != read_script():
-        raise InputError(f"--record={cfg.record} is taken by another script ({script}): choose another name")
-    for path in sorted(folder.glob("*.json"))[:1]:
-        try:
-            result = json.loads(path.read_text())
-            others = list_differences(config_from_dict(result["config"]), cfg, FREE_OPTIONS)
-            theirs, activations = result["hardware"], result["hardware"]["activations"]
-            if machine:
-                if result.get("corpus_fingerprint") != machine.get("corpus_fingerprint"):
-                    others.append("its data were others")
-                ours = {**machine["hardware"], "torch": machine["versions"]["torch"]}
-                theirs = {**theirs, "torch": result["versions"]["torch"]}
-                others += [f"{name} was {theirs[name]}, here {ours.get(name)}" for name in MACHINE_FACTS
-                           if name in theirs and theirs[name] != ours.get(name)]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{path} is no result of a run ({type(error).__name__}: {error}): mend it, or "
-                             f"choose another name than --record={cfg.record}") from None
-        if others:
-            raise InputError(f"--record={cfg.record} is taken by other runs than this one ({path}: "
-                             f"{', '.join(others)}): choose another name, or do as they did")
-        return activations
-    return ""
+def hash_script() -> str:
+    return hashlib.sha256(SCRIPT).hexdigest()
 
 
-def list_differences(earlier: Config, cfg: Config, but: Iterable[str], of: Iterable[str] = OPTIONS
-                     ) -> list[str]:
-    """'head_lr was 0.008, here 0.01' for all options in which this config differs from an earlier one."""
-    ours, theirs = plain_dict(cfg), plain_dict(earlier)
-    return [f"{name} were others" if name in ("layers", "stages") else
-            f"{name} was {str(theirs[name])[:60]}, here {str(ours[name])[:60]}"
-            for name in of if name not in but and ours[name] != theirs[name]]
+def find_commit() -> str:
+    """Commit of the repository, with -dirty if this script differs. "" if git does not track it."""
+    path = Path(__file__).resolve()
 
+    def git(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=path.parent)
 
-def choose_folder(cfg: Config) -> Path:
-    if not cfg.record:
-        return Path(cfg.logs_dir)
-    root = Path(cfg.records_dir, cfg.track)
-    taken = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
-    return taken[0] if taken else Path(root, f"{datetime.date.today()}_{cfg.record}")
+    try:
+        if git("ls-files", "--error-unmatch", path.name).returncode:
+            return ""
+        is_dirty = bool(git("diff", "HEAD", path.name).stdout)
+        return git("rev-parse", "HEAD").stdout.strip() + "-dirty" * is_dirty
+    except OSError:  # git is not installed
+        return ""
 
 
 def describe_machine(rt: Runtime) -> dict:
-    """Versions and hardware, as far as they decide a result or its speed."""
+    """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
-                    simd=torch.backends.cpu.get_cpu_capability(), activations=str(rt.dtype)[6:])
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        hardware["cpu"] = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+                    simd=torch.backends.cpu.get_cpu_capability())
+    with suppress(OSError):
+        lines = [line.split(":") for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+        names = {name.strip(): value.strip() for name, value in reversed(lines)}  # of the first processor
+        arm = " ".join(names[key] for key in ("CPU implementer", "CPU part", "CPU revision") if key in names)
+        hardware["cpu"] = names.get("model name") or f"{hardware['cpu']} {arm}".strip()
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
@@ -5038,46 +5119,159 @@ def describe_machine(rt: Runtime) -> dict:
     return dict(versions=versions, hardware=hardware)
 
 
-def ensure_corpus(cfg: Config, rt: Runtime) -> None:
-    """Have data/text.py make the embedded corpus, where a run asks for it and it is missing, damaged, or of
-    another PyTorch. A lone copy of this file goes on without: find_shards() says how to get data."""
-    if not cfg.train_files.startswith(EMBEDDED_CORPUS):
-        return
-    tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
-    for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes that share the folder find it made
-        try:
-            info = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())
-            sizes = [Path(EMBEDDED_CORPUS, name).stat().st_size for name in info["files"]]
-            is_whole = (info["source"] == f"torch {torch.__version__.partition('+')[0]}"
-                        and sum(sizes) == 2 * sum(info["tokens"].values()) + SHARD_HEADER_BYTES * len(sizes))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # never made, or damaged
-            is_whole = False
-        for tool in [path for path in tools if path.exists()][:1] if is_turn and not is_whole else ():
-            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # which the tool imports
-            spec = importlib.util.spec_from_file_location("text", tool)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            module.make_embedded_corpus()
-        rt.comm.barrier()
+def has_progress_bar() -> bool:
+    return sys.stderr.isatty() and env_int("RANK", 0) == 0
 
 
 def print0(text: str, rt: Runtime) -> None:
-    """Print a line on rank 0, flushed, above the progress bar. Who reads it may go: training goes on."""
-    for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.rank == 0 else ():
+    """Print a line on rank 0, flushed, above the progress bar. Training continues if the reader is gone."""
+    for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.is_main else ():
         try:
             write(text)
             sys.stdout.flush()
             return
-        except OSError:  # at first perhaps only of the terminal that shows the bar
+        except OSError:  # tqdm also writes to the terminal of the bar, which may be gone alone
             pass
-    if rt.rank == 0:
+    if rt.is_main:
         sys.stdout = open(os.devnull, "w")
 
 
-def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
-    """Numbers in nested dicts as {prefix/key/...: number}; lists of layers by their position."""
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
+                 before_rename: Callable[[], None] = lambda: None) -> None:
+    """Write a file, by bytes or a function, under a temporary name, sync it, rename it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            data(file) if callable(data) else file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        before_rename()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name survives a power cut only after a sync of the folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def write_script(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).exists():
+        write_atomic(folder / name, SCRIPT)
+
+
+def check_writable(folder: Path, remedy: str) -> None:
+    """Raise InputError if a folder cannot be made. The trial folder is removed."""
+    folder = Path(os.path.abspath(folder))  # ".." after a folder that does not exist yet
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        with tempfile.TemporaryDirectory(dir=place) as trial:
+            Path(trial, folder.relative_to(place), "a file").mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(folder)[:200]} cannot be written ({reason}): {remedy}") from None
+
+
+def record_folder(cfg: Config) -> Path:
+    """Folder of the results of this run. A record keeps the date of its first result."""
+    if not cfg.record:
+        return Path(cfg.logs_dir)
+    root = Path(cfg.records_dir, cfg.track)
+    existing = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+    return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
+
+
+def check_record(cfg: Config, run: dict) -> dict:
+    """Raise InputError if the record folder has results of another kind of run. Returns its first result.
+
+    run: metadata of this run. Entries that are not known yet are passed over.
+    """
+    folder, first = record_folder(cfg), {}
+    script = folder / "train_gpt.py"
+    if script.exists() and script.read_bytes() != SCRIPT:
+        raise InputError(f"--record={cfg.record} belongs to another script ({script}): choose another name")
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text())
+            others = differences(result, run, "record")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{path} is not a result ({type(error).__name__}: {error}): repair it, or "
+                             f"choose another name than --record={cfg.record}") from None
+        if others:
+            raise InputError(f"--record={cfg.record} belongs to other runs ({path}: {', '.join(others)}): "
+                             "choose another name, or use their options and machine")
+        first = first or result
+    return first
+
+
+def check_track(cfg: Config, run: dict) -> None:
+    """Raise InputError if a record has other data than its track."""
+    names = ("train_files", "val_files", "val_tokens")
+    preset = resolve_preset(cfg.track) if cfg.track in FINEWEB_TRACKS else run["config"]
+    others = [f"--{name}={run['config'][name]}" for name in names if run["config"][name] != preset[name]]
+    if run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
+        others = [f"corpus fingerprint {run['corpus_fingerprint']} of --train_files={cfg.train_files}"]
+    if cfg.record and others:
+        raise InputError(f"{', '.join(others)} is not the data of track {cfg.track}, so a record there is "
+                         "not comparable: give a new name with --track=NAME")
+
+
+class LossHistory:
+    """Training loss of each step, the mean over all ranks. It is read late: no step waits for the device."""
+
+    def __init__(self, rt: Runtime, points: list[list[float]]):
+        self.rt, self.points = rt, points  # [step, loss]
+        self.batch = 1 if rt.device.type == "cpu" else 10  # steps per all-reduce
+        self.losses: list[tuple[int, Tensor]] = []  # of this rank
+        self.pending: tuple[tuple[int, ...], HostCopy] | None = None
+
+    def add(self, step: int, loss: Tensor) -> None:
+        """loss: the mean over the tokens of this rank. All ranks must call it."""
+        self.losses.append((step, loss))
+        if len(self.losses) >= self.batch:
+            self._read()
+            self._send()
+
+    def flush(self) -> None:
+        """Read all losses so far. All ranks must call it."""
+        self._read()
+        self._send()
+        self._read()
+
+    def _send(self) -> None:
+        if self.losses:
+            steps, losses = zip(*self.losses)
+            mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
+            self.pending, self.losses = (steps, HostCopy(mean)), []
+
+    def _read(self) -> None:
+        if self.pending:
+            (steps, losses), self.pending = self.pending, None
+            self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
+
+
+def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """(function that sends numbers of a step, function that ends the connection) of --tracker."""
+    try:
+        if cfg.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", run_id)))
+            return lambda numbers, step: [writer.add_scalar(name, number, step)
+                                          for name, number in numbers.items()], writer.close
+        module = importlib.import_module(cfg.tracker)
+        module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
+        return lambda numbers, step: module.log(numbers, step=step), module.finish
+    except Exception as error:  # any error of a package that is missing or not logged in
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, or "
+                         "leave it out", of_one_rank=True) from None
+
+
+def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
+    """Numbers in nested dicts as {prefix/key/...: number}. Items of lists are named by their position."""
     flat = {}
-    for key, value in facts.items():
+    for key, value in entries.items():
         value = dict(enumerate(value)) if isinstance(value, list) else value
         if isinstance(value, dict):
             flat |= flatten_numbers(value, f"{prefix}/{key}")
@@ -5087,151 +5281,158 @@ def flatten_numbers(facts: dict, prefix: str) -> dict[str, float]:
 
 
 class RunLog:
-    """Log lines and events of a run, appended while it runs; on ranks other than 0 nothing is written."""
+    """Log lines, events, progress and result of a run."""
 
-    BAR_SECONDS = 0.5  # between two losses on the progress bar
-    ANNOUNCE_AFTER = 5.0  # seconds of training until the remaining time is printed
+    BAR_SECONDS = 0.5  # between two updates of the text on the progress bar
+    PROGRESS_LINES = 20  # of a run without a terminal
 
-    def __init__(self, cfg: Config, rt: Runtime, argv: list[str], resumed: dict | None = None):
-        self.cfg, self.rt, self.bar, self.files = cfg, rt, None, {}
-        self.shown_at, self.shown_loss = 0.0, None  # of the bar
-        self.track = self.end_tracking = None
-        self.val_points = resumed["val_points"] if resumed else []
-        self.facts = dict(script_sha256=hash_script(), argv=argv, **describe_machine(rt))
-        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(2).hex()}"
-        self.folder = choose_folder(cfg)
-        is_same = bool(resumed) and resumed["script_sha256"] == self.facts["script_sha256"]
-        self.is_continued = is_same and not any(Path(place, f"{resumed['run_id']}.json").exists()
-                                                for place in (self.folder, cfg.logs_dir))
-        if self.is_continued:  # the same run: its log continues
-            self.run_id = resumed["run_id"]
+    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: Saved | None = None):
+        """run: metadata of this run. saved: the checkpoint that it continues from."""
+        self.cfg, self.rt, self.run, self.bar, self.files = cfg, rt, run, None, {}
+        self.run_id, self.tracker = run["run_id"], None
+        earlier = saved.metadata if saved else {}
+        self.val_points = list(earlier.get("val_points", ()))  # [step, loss, milliseconds]
+        self.losses = LossHistory(rt, list(earlier.get("train_points", ())))
+        self.num_logged = len(self.losses.points)
+        self.step_times: dict[int, float] = {}  # of steps that wait for their loss
+        self.is_continued = self.run_id == earlier.get("run_id")
+        self.earlier_logs = Path(earlier["config"]["logs_dir"]) if self.is_continued else Path(cfg.logs_dir)
 
     def __enter__(self) -> RunLog:
-        if self.rt.is_main and self.cfg.record:
-            check_record(self.cfg, self.folder, self.facts)
-        tracker, cfg = self.cfg.tracker if self.rt.is_main else "off", self.cfg
-        try:
-            if tracker == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
-                writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", self.run_id)))
-                self.track = lambda numbers, step: [writer.add_scalar(name, number, step)
-                                                    for name, number in numbers.items()]
-                self.end_tracking = writer.close
-            elif tracker != "off":
-                module = importlib.import_module(tracker)
-                module.init(project="train_gpt", name=self.run_id, config=plain_dict(cfg))
-                self.track = lambda numbers, step: module.log(numbers, step=step)
-                self.end_tracking = module.finish
-        except Exception as error:  # whatever a package raises that is not there, or not logged in
-            reason = " ".join(str(error).split())[:100] or type(error).__name__
-            raise InputError(f"--tracker={tracker} does not start ({reason}): pip install {tracker}, or "
-                             "leave it out", of_one_rank=True) from None
-        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard == "on" else (".txt",)
+        cfg, folder = self.cfg, Path(self.cfg.logs_dir)
+        if self.rt.is_main and cfg.tracker != "off":
+            self.tracker = start_tracker(cfg, self.run_id)
+        suffixes = (".txt", ".jsonl") if cfg.telemetry_every or cfg.guard == "on" else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
-            Path(self.cfg.logs_dir).mkdir(parents=True, exist_ok=True)
-            self.files[suffix] = open(Path(self.cfg.logs_dir, self.run_id + suffix), "ab", buffering=0)
-        self.made = [file.name for file in self.files.values() if not file.tell()]  # not continued
+            path, earlier = folder / (self.run_id + suffix), self.earlier_logs / (self.run_id + suffix)
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.is_continued and earlier.exists() and not path.exists():  # another --logs_dir
+                shutil.copy(earlier, path)
+            self.files[suffix] = open(path, "ab", buffering=0)
+        self.new_files = [file.name for file in self.files.values() if not file.tell()]
         if self.files and not self.files[".txt"].tell():
-            self._append(".txt", f"{json.dumps(self.facts, indent=1)}\n{'=' * 100}")
+            lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.run.items()]
+            self._append(".txt", "{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
-        """Take the bar off the screen, and log why a run ends early; bad input leaves nothing new."""
-        self.close_bar()
-        if self.end_tracking:
-            self.end_tracking()
-        if isinstance(error, RunError) and not (isinstance(error, InputError) and self.made):
+        """Close bar and files, and log why a run ends early. After bad input new files are removed."""
+        self._close_bar()
+        if self.tracker:
+            self.tracker[1]()
+        if isinstance(error, RunError) and not (isinstance(error, InputError) and self.new_files):
             self._append(".txt", str(error))
         for file in self.files.values():
             file.close()
-            if isinstance(error, InputError) and file.name in self.made:
+            if isinstance(error, InputError) and file.name in self.new_files:
                 Path(file.name).unlink(missing_ok=True)
 
-    def close_bar(self) -> None:
+    def _close_bar(self) -> None:
         with suppress(OSError):  # its terminal may be gone
             if self.bar is not None:
                 self.bar.close()
 
     def _append(self, suffix: str, line: str) -> None:
-        """Write a line; a full disk is reported once, and training goes on."""
+        """Write a line. A full disk is reported once, and training continues."""
         file = self.files.get(suffix)
         try:
             if file:
                 file.write((line + "\n").encode())
         except OSError as error:
             del self.files[suffix]
-            print0(f"{file.name} cannot be written ({error.strerror}): training goes on without it", self.rt)
-
-    def start_training(self, progress: Progress, num_tokens: int) -> None:
-        """From now on files stay, however the run ends. Show the progress bar."""
-        self.progress, self.made, self.last_token = progress, [], progress.tokens + num_tokens
-        self.first, self.val_seconds = (progress.train_time, progress.tokens), 0.0
-        if show_bar():
-            self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
-                            dynamic_ncols=True)
+            print0(f"{file.name} cannot be written ({error.strerror}): training continues without it",
+                   self.rt)
 
     def print(self, text: str, to_console: bool = True) -> None:
         self._append(".txt", text)
         if to_console:
             print0(text, self.rt)
 
-    def write_event(self, event: str, step: int, **facts) -> None:
-        self._append(".jsonl", json.dumps(dict(event=event, step=step, **facts)))
+    def write_event(self, event: str, step: int, **entries) -> None:
+        self._append(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
         try:
-            if self.track:
-                self.track(flatten_numbers(facts, event), step)
-        except Exception as error:  # whatever a package raises: training must not depend on it
-            self.track = None
-            self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training goes on without it")
+            if self.tracker:
+                self.tracker[0](flatten_numbers(entries, event), step)
+        except Exception as error:  # any error of a package: training must not depend on it
+            self.tracker = None
+            self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training continues without it")
 
-    def log_step(self, loss: Tensor, _probe: Probe | None, train_time: float) -> None:
-        """Log a step, counted from 1, with the progress bar, and once the remaining time."""
+    def start_training(self, progress: Progress, num_tokens: int) -> None:
+        """Keep the files from now on. num_tokens: tokens that this process will train on."""
+        self.progress, self.new_files, self.last_token = progress, [], progress.tokens + num_tokens
+        self.start, self.val_seconds, self.shown_at = (progress.train_time, progress.tokens), 0.0, 0.0
+        if has_progress_bar():
+            self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
+                            dynamic_ncols=True)
+
+    def log_step(self, loss: Tensor, _timer: StepTimer | None, train_time: float) -> None:
+        """Log a step, counted from 1. Its line is written when its loss has arrived."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
-        self.print(f"step:{step}/{num_iterations} train_time:{train_time * 1000:.0f}ms "
-                   f"step_avg:{train_time * 1000 / step:.2f}ms", to_console=False)
-        first_time, first_tokens = self.first or (math.inf, 0)
-        if train_time - first_time >= self.ANNOUNCE_AFTER:
-            self.first, num_validations = None, 1 + (num_iterations - step) // (
-                self.cfg.val_loss_every or sys.maxsize)
-            seconds_per_token = (train_time - first_time) / (self.progress.tokens - first_tokens)
-            seconds = round((self.last_token - self.progress.tokens) * seconds_per_token
-                            + num_validations * self.val_seconds)
-            is_slow = self.cfg.preset == "laptop" and seconds > 120
-            hint = ", --preset=quick takes a third of that" if is_slow else ""
-            self.print(f"step {step}: about {seconds // 60} min {seconds % 60} s to go{hint}")
+        self.step_times[step] = train_time
+        self.losses.add(step, loss)
+        self.log_losses()
+        last_loss = f"loss {self.losses.points[-1][1]:.4f}, " if self.losses.points else ""
         try:
             if self.bar is not None:
                 if time.monotonic() - self.shown_at >= self.BAR_SECONDS or step == num_iterations:
+                    self.shown_at = time.monotonic()
                     speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
-                    shown = f"loss {self.shown_loss.read().item():.3f}, " if self.shown_loss else ""
-                    self.bar.set_postfix_str(shown + speed, refresh=False)
-                    # shown the next time: by then it is there, and nobody waits for the device
-                    self.shown_at, self.shown_loss = time.monotonic(), HostCopy(loss)
+                    self.bar.set_postfix_str(last_loss + speed, refresh=False)
                 self.bar.update()
         except OSError:  # its terminal is gone
             self.bar = None
+        is_due = step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0
+        if is_due and not has_progress_bar():
+            minutes, seconds = divmod(self.estimate_seconds(train_time), 60)
+            self.print(f"step {step}/{num_iterations}: {last_loss}{minutes} min {seconds} s to go")
+
+    def estimate_seconds(self, train_time: float) -> int:
+        """Seconds until the end, from the time per token so far and the last validation."""
+        first_time, first_tokens = self.start
+        per_token = (train_time - first_time) / (self.progress.tokens - first_tokens)
+        num_validations = 1 + (self.cfg.num_iterations - self.progress.step) // (
+            self.cfg.val_loss_every or sys.maxsize)
+        training = (self.last_token - self.progress.tokens) * per_token
+        return round(training + num_validations * self.val_seconds)
+
+    def log_losses(self) -> None:
+        """Write the lines of all steps whose loss has arrived. RunError if a loss is not finite."""
+        num_iterations = self.cfg.num_iterations
+        for step, loss in self.losses.points[self.num_logged :]:
+            self.num_logged += 1
+            time_ms = 1000 * self.step_times.pop(step)
+            self.print(f"step:{step}/{num_iterations} train_time:{time_ms:.0f}ms "
+                       f"step_avg:{time_ms / step:.2f}ms train_loss:{loss:.4f}", to_console=False)
+            self.check_loss("training", step, loss)
+
+    def check_loss(self, kind: str, step: int, loss: float) -> None:
+        """Raise RunError if a loss is not finite. With --guard=on the guard decides."""
+        if not math.isfinite(loss) and self.cfg.guard == "off":
+            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates, or give "
+                           "--guard=on")
+
+    def flush_losses(self) -> None:
+        """Log all steps so far. All ranks must call it."""
+        self.losses.flush()
+        self.log_losses()
 
     def finish(self, result: dict) -> None:
-        """Leave the result: script, log and json in one folder; and print the card."""
+        """Write the result, and print the card."""
         if not self.rt.is_main:
             return
-        commit = ""
-        with suppress(OSError):  # outside a repository it is empty
-            commit = subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], capture_output=True,
-                                    text=True, cwd=Path(__file__).resolve().parent).stdout.strip()
-        config, derived, rt = result["config"], result["config"]["derived"], self.rt
-        result = dict(**result, **self.facts, track=self.cfg.track, preset=self.cfg.preset,
-                      seed=self.cfg.seed, val_points=self.val_points, final_val_loss=self.val_points[-1][1],
-                      git_commit=commit)
-        self.close_bar()
-        problem = self._leave(self.folder, result)
-        name = f"{self.run_id}.json"
-        if problem and self.cfg.record and not self._leave(Path(self.cfg.logs_dir), result):
-            problem += f"; it is left in {Path(self.cfg.logs_dir, name)} instead"
+        cfg, rt = self.cfg, self.rt
+        points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses.points]
+        result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **self.run, train_points=points,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1], **result)
+        self._close_bar()
+        folder, name = record_folder(cfg), f"{self.run_id}.json"
+        problem = self.write_result(folder, result)
+        if problem and cfg.record and not self.write_result(Path(cfg.logs_dir), result):
+            problem += f". The result is {Path(cfg.logs_dir, name)} instead"
         rows = {
             "preset": f"{result['preset']}, seed {result['seed']}, "
-                      f"{derived['num_params'] / 1e6:.2f} M parameters",
-            "validation loss": f"{result['final_val_loss']:.4f} after {config['num_iterations']} steps",
+                      f"{self.run['config']['derived']['num_params'] / 1e6:.2f} M parameters",
+            "validation loss": f"{result['final_val_loss']:.4f} after {cfg.num_iterations} steps",
             "training time": f"{result['train_time_ms'] / 1000:.2f} s",
             "before the clock": f"{result['data_setup_s']:.1f} s to check and plan the data, "
                                 f"{result['compile_time_s']:.1f} s of warm-up",
@@ -5239,9 +5440,9 @@ class RunLog:
             "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
                    "matmul rate measured here",
             "peak memory": f"{result['peak_memory_mib']:,} MiB",
-            "sent per step": f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank; the least possible is "
+            "sent per step": f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank. The minimum is "
                              f"{result['minimum_bytes_per_step'] / 1e6:,.2f} MB",
-            "left in": "nowhere: see below" if problem else str(self.folder / name)}
+            "result": "none, see below" if problem else str(folder / name)}
         if rt.world_size == 1:
             del rows["sent per step"]
         width = max(map(len, rows.values()))
@@ -5251,175 +5452,229 @@ class RunLog:
         if problem:
             raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
 
-    def leave_script(self, folder: Path) -> None:
-        """Write the script into a record folder, or under a name with its hash into that of other runs."""
-        is_record = folder != Path(self.cfg.logs_dir)
-        path = folder / ("train_gpt.py" if is_record else f"train_gpt_{self.facts['script_sha256'][:12]}.py")
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_atomic(path, read_script())
+    def write_result(self, folder: Path, result: dict) -> str:
+        """Write script and json into a folder. A record's log moves there. Returns the problem, or ""."""
+        is_record = bool(self.cfg.record) and folder == record_folder(self.cfg)
 
-    def _leave(self, folder: Path, result: dict) -> str:
-        """Write script and json into a folder, and move the log of a record run there; returns what went
-        wrong. Other runs may have taken the record's name while this one trained."""
-        is_record = folder != Path(self.cfg.logs_dir)
+        def move_logs() -> None:
+            for suffix, file in self.files.items() if is_record else ():
+                shutil.move(file.name, folder / f"{self.run_id}{suffix}")
+
         try:
-            with lock_folder(folder, "", is_patient=True):
-                if is_record:
-                    check_record(self.cfg, folder, self.facts)
-                self.leave_script(folder)
-                for suffix, file in self.files.items() if is_record else ():
-                    shutil.move(file.name, folder / f"{self.run_id}{suffix}")
-                write_atomic(folder / f"{self.run_id}.json", (json.dumps(result, indent=1) + "\n").encode())
+            if is_record:
+                check_record(self.cfg, self.run)
+            write_script(folder, "train_gpt.py" if is_record else f"train_gpt_{hash_script()[:12]}.py")
+            data = (json.dumps(result, indent=1) + "\n").encode()
+            write_atomic(folder / f"{self.run_id}.json", data, move_logs)
         except OSError as error:
-            return (f"{folder} cannot be written ({error.strerror}); the log, as far as the disk took it, "
-                    f"is in {self.cfg.logs_dir}")
+            return (f"{folder} cannot be written ({error.strerror}). The log, as far as it was written, is "
+                    f"in {self.cfg.logs_dir}")
         except InputError as error:
             return str(error)
         return ""
 
-
 # ==== CHECKPOINTS ==========================================================================================
-# All that a run needs to go on as if it had never stopped, on any number of ranks. Files are written in the
-# background while training goes on. Nothing in a checkpoint is executed when it is read; one that does not
-# fit this script or these options is refused in one line. To keep something more, add it to collect_state()
-# and load_state(), and raise CHECKPOINT_FORMAT where older files lack it.
+# A run has the folder checkpoints/<run_id>/ and locks it while it trains. A checkpoint holds the identity of
+# the run and its state, for any number of ranks. It is written in the background. Nothing in it is executed
+# when it is read. To keep more, add it to collect_state(), load_state() and METADATA_TYPES, and raise the
+# number of CHECKPOINT_FORMAT.
 
-CHECKPOINT_FORMAT = "train_gpt 7"
-
-
-def name_checkpoints(cfg: Config) -> Path:
-    return Path(cfg.checkpoint_dir, f"{cfg.record or cfg.preset}_seed{cfg.seed}")
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step_*.pt") if path.is_file()]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+CHECKPOINT_FORMAT = "train_gpt 8"
+METADATA_TYPES = dict(
+    run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
+    corpus_fingerprint=str, choices=CHOICE_TYPES, resumed_from=dict, optimizer_steps=int, is_tied=bool,
+    bos=int, progress=typing.get_type_hints(Progress), val_points=list[list[float]],
+    train_points=list[list[float]])
 
 
-def read_checkpoint(path: Path, remedy: str = "name another one", is_checked: bool = True
-                    ) -> tuple[dict, dict[str, Tensor]]:
-    """(facts, tensors) of a checkpoint; InputError where it is damaged. Nothing in the file is executed. Its
-    checksums, which need all of it, are checked unless told not to."""
+class Saved(typing.NamedTuple):
+    """A checkpoint that was read. Only rank 0 has its tensors and the lock of its folder."""
+
+    path: Path
+    metadata: dict
+    tensors: dict[str, Tensor]
+    lock: typing.BinaryIO | None = None
+    is_same_run: bool = False  # it continues under the same run_id
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Checkpoints of a folder, the highest step first."""
+    return sorted((path for path in folder.glob("step_*.pt") if re.fullmatch(r"step_[0-9]+\.pt", path.name)),
+                  key=lambda path: int(path.stem[5:]), reverse=True)
+
+
+def lock_run(folder: Path) -> typing.BinaryIO:
+    """Lock the folder of a run until the process ends. InputError if another process has the lock."""
+    file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
+    try:
+        if fcntl is None:
+            raise OSError
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"{folder} is in use: another process continues this run. Wait for its end, or "
+                         "start a new run without --resume", of_one_rank=True) from None
+    except OSError:
+        print(f"{folder} has no locks, so a second process could continue this run unnoticed", flush=True)
+    return file
+
+
+def has_type(value, kind) -> bool:
+    """Whether a JSON value has a type: a class (int: not negative), list[...], or {name: type}."""
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and value.keys() == kind.keys() and all(
+            has_type(value[name], kind[name]) for name in kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(has_type(item, typing.get_args(kind)[0]) for item in value)
+    if kind in (int, float):
+        is_number = isinstance(value, kind | int) and not isinstance(value, bool)
+        return is_number and (kind is float or value >= 0)
+    return isinstance(value, kind)
+
+
+def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors) of a checkpoint. InputError if it is damaged or of an earlier format.
+
+    Nothing in the file is executed. is_checked: compare the checksums, which reads all of it.
+    """
+    remedy = "name another one, or give --resume=auto for the newest that can be read"
     try:
         if not path.is_file():
-            raise OSError("it is no file" if path.exists() else "it does not exist")
-        damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() keeps one of every member
+            raise OSError("it is not a file" if path.exists() else "it does not exist")
+        damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() writes a checksum per member
         if damaged:
             raise OSError(f"it is damaged: the checksum of {damaged} differs")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-            raise ValueError(f"it is not of format {CHECKPOINT_FORMAT!r}")
-        facts, tensors = json.loads(content["facts"]), dict(content["tensors"])
-        progress, kinds = Progress(**facts["progress"]), dict(
-            config=dict, optimizer_steps=int, world_size=int, script_sha256=str, val_points=list, run_id=str,
-            is_tied=bool, bos=int)
-        for name, value in {**{name: facts[name] for name in kinds}, "step": progress.step}.items():
-            if not isinstance(value, kinds.get(name, int)) or isinstance(value, int) and value < 0:
-                raise ValueError(f"its {name} is {str(value)[:40]!r}")
+            remedy = "continue it with the train_gpt_*.py beside its log, or start anew without --resume"
+            name = content.get("format") if isinstance(content, dict) else None
+            raise ValueError(f"its format is {str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}")
+        metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
+        for name, kind in METADATA_TYPES.items():
+            if not has_type(metadata[name], kind):
+                raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
+        step, points = metadata["progress"]["step"], metadata["val_points"]
+        problems = dict(
+            run_id=not RUN_ID.fullmatch(metadata["run_id"]),
+            optimizer_steps=metadata["optimizer_steps"] > step,
+            bos=metadata["bos"] >= metadata["config"]["vocab_size"],
+            is_tied=metadata["is_tied"] and metadata["config"]["tie_head"] == "off",
+            val_points=any(len(point) != 3 for point in points),
+            train_points=any(len(point) != 2 for point in metadata["train_points"]))
+        for name in [name for name, is_wrong in problems.items() if is_wrong]:
+            raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
         if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-            raise ValueError("not all that it holds are tensors")
-        if facts.get("activations", "float32") not in ("float32", "bfloat16"):
-            raise ValueError(f"its activations are {facts['activations']!r}")
-        for option in ("layers", "stages"):
-            if not all(isinstance(item, dict) for item in facts["config"].get(option, ())):
-                raise ValueError(f"its {option} are no list of objects")
-        for step, val_loss, time_ms in facts["val_points"]:
-            float(step + val_loss + time_ms)
-        return facts, tensors
-    except Exception as error:  # whatever a damaged file makes its readers raise
+            raise ValueError("some entries are not tensors")
+        return metadata, tensors
+    except Exception as error:  # any error that a damaged file causes in its readers
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:100]})"
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
                          f": {remedy}") from None
 
 
-def read_config(path: Path, facts: dict, is_sample: bool = False) -> Config:
-    """The config of a checkpoint; InputError where it has an option, a field of a layer or stage, or a
-    value that this script lacks, unless it is at its default. For sampling only the model counts."""
-    values, defaults = dict(facts["config"]), facts.get("defaults", {})
-    counting = facts.get("model_options", ()) if is_sample else defaults
-    lacking = [f"--{name}={str(values.get(name))[:60]}" for name in counting
-               if name not in OPTIONS and name in values and values[name] != defaults.get(name)]
-    for option, kind in (("layers", LayerSpec), ("stages", Stage)):
-        known = {field.name for field in dataclasses.fields(kind)}
-        for item in values.get(option, ()):
-            lacking += [f"{name}={str(value)[:60]} in --{option}" for name, value in item.items()
-                        if name not in known and value != facts.get("item_defaults", {}).get(name)]
-        values[option] = [{name: value for name, value in item.items() if name in known}
-                          for item in values.get(option, ())]
-    try:
-        if lacking:
-            raise InputError(lacking[0])
-        cfg = config_from_dict(values)
-    except InputError as error:
-        raise InputError(f"{path} is of a script that has what this one lacks ({error}): use that script, "
-                         "which lies beside its log") from None
-    if len(cfg.layers) != cfg.num_layers:
-        raise InputError(f"{path} cannot be read as a checkpoint (it has {len(cfg.layers)} of "
-                         f"{cfg.num_layers} layers): name another one")
-    return cfg
-
-
-def check_model(path: Path, facts: dict, tensors: dict[str, Tensor], cfg: Config, is_sample: bool = False
-                ) -> None:
-    """Raise InputError where a checkpoint holds another model than this config's."""
-    names = [field.name for field in dataclasses.fields(ModelConfig) if not field.name.startswith("fp8_")]
-    others = list_differences(read_config(path, facts, is_sample), cfg, (), [*names, "matrix_rule"])
-    if others:
-        raise InputError(f"{path} is a checkpoint of another model: {', '.join(others)}: give that run's "
-                         "options, or start anew without --resume")
-    with torch.device("meta"):
-        ours = {name: f"of shape {tuple(param.shape)}" for name, param in GPT(cfg).named_parameters()}
-    held = {name: f"of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()
-            if "/" not in name and tensor.is_floating_point()}
-    for name in sorted(ours.keys() | held.keys() | {name for name in tensors if "/" not in name}):
-        has, needs = held.get(name, "not at all"), ours.get(name, "not at all")
-        if has != needs:
-            raise InputError(f"{path} has {name} {has}, the model here {needs}: use the script that left "
-                             "it, which lies beside its log")
-
-
-def find_checkpoint(cfg: Config) -> tuple[Path, dict, dict[str, Tensor]] | None:
-    """What --resume names: (path, facts, tensors); for auto the newest that is whole, or None."""
-    paths = list_checkpoints(name_checkpoints(cfg)) if cfg.resume == "auto" else [Path(cfg.resume)]
-    for i, path in enumerate(paths):
+def read_newest(folder: Path, is_checked: bool = True) -> Saved:
+    """The checkpoint of a folder with the highest step that can be read. InputError if none can."""
+    problem = InputError(f"{folder} has no checkpoint: start anew without --resume")
+    for path in reversed(list_steps(folder)):
         try:
-            facts, tensors = read_checkpoint(path, "name another one, or give --resume=auto for the newest "
-                                                   "that can")
-        except InputError:
-            if i == len(paths) - 1:
-                raise
-        else:
-            check_model(path, facts, tensors, cfg)
-            step, result = facts["progress"]["step"], find_result(facts, cfg)
-            if step > cfg.num_iterations:
-                raise InputError(f"{path} has made {step} steps, more than --num_iterations="
-                                 f"{cfg.num_iterations}: give at least --num_iterations={step}")
-            if cfg.record and facts["script_sha256"] != hash_script():
-                raise InputError(f"{path} was left by another script, which a record does not allow: start "
-                                 f"--record={cfg.record} anew without --resume")
-            others = list_differences(read_config(path, facts), cfg, FREE_OPTIONS - {"seed"})
-            if result and others:
-                raise InputError(f"{path} is the end of a finished run with other options ({result}: "
-                                 f"{', '.join(others)}): leave --resume out to start anew, or give theirs")
-            return path, facts, tensors
-    return None
+            saved = Saved(path, *read_checkpoint(path, is_checked))
+        except InputError as error:
+            problem, saved = error, None
+    if saved is None:
+        raise problem
+    return saved
 
 
-def find_result(facts: dict, cfg: Config) -> str:
-    """The json of the run that left a checkpoint after its last step; empty where there is none yet."""
-    places = (Path(cfg.logs_dir), *Path(cfg.records_dir, cfg.track).glob("*"))
-    paths = [path for place in places if (path := place / f"{facts['run_id']}.json").exists()]
-    return str(paths[0]) if paths and facts["progress"]["step"] == cfg.num_iterations else ""
+def check_outputs(cfg: Config, run: dict) -> tuple[dict, Saved | None]:
+    """Check all folders that this run will write. Returns (first result of its record, --resume=PATH)."""
+    folders = {"logs_dir": Path(cfg.logs_dir)}
+    if cfg.record:
+        folders["records_dir"] = record_folder(cfg)
+    if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
+        folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
+    for field, folder in folders.items():
+        check_writable(folder, f"choose another folder with --{field}")
+    path = Path(cfg.resume)
+    named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
+    return check_record(cfg, run) if cfg.record else {}, named
+
+
+def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
+    """(checkpoint to continue from, a line about it). named: the checkpoint of --resume=PATH.
+
+    auto: the highest step of the newest run that fits. Its folder is locked before the checkpoint is read.
+    """
+    kind = "resume of a record" if cfg.record else "resume"
+    if named:
+        return check_named(cfg, run, named, kind)
+    root, problem, reason = Path(cfg.checkpoint_dir), "", ""
+    folders = sorted({path.parent for path in root.glob("*/step_*.pt")}, key=lambda path: path.name)
+    for folder in [folder for folder in reversed(folders) if RUN_ID.fullmatch(folder.name)]:
+        try:
+            others = differences(read_newest(folder, is_checked=False).metadata, run, kind)
+        except InputError as error:
+            problem = problem or str(error)
+            continue
+        if not others:
+            lock = lock_run(folder)
+            saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
+            return saved, describe_resume(saved, run)
+        reason = reason or f"the newest is {folder}, but {others[0]}"
+    if problem:
+        raise InputError(problem)
+    old = next((folder for folder in folders if not RUN_ID.fullmatch(folder.name)), None)
+    reason = reason or (f"{old} has the layout of older scripts" if old else "there is none")
+    return None, f"starting anew without a checkpoint in {root}: {reason}"
+
+
+def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved, str]:
+    """find_checkpoint() for --resume=PATH. Only the newest checkpoint of a run continues that run."""
+    path, metadata = named.path, named.metadata
+    others, folder = differences(metadata, run, kind), Path(cfg.checkpoint_dir, metadata["run_id"])
+    step, newest = metadata["progress"]["step"], next(iter(list_steps(folder)), None)
+    is_newest = newest is not None and path.exists() and path.samefile(newest)
+    if step > cfg.num_iterations:
+        raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
+                         f"give at least --num_iterations={step}")
+    if cfg.record and (others or not is_newest):
+        reason = ", ".join(others) or f"it is not the newest one in {folder}"
+        raise InputError(f"{path} cannot continue --record={cfg.record} ({reason}): use the options and the "
+                         "machine of the checkpoint, or start anew without --resume")
+    if is_newest and not others:
+        named = named._replace(is_same_run=True, lock=lock_run(folder))
+    return named, describe_resume(named, run)
+
+
+def describe_resume(saved: Saved, run: dict) -> str:
+    """The line about a checkpoint, with all differences except folders and ends."""
+    others = differences(saved.metadata, run, "resume of a record")
+    others += [f"{LOW_PRECISIONS[name]}, as before" for name in saved.metadata["progress"]["lowered"]
+               if name in LOW_PRECISIONS]
+    new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
+    step = saved.metadata["progress"]["step"]
+    return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
+
+
+def share_saved(found: tuple[Saved | None, str] | None, rt: Runtime) -> tuple[Saved | None, str]:
+    """The result of find_checkpoint() on all ranks. Only rank 0 keeps tensors and lock."""
+    saved, line = found or (None, "")
+    shared = rt.comm.broadcast_object((saved and saved._replace(tensors={}, lock=None), line))
+    return (saved, line) if rt.is_main else shared
+
+
+def find_result(run_id: str, cfg: Config) -> Path | None:
+    """The result of a finished run."""
+    folders = (Path(cfg.logs_dir), *Path(cfg.records_dir, cfg.track).glob("*"))
+    return next((path for folder in folders if (path := folder / f"{run_id}.json").exists()), None)
 
 
 def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
-    """What a checkpoint holds: plain facts, and on rank 0 tensors being copied, which must have been read
-    before this is called again.
+    """(metadata of the state, tensors). Parameters by name, their optimizer states as name/key.
 
-    Parameters by name, their states as name/key; none depends on the ranks. All must call it.
+    Rank 0 gets the tensors as copies that are still on their way. They do not depend on the number of ranks.
+    Read them before this is called again. All ranks must call it.
     """
-    rt, optimizer, cfg, copies = trainer.rt, trainer.optimizer, trainer.cfg, {}
+    rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
     trainer.scales.finish()
     for bucket in optimizer.buckets:
@@ -5434,43 +5689,51 @@ def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
         copies["random/cpu"] = HostCopy(torch.get_rng_state())
         if rt.device.type == "cuda":
             copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(rt.device))
-    items = {**dataclasses.asdict(Stage(1, 1, 1)), **dataclasses.asdict(LayerSpec())}
-    return dict(config=plain_dict(cfg), defaults=plain_dict(Config()), item_defaults=items,
-                model_options=[field.name for field in dataclasses.fields(ModelConfig)],
-                progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
-                is_tied=trainer.model.is_tied, world_size=rt.world_size,
-                script_sha256=hash_script()), copies
+    return dict(progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
+                is_tied=trainer.model.is_tied), copies
 
 
 def make_staging(trainer: Trainer) -> None:
-    """Take the memory for copies of the parameters and their states now, and not when the first checkpoint
-    is due. All ranks must call it."""
+    """Allocate the CPU memory for checkpoints before training. All ranks must call it."""
     for name, copy in collect_state(trainer)[1].items():
         if not name.startswith(("fp8/", "random/")):
             copy = copy.read()
             trainer.staging[name] = copy.pin_memory() if trainer.rt.device.type == "cuda" else copy
 
 
-def load_state(trainer: Trainer, facts: dict, tensors: dict[str, Tensor]) -> None:
-    """Continue where collect_state() was called, by any number of ranks; only rank 0 needs the tensors."""
-    rt, optimizer, left = trainer.rt, trainer.optimizer, dict(tensors)
-    optimizer.step_count = facts["optimizer_steps"]
-    optimizer.set_tied(facts["is_tied"])
+def check_entry(tensors: dict[str, Tensor], name: str, shape: Iterable[int]) -> str:
+    """Why an entry does not fit, or ""."""
+    if name not in tensors:
+        return f"does not have {name}"
+    held, needed = tuple(tensors[name].shape), tuple(shape)
+    return "" if held == needed else f"has {name} of shape {held}, here {needed}"
+
+
+def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
+    """Restore the state of collect_state() on any number of ranks. InputError if it does not fit."""
+    rt, optimizer, metadata, tensors = trainer.rt, trainer.optimizer, saved.metadata, dict(saved.tensors)
+    optimizer.step_count, problem = metadata["optimizer_steps"], ""
+    optimizer.set_tied(metadata["is_tied"])
     for bucket in optimizer.buckets:
         for key in ("", *bucket.state):
             full = bucket.full_tensor(key).clone()
-            for name in bucket.params if rt.is_main else ():
-                part = full[bucket.slices[name]]
-                part.copy_(left.pop(f"{name}/{key}".removesuffix("/")).view(part.shape))
+            for name, param in bucket.params.items() if rt.is_main else ():
+                part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
+                problem = problem or check_entry(tensors, entry, part.shape if key else param.shape)
+                if not problem:
+                    part.copy_(tensors.pop(entry).view(part.shape))
             rt.comm.broadcast(full)
             if key:
                 bucket.state[key].copy_(rt.comm.local_shard(full))
             else:
                 bucket.values.copy_(full)
         bucket.clear()
-    for name in left:
-        if name.partition("/")[0] in optimizer.bucket_of:  # state of a rule that this script does not have
-            raise KeyError(name)
+    left = [name for name in tensors if name.partition("/")[0] in optimizer.bucket_of]
+    problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
+    if problem:
+        others = ", ".join(differences(metadata, run, "resume")[:5]) or "another script"
+        raise InputError(f"{saved.path} {problem} ({others}): give the options of that run, or use the "
+                         "script beside its log")
     for i, scale in enumerate(trainer.scales.scales):
         scale.copy_(tensors.get(f"fp8/{i}", scale))
         rt.comm.broadcast(scale)
@@ -5478,152 +5741,89 @@ def load_state(trainer: Trainer, facts: dict, tensors: dict[str, Tensor]) -> Non
         torch.set_rng_state(tensors["random/cpu"])
     if "random/cuda" in tensors and rt.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], rt.device)
-    trainer.progress = Progress(**facts["progress"])
+    trainer.progress = Progress(**metadata["progress"])
+    trainer.progress.resumed_at.append(trainer.progress.step)
     for name in trainer.progress.lowered:
         lower_precision(trainer, [name])
 
 
 class Checkpoints:
-    """Writes checkpoints in the background, and keeps the newest two of this run, earlier lives included.
-
-    A folder belongs to one run at a time. A second one that is to write or to go on there is refused; one
-    that was stopped, and had not asked for checkpoints, leaves it in a folder of its own.
-    """
+    """Writes the checkpoints of a run in the background, and keeps the two with the highest steps."""
 
     KEPT = 2
 
-    def __init__(self, cfg: Config, log: RunLog, bos: int):
-        self.folder, self.log, self.bos, self.is_broken = name_checkpoints(cfg), log, bos, False
+    def __init__(self, cfg: Config, log: RunLog, bos: int, lock: typing.BinaryIO | None = None):
+        self.folder, self.log, self.bos, self.lock = Path(cfg.checkpoint_dir, log.run_id), log, bos, lock
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.locks, self.own = ExitStack(), []  # files that this run has written, the newest first
-        self.is_expected = bool(cfg.checkpoint_every or cfg.time_limit or cfg.resume)
 
     def __enter__(self) -> Checkpoints:
-        if self.log.rt.is_main and self.is_expected:
-            self._lock(self.folder)
-        for path in list_checkpoints(self.folder) if self.log.rt.is_main and self.log.is_continued else ():
-            with suppress(InputError):  # damaged: nobody's
-                facts, _ = read_checkpoint(path, is_checked=False)
-                self.own += [path] * (facts["run_id"] == self.log.run_id)
         return self
 
     def __exit__(self, *_) -> None:
         self.executor.shutdown()
-        self.locks.close()
+        if self.lock:
+            self.lock.close()
 
-    def _lock(self, folder: Path) -> None:
-        self.locks.enter_context(lock_folder(folder, (
-            f"{folder} is in use by another run of this name and seed: wait for it, or give another "
-            "--checkpoint_dir")))
-        self.is_expected = True
-
-    def save(self, step: int, facts: dict, copies: dict[str, HostCopy]) -> None:
+    def save(self, step: int, state: dict, copies: dict[str, HostCopy]) -> None:
+        """Write the state of collect_state() in the background."""
         self.wait()
-        facts.update(val_points=self.log.val_points, run_id=self.log.run_id, bos=self.bos,
-                     activations=self.log.facts["hardware"]["activations"])
+        metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
+                        train_points=self.log.losses.points)
         if copies:  # on rank 0
-            self.writing = self.executor.submit(self._write, step, json.dumps(facts), copies)
+            self.writing = self.executor.submit(self._write, step, json.dumps(metadata), copies)
 
-    def wait(self) -> Path | None:
-        """Wait for the last one; its path, or None where it could not be written."""
-        return self.writing and self.writing.result()
+    def wait(self) -> bool:
+        """Wait for the last checkpoint. False if it was not written."""
+        return self.writing is None or self.writing.result()
 
-    def _write(self, step: int, facts: str, copies: dict[str, HostCopy]) -> Path | None:
-        start = time.perf_counter()
+    def _write(self, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
+        start, path = time.perf_counter(), self.folder / f"step_{step:06d}.pt"
         try:
-            if not self.is_expected:
-                try:
-                    self._lock(self.folder)
-                except InputError:
-                    self.folder = self.folder.with_name(f"{self.folder.name}_{self.log.run_id}")
-                    self._lock(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"step_{step:06d}.pt"
-            content = dict(format=CHECKPOINT_FORMAT, facts=facts,
+            self.lock = self.lock or lock_run(self.folder)
+            content = dict(format=CHECKPOINT_FORMAT, metadata=metadata,
                            tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
-            with suppress(OSError):  # of a disk that the log has named
-                self.log.leave_script(Path(self.log.cfg.logs_dir))  # with which it can be read for ever
-            self.own = [path, *(other for other in self.own if other != path)]
-            for old in (*self.own[self.KEPT :], *self.folder.glob(".step_*.partial")):  # of killed runs
-                old.unlink(missing_ok=True)
-            del self.own[self.KEPT :]
-        except (OSError, RuntimeError) as error:
+            for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
+                old.unlink(missing_ok=True)  # the last ones are of killed processes
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save() hides the OSError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-            if not self.is_broken:
-                self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason}); "
-                               "training goes on")
-            self.is_broken = True
-            return None
-        self.is_broken = False
+            self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason})")
+            return False
+        with suppress(OSError):  # the log reports a full disk
+            write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
         self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
-        return path
-
-
-def prepare_outputs(cfg: Config, rt: Runtime
-                    ) -> tuple[tuple[Path, dict, dict[str, Tensor]] | None, str]:
-    """Check on rank 0 what this run will write, and read what it resumes: (what find_checkpoint() returns,
-    type of activations of the run it continues or of its record's first). Facts reach all ranks, tensors
-    only rank 0."""
-    def check() -> tuple[str, tuple[Path, dict, dict[str, Tensor]] | None]:
-        folders, activations = {"logs_dir": Path(cfg.logs_dir)}, ""
-        if cfg.record:
-            folders["records_dir"] = choose_folder(cfg)
-            activations = check_record(cfg, folders["records_dir"])
-        if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
-            folders["checkpoint_dir"] = name_checkpoints(cfg)
-        for field, folder in folders.items():
-            check_writable(folder, f"choose another folder with --{field}")
-        return activations, find_checkpoint(cfg) if cfg.resume else None
-
-    activations, found = share_errors(check if rt.is_main else lambda: ("", None), rt)
-    path, facts, activations = rt.comm.broadcast_object((*(found or (None, None))[:2], activations))
-    saved = (path, facts, found[2] if found else {}) if path else None
-    return saved, (facts.get("activations", "") if saved else "") or activations
-
-
-def resume(trainer: Trainer, saved: tuple[Path, dict, dict[str, Tensor]]) -> str:
-    """Load a checkpoint; returns a line that says so, and which options are others now."""
-    path, facts, tensors = saved
-    try:
-        load_state(trainer, facts, tensors)
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise InputError(f"{path} cannot be read as a checkpoint (nothing in it fits {str(error)[:100]}): "
-                         "name another one", of_one_rank=True) from error
-    trainer.progress.resumed_at.append(trainer.progress.step)
-    others = list_differences(read_config(path, facts), trainer.cfg, FREE_OPTIONS - {"seed"})
-    others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in trainer.progress.lowered]
-    return f"resumed {path} after step {trainer.progress.step}{': ' if others else ''}{', '.join(others)}"
-
+        return True
 
 # ==== TELEMETRY AND GUARD ==================================================================================
-# What looks on while training. Telemetry measures every so many steps into a file. The guard notices that
-# training goes wrong, restores what was before, and continues more carefully. check_ranks() finds ranks that
-# have drifted apart. All are off by default. To measure something more, add it to Probe.note() or to
-# Telemetry.inspect(); to look on in another way, add a function to the list in Trainer.run().
+# Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
+# state if training diverges. check_ranks() compares the parameters of all ranks. All are off by default. To
+# measure more, add it to StepTimer.add_norms() or Telemetry.inspect().
 
-class Probe:
-    """Measures one step, where it is asked to: seconds of its parts, sums of squares by parameter group."""
+class StepTimer:
+    """Seconds of the parts of one step, and sums of squares by parameter group."""
 
     PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
     SUMS = ("grad", "weight", "update", "momentum")
 
     def __init__(self, groups: Iterable[str], rt: Runtime, is_full: bool = False):
+        """is_full: measure everything, not only gradients. This synchronizes the device at each part."""
         self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
         self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device)
+        self.updated: set[str] = set()  # groups with an update in this step
         self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
 
-    def mark(self, part: str) -> None:
-        """From here on time belongs to this part; "" ends the step. Waits for the device, once measured."""
+    def enter(self, part: str) -> None:
+        """Begin a part of the step. "" ends the step."""
         if self.is_full:
             now = clock(self.rt.device)
             if self.part:
                 self.seconds[self.part] += now - self.since
             self.part, self.since = part, now
 
-    def note(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
-        """Add a bucket's gradient, for the mean loss of a token; its weights, their change, its momentum."""
+    def add_norms(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
+        """Add a bucket: gradient of the mean loss, and with `before` weights, their change, momentum."""
         tensors = [grad]
         if before is not None:
             momentum = next(iter(bucket.state.values()))
@@ -5632,6 +5832,7 @@ class Probe:
         squares = torch.stack(norms).square()
         squares[0] /= bucket.num_tokens**2
         self.sums[self.rows[bucket.group_name]][: len(tensors)] += squares
+        self.updated.add(bucket.group_name)
 
 
 def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
@@ -5642,36 +5843,35 @@ def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]
 
 
 class Telemetry:
-    """Measures every telemetry_every-th step into <run_id>.jsonl.
+    """Measures every telemetry_every-th step.
 
-    What layers and head see is taken from another forward pass over the step's first micro-batch, so that
-    the graph which trains is the same with and without.
+    Layers and head are measured in a separate forward pass over the step's first micro-batch, so training
+    uses equal graphs with and without telemetry.
     """
 
-    SAMPLE = 256  # tokens, and head rows, of which logits and FP8 casts are measured
+    SAMPLE = 256  # tokens, and rows of the head, whose logits and FP8 casts are measured
     EMA_DECAY = 0.98  # of the training loss, per step
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
-        self.losses: list[Tensor] = []  # since the last measurement
         self.measured: dict = {}  # of layers and head
         self.measure_layers = trainer.rt.compile(self._measure_layers)
 
     def start_step(self) -> bool:
-        """Return True, and have the first micro-batch measured, if the coming step is one to measure."""
-        is_measuring = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
-        self.trainer.inspect = self.inspect if is_measuring else None
-        return is_measuring
+        """Whether the coming step is measured. If so, its first micro-batch will be inspected."""
+        is_measured = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        self.trainer.inspect = self.inspect if is_measured else None
+        return is_measured
 
     @torch.no_grad()
     def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
         """Measure layers and head on a micro-batch, before it is trained on."""
         optimizer = self.trainer.optimizer
-        if optimizer.probe:
-            optimizer.probe.mark("communication")
-        optimizer.finish()  # the pass reads parameters that others may still be sending
-        if optimizer.probe:
-            optimizer.probe.mark("measuring")
+        if optimizer.timer:
+            optimizer.timer.enter("communication")
+        optimizer.finish()  # all-gathers of the parameters may be in flight
+        if optimizer.timer:
+            optimizer.timer.enter("measuring")
         x, layers = self.measure_layers(batch.inputs, batch.doc_ids, step_inputs)
         head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
         x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
@@ -5685,48 +5885,49 @@ class Telemetry:
             fp8=dict(x=measure_fp8(x, scales.x, E4M3),
                      w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
                      grad=measure_fp8(grads, 1.0, E5M2)))
-        if optimizer.probe:
-            optimizer.probe.mark("forward and backward")
+        if optimizer.timer:
+            optimizer.timer.enter("forward and backward")
         self.trainer.inspect = None
 
     def _measure_layers(self, inputs: Tensor, doc_ids: Tensor, step_inputs: StepInputs
                         ) -> tuple[Tensor, Tensor]:
-        """What the head sees (T, D), and mean, std, largest of each layer's output (layers, 3)."""
+        """Input of the head (T, D), and (mean, std, max) of each layer's output (layers, 3)."""
         model = self.trainer.model
         x, acts = model.run_layers(inputs, doc_ids, step_inputs, save_all=True)
         outputs = (acts[f"h{layer}"].float() for layer in range(len(model.blocks)))
         return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
 
-    def end_step(self, loss: Tensor, probe: Probe | None, train_time: float) -> None:
-        """Remember the loss, a mean over this rank's tokens; write the line if this step was measured."""
-        self.losses.append(loss)
-        if probe is None or not probe.is_full:
+    def end_step(self, _loss: Tensor, timer: StepTimer | None, train_time: float) -> None:
+        """Write the line of a measured step. Groups without an update in this step are left out."""
+        if timer is None or not timer.is_full:
             return
-        rt, progress = self.trainer.rt, self.trainer.progress
-        losses = (rt.comm.all_reduce(torch.stack(self.losses)) / rt.world_size).tolist()
-        norms = rt.comm.all_reduce(probe.sums).sqrt().tolist()
-        self.losses = []
+        rt, progress, points = self.trainer.rt, self.trainer.progress, self.log.losses.points
+        self.log.flush_losses()
+        norms = rt.comm.all_reduce(timer.sums).sqrt().tolist()
+        losses = [loss for step, loss in points if step > progress.measured_step]
         for value in losses:
             ema = value if math.isnan(progress.loss_ema) else progress.loss_ema
             progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
+        progress.measured_step = progress.step
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
         groups = {group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
                               momentum_norm=momentum)
-                  for group, (grad, weight, update, momentum) in zip(probe.rows, norms)}
+                  for group, (grad, weight, update, momentum) in zip(timer.rows, norms)
+                  if group in timer.updated}
         self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
                              loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
-                             groups=groups, **self.measured, seconds=probe.seconds)
+                             groups=groups, **self.measured, seconds=timer.seconds)
 
 
 def check_ranks(optimizer: Optimizer) -> None:
-    """Raise RunError, on every rank, where a rank does not hold the bits of rank 0's parameters."""
+    """Raise RunError on every rank if the parameters of two ranks differ in a bit."""
     optimizer.finish()
     digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
                for bucket in optimizer.buckets]
     hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
     hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
     for rank, i in (hashes != hashes[0]).nonzero().tolist():
-        raise RunError(f"after step {optimizer.step_count} rank {rank} holds other parameters than rank 0 "
+        raise RunError(f"after step {optimizer.step_count} rank {rank} has other parameters than rank 0 "
                        f"in {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
@@ -5735,7 +5936,7 @@ LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave F
 
 
 def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
-    """Give up the first of these low precisions that is in use; says so, or nothing where none is."""
+    """Replace the first of these low precisions that is in use by a higher one. Returns a phrase, or ""."""
     model, progress = trainer.model, trainer.progress
     in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
     name = next((name for name in names if name in in_use), "")
@@ -5752,61 +5953,62 @@ def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> 
 
 
 class Guard:
-    """Notices that training goes wrong, and restores weights and optimizer state from before it did.
+    """Detects that training diverges, and restores weights and optimizer state of an earlier step.
 
-    Step and data keep advancing, so that what did harm is not seen again and the run ends when it should.
-    All ranks judge the same sums, one step late: no GPU waits.
+    Step and data keep advancing, so the harmful batch is not seen again. All ranks check equal sums, one
+    step late, so no GPU waits.
     """
 
-    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # times the median of the last good steps: too much
-    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # in that median, at most and at least
-    VAL_RISE = 0.05  # fraction by which validation loss may exceed its best
-    SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps; a snapshot is trusted after so many good ones
-    LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for so many steps
-    MOST_ACTIONS, STATUS = 6, Stop.GUARD  # then the run stops with this exit status
+    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest and smallest number of steps in that median
+    VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
+    SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps. A snapshot is trusted after this many good ones
+    LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for this many steps
+    MOST_ACTIONS = 6  # then the run stops
 
     def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
         self.trainer, self.log, self.stop = trainer, log, stop
-        # groups that are not updated in every step make no norm to compare from step to step
+        # Exclude groups with every > 1: their gradient norms are not comparable between steps
         self.steady = torch.tensor([float(trainer.cfg.groups[name].every == 1)
                                     for name in trainer.optimizer.groups], device=trainer.rt.device)
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
-        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums): not yet judged
+        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
         self.is_snapshot_due = False
         self.snapshots = [(trainer.progress.step, trainer.snapshot())]
 
-    def end_step(self, loss: Tensor, probe: Probe, _elapsed: float = 0.0) -> None:
-        """Judge the step before this one; take a snapshot where one is due."""
-        trainer, step, squares = self.trainer, self.trainer.progress.step, probe.sums[:, 0]  # by group
-        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # of all targets: stages differ
+    def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
+        """Check the previous step. Take a snapshot if one is due."""
+        trainer, step, squares = self.trainer, self.trainer.progress.step, timer.sums[:, 0]  # by group
+        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes stages comparable
         sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
         self.pending.append((step, HostCopy(trainer.rt.comm.all_reduce(sums))))
         self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
         if not self.is_snapshot_due or not trainer.optimizer.has_no_pending_gradients():
-            self.judge(but=1)
-        elif self.judge():
+            self.check_steps(up_to=step - 1)
+        elif self.check_steps(up_to=step):
             self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
             self.is_snapshot_due = False
-            if not (trainer.progress.lowered and trainer.rt.use_compile):  # later stages are compiled anew
+            if not (trainer.progress.lowered and trainer.rt.use_compile):  # later stages are compiled again
                 trainer.rt.comm.set_timeout(datetime.timedelta(seconds=trainer.cfg.comm_timeout))
 
-    def judge(self, but: int = 0) -> bool:
-        """Judge all steps but the last few; True if no judged step was bad."""
-        while len(self.pending) > but:
+    def check_steps(self, up_to: int) -> bool:
+        """Check all pending steps up to this one. False after an action."""
+        while self.pending and self.pending[0][0] <= up_to:
             step, sums = self.pending.pop(0)
             loss, square, all_squares = sums.read().tolist()
             grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
             fault = self._find_fault(loss, grad_norm)
             if fault:
-                self._act(step, fault)
+                self._roll_back(step, fault)
                 return False
             good = self.trainer.progress.good_steps
             good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
         return True
 
-    def judge_validation(self, step: int, val_loss: float) -> None:
+    def check_validation(self, step: int, val_loss: float) -> None:
         if not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
-            self._act(step, f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}", to_oldest=True)
+            fault = f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}"
+            self._roll_back(step, fault, to_oldest=True)
         self.best_val_loss = min(self.best_val_loss, val_loss)
 
     def _find_fault(self, loss: float, grad_norm: float) -> str:
@@ -5820,7 +6022,8 @@ class Guard:
                 return f"{name} {value:.4g} exceeds {limit:.4g}"
         return ""
 
-    def _act(self, step: int, fault: str, to_oldest: bool = False) -> None:
+    def _roll_back(self, step: int, fault: str, to_oldest: bool = False) -> None:
+        """Restore a snapshot, lower precision and learning rates. After MOST_ACTIONS stop the run."""
         trainer, progress = self.trainer, self.trainer.progress
         trusted = [i for i, (made, _) in enumerate(self.snapshots)
                    if progress.step - made >= self.TRIAL_STEPS]
@@ -5829,23 +6032,25 @@ class Guard:
         trainer.restore(snapshot)
         self.pending, self.snapshots = [], self.snapshots[: index + 1]
         progress.num_actions += 1
-        if progress.num_actions > self.MOST_ACTIONS:
-            self.stop.wish, progress.num_actions = self.STATUS, 0  # anew for those who resume it
+        progress.actions_in_a_row += 1
+        if progress.actions_in_a_row > self.MOST_ACTIONS:
+            self.stop.agreed = Stop.GUARD  # every rank sets it in this step
+            progress.actions_in_a_row = 0  # a resumed run begins anew
             measures = [f"{self.MOST_ACTIONS} actions were not enough"]
         else:
             in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
             progress.lr_scale = in_force * self.LR_FACTOR
             progress.lr_scale_until = progress.step + self.LR_STEPS
-            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # another precision may have to be compiled
+            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # another precision may be compiled now
             measures = [lower_precision(trainer), f"learning rates times {progress.lr_scale:g} until step "
-                                                   f"{progress.lr_scale_until}"]
+                                                  f"{progress.lr_scale_until}"]
         text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
         self.log.print(f"guard: step {step}: {fault}: {text}")
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 # ==== SAMPLING =============================================================================================
-# Text from a trained model, token by token. Each token is computed from all before it, as in training: there
-# is no cache of keys, so that the model is the same code.
+# Text from a trained model, token by token. Each token is computed from all tokens before it by the model of
+# training. There is no key-value cache.
 
 class Tokenizer(typing.NamedTuple):
     """Text to tokens and back."""
@@ -5856,11 +6061,11 @@ class Tokenizer(typing.NamedTuple):
 
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
-    """The tokenizer that belongs to a vocabulary, if it is at hand."""
+    """The tokenizer of a vocabulary, or None if it is not installed."""
     if vocab_size == BYTE_VOCAB_SIZE:
         return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
     try:
-        import tiktoken  # optional: only text needs it
+        import tiktoken  # optional
         gpt2 = tiktoken.get_encoding("gpt2")  # from its cache, or downloaded
     except (ImportError, OSError):
         return None
@@ -5883,18 +6088,17 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
 def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) -> Iterator[int]:
     """Continue a prompt until the next document or cfg.max_new_tokens.
 
-    Windows and rotary are those of the final validation. The model sees BOS and what follows it, as far back
-    as a training document reaches (max_doc_len).
+    Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
     """
     state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
     text = list(prompt)
     for _ in range(cfg.max_new_tokens):
         tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
-        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks; nobody sees what comes after
+        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks. No token sees later ones
         step_inputs = make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
         x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
-        if not logits.isfinite().all():  # a model that diverged has nothing to say
+        if not logits.isfinite().all():  # the model diverged
             return
         token = sample_token(logits, cfg.temperature, cfg.top_k, generator)
         if token == bos:
@@ -5904,7 +6108,7 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) 
 
 
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
-    """A short text under the result card, where a tokenizer is at hand; shapes vary, so uncompiled."""
+    """Print a short text under the result card. It is not compiled, because its shapes vary."""
     tokenizer = find_tokenizer(cfg.vocab_size)
     if tokenizer is None or not rt.is_main:
         return
@@ -5917,64 +6121,76 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     print0(f"sample: {text.decode(errors='replace').strip()}", rt)
 
 
-def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
-    """(model in plain PyTorch, config with these values, runtime, facts) of a checkpoint."""
-    facts, tensors = read_checkpoint(path)
+def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, int]:
+    """(model in plain forms, config with these values, runtime, BOS) of a checkpoint."""
+    metadata, tensors = read_checkpoint(path)
     plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
-    cfg = dataclasses.replace(read_config(path, facts, is_sample=True), **{**plain, **values})
-    check_model(path, facts, tensors, cfg, is_sample=True)
-    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32
-    rt = dataclasses.replace(start_runtime(cfg, is_alone=True), dtype=dtype)
-    with torch.device("meta"):
-        model = GPT(cfg, rt)
+    unknown = sorted(metadata["config"].keys() - {*OPTIONS, "derived"})
+    try:
+        if unknown:
+            raise InputError(f"--{unknown[0]}={str(metadata['config'][unknown[0]])[:60]} is unknown")
+        cfg = dataclasses.replace(config_from_dict(metadata["config"]), **{**plain, **values})
+        check_config(cfg)
+        rt = start_runtime(cfg, is_alone=True)
+        rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+        with torch.device("meta"):
+            model = GPT(cfg, rt)
+        for name, param in model.named_parameters():
+            if problem := check_entry(tensors, name, param.shape):
+                raise InputError(f"it {problem}")
+    except InputError as error:
+        raise InputError(f"{path} does not fit this script ({error}): use the script beside its log"
+                         ) from None
     model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
                           assign=True)  # buffers are made below
     model.make_buffers()
     model.split_layers(1)  # of the loaded parameters
-    model.is_tied = facts["is_tied"]
-    return model.to(rt.device).eval(), cfg, rt, facts
+    model.is_tied = metadata["is_tied"]
+    return model.to(rt.device).eval(), cfg, rt, metadata["bos"]
 
 
 def write_sample(values: dict) -> None:
-    """--sample: print the prompt and what the checkpoint makes of it, as it comes."""
+    """--sample: print the prompt and its continuation, token by token."""
     allowed = {field.name for field in dataclasses.fields(SampleConfig)} | {"seed", "device", "dtype"}
     if set(values) - allowed:
-        raise InputError(f"--{min(set(values) - allowed)} has no meaning with --sample: give only "
+        raise InputError(f"--{min(set(values) - allowed)} has no effect with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    model, cfg, rt, facts = load_model(Path(values["sample"]), {"seed": 0, **values})
+    model, cfg, rt, bos = load_model(Path(values["sample"]), {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
         prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
         if any(not 0 <= token < cfg.vocab_size for token in prompt):
             raise ValueError
+    except UnicodeEncodeError:
+        raise InputError("--prompt is not valid UTF-8: give text in UTF-8") from None
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
-                         "tokenizer is at hand: pip install tiktoken, or give ids") from None
+                         "tokenizer is installed: pip install tiktoken, or give ids") from None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
-    for token in generate(model, prompt, facts["bos"], cfg, rt):
+    for token in generate(model, prompt, bos, cfg, rt):
         print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
     print()
 
 # ==== MAIN =================================================================================================
-# From a command line to an exit status. Errors that concern the user become one line here, and nowhere else:
-# 2 for bad input, 1 for a run that failed, 128 + n for a signal.
+# From a command line to an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit, 128 + n
+# signal. Only RunErrors become one line. Every other exception is a bug and keeps its traceback.
 
 def run(argv: list[str]) -> int:
-    """Obey a command line; returns the exit status."""
+    """Execute a command line. Returns the exit status."""
     values, flags = parse_argv(argv)
     for field in dataclasses.fields(SampleConfig):
         if field.name in values and "sample" not in values:
-            raise InputError(f"--{field.name} has no meaning without --sample: leave it out, or name a "
+            raise InputError(f"--{field.name} has no effect without --sample: leave it out, or name a "
                              "checkpoint with --sample")
     if "list_presets" in flags:
         for name, (parent, meaning, _) in PRESETS.items():
             print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
         names = textwrap.fill(", ".join(MECHANISMS), 109)
-        print(f"\nmechanisms of --without and --only_with; docs/inside.md says what each is:\n{names}")
+        print(f"\nmechanisms of --without and --only_with, explained in docs/inside.md:\n{names}")
     elif "print_config" in flags:
         cfg = make_config(values)
         derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
@@ -5990,20 +6206,20 @@ def run(argv: list[str]) -> int:
 
 
 def report(error: RunError, program: str) -> int:
-    """Print the line of an error, once on each node; returns the exit status."""
+    """Print the line of an error, once per node. Returns the exit status."""
     if error.of_one_rank or env_int("LOCAL_RANK", 0) == 0:
         kind = "" if isinstance(error, RunStopped) else "error: "
-        with suppress(OSError):  # its reader may be gone
+        with suppress(OSError):  # the reader may be gone
             print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    else:  # torchrun ends all ranks when the first one leaves: not before the one that speaks has spoken
+    else:  # torchrun ends all ranks when the first one exits, so the printing rank gets time
         time.sleep(1 if isinstance(error, RunStopped) else 5)
     return error.status
 
 
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
-    """Do it, and turn errors that concern the user into one line; returns the exit status.
+    """Call body and print its RunError as one line. Returns the exit status.
 
-    Where other ranks may be gone it does not return: an orderly shutdown would wait for them.
+    After an error with several ranks the process exits here: an orderly shutdown would wait for other ranks.
     """
     try:
         check_environment()
@@ -6013,29 +6229,20 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         status = report(error, program)
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # who read the output has read enough
+    except BrokenPipeError:  # the reader of the output, for example head, has exited
         status = 128 + 13  # SIGPIPE
     except Exception as error:
-        status = 1
-        # whether a collective failed because another rank is gone, or has not come within the timeout
-        is_lost = isinstance(error, dist.DistError) or bool(re.search("gloo|pair closure", str(error), re.I))
-        is_training = any(frame.f_code is Trainer.run.__code__
-                          for frame, _ in traceback.walk_tb(error.__traceback__))
-        if not is_lost and isinstance(error, (OSError, UnicodeError if is_training else ValueError)):
-            name, reason = getattr(error, "filename", None), getattr(error, "strerror", None) or error
-            status = report(InputError(f"{f'{name}: ' if name else ''}{reason}: check the path, its "
-                                       "permissions and the room on its disk", of_one_rank=True), program)
-        elif not dist.is_initialized():
+        if not dist.is_initialized():
             raise
-        elif not is_lost:
-            traceback.print_exc()
+        status, text = 1, " ".join(str(error).split())
+        if isinstance(error, dist.DistError) or re.search("gloo|pair closure", text, re.I):
+            sys.stderr.write(  # one write, because other ranks write too
+                f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank, which failed, "
+                "was killed, or took longer than --comm_timeout. torchrun's report below names it "
+                f"({re.sub(r'^.*?[]] ', '', text)[:100]})\n")
         else:
-            reason = re.sub(r'^.*?[]] ', '', ' '.join(str(error).split()))[:100]
-            sys.stderr.write(  # in one piece, because other ranks write, too
-                f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank: it failed, was "
-                "killed, or has stood still for --comm_timeout. torchrun's report below names it "
-                f"({reason})\n")
-    for stream in (sys.stdout, sys.stderr):  # Python's own last flush would change the status
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):  # Python's flush at exit would change the status
         try:
             stream.flush()
         except OSError:
@@ -6048,8 +6255,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
 
 
 def open_standard_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr an empty one; what the encoding of a
-    console lacks is shown as '?'."""
+    """Open missing standard streams as os.devnull. Characters that a console lacks become '?'."""
     for number in range(3):
         try:
             os.fstat(number)
