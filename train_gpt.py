@@ -2368,6 +2368,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         if cfg.resume:
             found = share_errors(lambda: find_checkpoint(cfg, run, named), rt)
             saved, resume_line = share_saved(found, rt)
+    if saved and not saved.is_same_run:
+        run["resumed_from"] = dict(run_id=saved.metadata["run_id"], step=saved.metadata["progress"]["step"])
     if saved and saved.is_same_run:
         run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
         if result := rt.comm.broadcast_object(find_result(run["run_id"], cfg)):
@@ -3572,7 +3574,8 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     reason = "another device"
     if parts.get("machine.device") == rt.device.type:
         try:
-            return choose_precision(dataclasses.replace(cfg, **kept), rt)
+            rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
+            return dataclasses.replace(rt, notes=(f"choices of the earlier start: {describe_choices(rt)}",))
         except InputError as error:
             reason = str(error)
     if cfg.record:
@@ -3633,7 +3636,7 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     if cfg.dtype != "auto":
-        name, reason = cfg.dtype, "chosen by --dtype or by an earlier start"
+        name, reason = cfg.dtype, "chosen by --dtype"
     else:
         name, verb = ("bfloat16", "multiplies") if has_bf16 else ("float32", "does not multiply")
         reason = f"this {'GPU' if is_cuda else 'processor'} {verb} bfloat16"
@@ -5229,7 +5232,9 @@ class LossHistory:
     def add(self, step: int, loss: Tensor) -> None:
         """loss: the mean over the tokens of this rank. All ranks must call it."""
         self.losses.append((step, loss))
-        if len(self.losses) >= self.batch:
+        if self.batch == 1:
+            self.flush()
+        elif len(self.losses) >= self.batch:
             self._read()
             self._send()
 
@@ -5574,15 +5579,13 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
 
 def read_newest(folder: Path, is_checked: bool = True) -> Saved:
     """The checkpoint of a folder with the highest step that can be read. InputError if none can."""
-    problem = InputError(f"{folder} has no checkpoint: start anew without --resume")
-    for path in reversed(list_steps(folder)):
+    problem = None
+    for path in list_steps(folder):
         try:
-            saved = Saved(path, *read_checkpoint(path, is_checked))
+            return Saved(path, *read_checkpoint(path, is_checked))
         except InputError as error:
-            problem, saved = error, None
-    if saved is None:
-        raise problem
-    return saved
+            problem = problem or error
+    raise problem or InputError(f"{folder} has no checkpoint: start anew without --resume")
 
 
 def check_outputs(cfg: Config, run: dict) -> tuple[dict, Saved | None]:
@@ -5618,7 +5621,7 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
         if not others:
             lock = lock_run(folder)
             saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
-            return saved, describe_resume(saved, run)
+            return saved, describe_resume(saved, cfg, run)
         reason = reason or f"the newest is {folder}, but {others[0]}"
     if problem:
         raise InputError(problem)
@@ -5642,16 +5645,19 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
                          "machine of the checkpoint, or start anew without --resume")
     if is_newest and not others:
         named = named._replace(is_same_run=True, lock=lock_run(folder))
-    return named, describe_resume(named, run)
+    return named, describe_resume(named, cfg, run)
 
 
-def describe_resume(saved: Saved, run: dict) -> str:
+def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     """The line about a checkpoint, with all differences except folders and ends."""
-    others = differences(saved.metadata, run, "resume of a record")
-    others += [f"{LOW_PRECISIONS[name]}, as before" for name in saved.metadata["progress"]["lowered"]
-               if name in LOW_PRECISIONS]
+    others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
+    others += [f"{LOW_PRECISIONS[name]}, as before" for name in progress["lowered"] if name in LOW_PRECISIONS]
+    schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
+    planned = schedule.count_tokens() - schedule.count_tokens(step)
+    if planned != trained:
+        others.append(f"this run has trained on {trained} tokens, its schedule on {planned} before step {step}, "
+                      f"so tokens are {'repeated' if planned < trained else 'skipped'}")
     new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
-    step = saved.metadata["progress"]["step"]
     return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
 
 

@@ -268,9 +268,9 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     write = gpt.write_atomic
 
-    def write_slowly(path, data):
-        time.sleep(5.5 if path.suffix == ".pt" else 0)
-        write(path, data)
+    def write_slowly(path, *more):
+        time.sleep(21 if path.suffix == ".pt" else 0)  # --comm_timeout is 20
+        write(path, *more)
 
     if mode == "slow disk":
         gpt.write_atomic = write_slowly

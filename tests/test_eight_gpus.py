@@ -277,7 +277,7 @@ def test_a_scale_that_is_not_finite_is_not_taken_over():
 def test_the_guard_restores_scales(shards, here, monkeypatch):
     """A NaN gets into a weight in step 18: FP8 of the MLP goes on, the head's is what is given up."""
     saved, before, after, losses = {}, [], [], []
-    act, snapshot, train_step = gpt.Guard._act, gpt.Trainer.snapshot, gpt.Trainer.train_step
+    act, snapshot, train_step = gpt.Guard._roll_back, gpt.Trainer.snapshot, gpt.Trainer.train_step
 
     def spoil_and_step(self, *args):
         if self.progress.step == 17 and not after:
@@ -298,7 +298,7 @@ def test_the_guard_restores_scales(shards, here, monkeypatch):
 
     monkeypatch.setattr(gpt.Trainer, "train_step", spoil_and_step)
     monkeypatch.setattr(gpt.Trainer, "snapshot", note_snapshot)
-    monkeypatch.setattr(gpt.Guard, "_act", note_action)
+    monkeypatch.setattr(gpt.Guard, "_roll_back", note_action)
     options = [f"--{name}={value}" for name, value in FP8_MLP.items()]
     result = run(shards, "--guard=on", "--fp8_head=on", "--num_iterations=24", AT_THE_END, *options)
     ((step, made, scales),) = after

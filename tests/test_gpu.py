@@ -35,7 +35,7 @@ def compiled(function):
 @pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-8), (torch.float32, 2e-3)])
 def test_symmetric_matmul(dtype, bound, is_compiled):
     """Matrices of track_1. bfloat16 results are rounded by 2^-9. In float32 the kernel multiplies TF32 (2^-11)."""
-    if dtype == torch.bfloat16 and not gpt.computes_bfloat16(CUDA):
+    if dtype == torch.bfloat16 and not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
     x = (torch.randn(4, 768, 3072, device=CUDA) * 3072**-0.5).to(dtype)
@@ -60,7 +60,7 @@ def test_transpose_of_a_gradient(is_compiled):
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_mlp_in_one_function(is_compiled):
     """Sizes of track_1, bfloat16: output and gradients within the rounding of matmuls and of squares."""
-    if not gpt.computes_bfloat16(CUDA):
+    if not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
     shapes = (1024, 768), (768, 3072), (768, 3072)
@@ -79,7 +79,7 @@ def test_the_mlp_in_one_function(is_compiled):
 @pytest.mark.parametrize("name", gpt.list_fast_forms())
 def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
     """Of the newest recipe, forward and backward, as at the start of a run."""
-    cfg, has_bf16 = gpt.make_config({"preset": "frontier"}), gpt.computes_bfloat16(CUDA)
+    cfg, has_bf16 = gpt.make_config({"preset": "frontier"}), gpt.supports_bfloat16(CUDA)
     needs = gpt.list_fast_forms()[name].needs
     is_fp8 = name in gpt.FP8_FORMS
     if reason := "" if is_fp8 else gpt.find_obstacle(needs, cfg, CUDA, use_compile):
@@ -92,7 +92,7 @@ def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
 def test_flex_attention_is_used_if_it_is_right():
     """And no other form is refused."""
     cfg = smoke_config(num_heads=2, head_dim=64, model_dim=128)
-    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     use_compile, _ = gpt.choose_compile(dataclasses.replace(cfg, compile="auto"), CUDA)
     names, lines = gpt.choose_fast_forms(cfg, CUDA, dtype, use_compile)
     assert ("flex_attention" in names) == use_compile
@@ -123,7 +123,7 @@ def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compile
 def test_flex_attention_forward_and_backward(num_tokens, window):
     """Documents and window against dense attention, of views as the model makes them: q, k in one tensor, v a slice."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     doc_ids = (torch.rand(num_tokens, device=CUDA) < 1 / 400).cumsum(0).int()
     qk = torch.randn(num_tokens, 2, 6, 128, device=CUDA, dtype=dtype, requires_grad=True)
     qkv = torch.randn(num_tokens, 3 * 768, device=CUDA, dtype=dtype, requires_grad=True)
@@ -199,7 +199,7 @@ def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
     ["--dtype=bfloat16"]], ids=str)
 def test_the_same_run_otherwise(shards, gpu_run, tmp_path, options):
     """Eager with blocked attention. In plain forms. Without our kernels. In bfloat16, with an FP8 head if the card has one."""
-    if options == ["--dtype=bfloat16"] and not gpt.computes_bfloat16(CUDA):
+    if options == ["--dtype=bfloat16"] and not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     other = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", *options)
     assert losses(other) == pytest.approx(losses(gpu_run[0]), abs=0.05)
@@ -230,7 +230,7 @@ def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
     cfg = smoke_config(num_layers=4, num_heads=2, head_dim=64, model_dim=128,
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     fast = frozenset({"rms_norm", "norm_rotate", "flex_attention"})
     rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, fast=fast, peak_flops=1e15)
     model = gpt.GPT(cfg, rt)
@@ -281,7 +281,7 @@ def test_blocked_attention_runs_without_triton(monkeypatch):
     monkeypatch.setattr(gpt, "triton", None)
     use_compile, note = gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)
     assert not use_compile and "Triton is not installed" in note
-    dtype = torch.bfloat16 if gpt.computes_bfloat16(CUDA) else torch.float32
+    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
     torch.cuda.reset_peak_memory_stats()
