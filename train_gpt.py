@@ -6222,6 +6222,16 @@ def report(error: RunError, program: str) -> int:
     return error.status
 
 
+def flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"the output cannot be written ({error.strerror}): free space, or write it to another "
+                         "place") from None
+
+
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """Call body and print its RunError as one line. Returns the exit status.
 
@@ -6230,7 +6240,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     try:
         check_environment()
         status = body()
-        sys.stdout.flush()
+        flush_output()
     except RunError as error:
         status = report(error, program)
     except KeyboardInterrupt:

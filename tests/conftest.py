@@ -177,4 +177,6 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
 VAL_LINE = re.compile(
     r"^step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M
 )
-STEP_LINE = re.compile(r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M)
+STEP_LINE = re.compile(
+    r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms train_loss:(\d+\.\d{4}|nan)$", re.M
+)

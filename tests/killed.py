@@ -1,7 +1,7 @@
 """A run that is killed again and again: python tests/killed.py KILLS ARGUMENT...
 
-Forks, so that PyTorch is imported only once. Every life goes on with --resume=auto, and is killed (SIGKILL) at a
-random moment; the last one may live. Prints JSON: the exit statuses, and the steps at which lives were resumed.
+It forks, so PyTorch is imported only once. Every life continues with --resume=auto and is killed (SIGKILL) at a random
+moment. The last one ends by itself. Prints JSON: the exit statuses, and the steps at which lives were resumed.
 """
 
 import json
@@ -19,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
 
 
-def live(number: int, argv: list[str], from_where: str, seconds: float | None) -> int:
-    """One life, its console in life_NUMBER.txt; killed so many seconds after the console says so; how it ended."""
+def live(number: int, argv: list[str], num_lines: int | None, seconds: float) -> int:
+    """One life, with its console in life_NUMBER.txt. Returns its exit status.
+
+    It is killed some seconds after its console has this many lines of validations, or not at all (None).
+    """
     pid = os.fork()
     if pid == 0:
         console = os.open(f"life_{number}.txt", os.O_WRONLY | os.O_CREAT)
@@ -28,12 +31,12 @@ def live(number: int, argv: list[str], from_where: str, seconds: float | None) -
         os.dup2(console, 2)
         torch.set_num_threads(1)
         os._exit(gpt.main([*argv, "--resume=auto"]))
-    if seconds is not None:
+    if num_lines is not None:
         console = Path(f"life_{number}.txt")
-        while not (console.exists() and re.search(from_where, console.read_text())):
+        while not console.exists() or console.read_text().count("train_time") < num_lines:
             if os.waitpid(pid, os.WNOHANG)[0]:
                 raise SystemExit(f"life {number} ended by itself")
-            time.sleep(0.01)
+            time.sleep(0.001)
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -44,12 +47,13 @@ def main() -> None:
     moments = random.Random(0)
     ends = []
     for i in range(int(kills)):  # every fifth while it starts, the others while they train and write
-        from_where = "" if i % 5 == 4 else "train_time"  # the first validation, of every step
-        ends.append(live(i, argv, from_where, moments.uniform(0.1, 0.6)))
-    ends.append(live(int(kills), argv, "", None))
+        is_start = i % 5 == 4
+        num_lines, seconds = (0, moments.uniform(0.0, 0.5)) if is_start else (moments.randint(2, 9), moments.uniform(0, 0.03))
+        ends.append(live(i, argv, num_lines, seconds))
+    ends.append(live(int(kills), argv, None, 0))
     lives = [Path(f"life_{i}.txt").read_text() for i in range(len(ends))]
     resumed = [
-        int(found[1]) if (found := re.search(r"after step (\d+)$", life, re.M)) else 0 for life in lives
+        int(found[1]) if (found := re.search(r"^resumed \S+ after step (\d+)", life, re.M)) else 0 for life in lives
     ]
     print(json.dumps(dict(ends=ends, resumed=resumed, last=lives[-1])))
 

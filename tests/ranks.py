@@ -6,6 +6,7 @@ python tests/ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit status 
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -299,6 +300,21 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         return real(self, *args)
 
     gpt.Trainer.train_step = train_step
+    return gpt.main(list(argv))
+
+
+def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
+    """A real run in which rank 1 has other options, data (of another folder), script or PyTorch."""
+    torch.set_num_threads(1)
+    if os.environ["RANK"] == "1":
+        argv = [*argv, *shlex.split(options)]
+        if what == "data":  # a stale file on the local disk of a node
+            find = gpt.find_shards
+            gpt.find_shards = lambda *args: [str(Path(folder, Path(path).name)) for path in find(*args)]
+        if what == "script":
+            gpt.SCRIPT += b"\n"
+        if what == "torch":
+            torch.__version__ = "1.0"
     return gpt.main(list(argv))
 
 

@@ -1,7 +1,10 @@
 """Whole runs: what they print and leave, that they repeat, replay, and refuse."""
 
+import dataclasses
+import datetime
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -42,12 +45,16 @@ def test_printed_lines_and_log_are_what_parsers_read(smoke):
     assert not STEP_LINE.search(smoke["stdout"])
     log = smoke["path"].with_suffix(".txt").read_text()
     header, steps = log.split("\n" + "=" * 100 + "\n")
-    facts = json.loads(header)
-    assert facts["versions"]["torch"] == torch.__version__ and facts["argv"] == smoke["argv"]
-    source = smoke["path"].parent / f"train_gpt_{facts['script_sha256'][:12]}.py"
+    metadata = json.loads(header)
+    assert metadata["versions"]["torch"] == torch.__version__ and metadata["argv"] == smoke["argv"]
+    assert gpt.identify(metadata) == gpt.identify(smoke)
+    source = smoke["path"].parent / f"train_gpt_{metadata['script_sha256'][:12]}.py"
     assert source.read_bytes() == SCRIPT.read_bytes()
     assert [int(m[1]) for m in STEP_LINE.finditer(steps)] == list(range(1, 13))
     assert len(VAL_LINE.findall(steps)) == 3
+    losses = [[int(m[1]), float(m[5])] for m in STEP_LINE.finditer(steps)]
+    assert losses == [[step, pytest.approx(loss, abs=6e-5)] for step, loss in smoke["train_points"]]
+    assert re.fullmatch(r"\d{8}-\d{6}_seed0_[0-9a-f]{8}", smoke["run_id"]) and smoke["path"].stem == smoke["run_id"]
 
 
 def test_json_has_the_keys_of_the_contract(smoke):
@@ -63,7 +70,10 @@ def test_json_has_the_keys_of_the_contract(smoke):
         "versions",
         "hardware",
         "val_points",
+        "train_points",
         "final_val_loss",
+        "choices",
+        "resumed_from",
         "train_time_ms",
         "compile_time_s",
         "tokens_per_s",
@@ -144,7 +154,7 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
     folder = first["path"].parent
     assert (
         re.fullmatch(r"\d{4}-\d\d-\d\d_first", folder.name)
-        and folder.parent == tmp_path / "records" / "laptop"
+        and folder.parent == tmp_path / "records" / "try"
     )
     assert (folder / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".py", ".txt"]
@@ -163,7 +173,7 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
     done = run_script(first["argv"][1:], tmp_path, script=other)
     assert (
         done.returncode == 2
-        and "taken by another script" in done.stderr
+        and "belongs to another script" in done.stderr
         and len(list(folder.iterdir())) == 7
     )
 
@@ -175,59 +185,188 @@ def record(shards, *args, status=0) -> str:
     return ""
 
 
-def test_a_record_is_of_one_config_and_precision(shards, tmp_path, monkeypatch, capsys):
-    """Other options are refused at start, and leave nothing; seeds, folders and checkpoints may differ."""
+def test_a_record_is_of_one_config_and_machine(shards, tmp_path, monkeypatch, capsys):
+    """Other options and machines are refused at the start, and leave nothing. Seeds and folders may differ."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     record(shards, "--dtype=auto")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
     before = sorted(path for path in tmp_path.rglob("*"))
-    for option in ("--head_lr=0.01", "--dtype=float32", "--val_tokens=2048"):
+    for option in ("--head_lr=0.01", "--dtype=float32", "--val_tokens=2048", "--checkpoint_every=2", "--telemetry_every=3"):
         capsys.readouterr()
         record(shards, "--dtype=auto", option, status=2)
         errors = capsys.readouterr().err
-        assert "--record=mine is taken by other runs than this one (records/laptop/" in errors and errors.count("\n") == 1
+        assert "--record=mine belongs to other runs (records/try/" in errors and errors.count("\n") == 1
         assert f"{option[2:].partition('=')[0]} was " in errors and sorted(tmp_path.rglob("*")) == before
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 64)
         record(shards, "--dtype=auto", "--seed=1", status=2)
         assert "threads was 1, here 64" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
-    record(shards, "--dtype=auto", "--seed=1", "--checkpoint_every=2", "--telemetry_every=3")
-    assert "activations: bfloat16 (as this run, or the first one of its record, began" in capsys.readouterr().out
+    record(shards, "--dtype=auto", "--seed=1", "--time_limit=1000", "--logs_dir=elsewhere")
+    assert "choices of the earlier start: {'dtype': 'bfloat16'" in capsys.readouterr().out
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("records/*/*/*.json")]
-    assert sorted((run["seed"], run["hardware"]["activations"]) for run in runs) == [(0, "bfloat16"), (1, "bfloat16")]
+    assert sorted((run["seed"], run["choices"]["dtype"]) for run in runs) == [(0, "bfloat16"), (1, "bfloat16")]
+    assert len({json.dumps(run["choices"]) for run in runs}) == 1
     (path, _) = tmp_path.glob("records/*/*/*.json")
     path.with_name("0.json").write_text("[]")
     record(shards, "--dtype=auto", "--seed=2", status=2)
-    assert "0.json is no result of a run" in capsys.readouterr().err
+    assert "0.json is not a result" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["script", "options"])
-def test_two_runs_that_take_one_name_at_once(how, shards, tmp_path, monkeypatch, capsys):
-    """Both are refused nothing at start; who ends second keeps its result in logs/, says so, and has status 1."""
-    monkeypatch.chdir(tmp_path)
+def at_the_first_step(monkeypatch, act) -> None:
+    """Call act once, in the first training step of a run in this process."""
     real, begun = gpt.Trainer.train_step, []
 
     def train_step(self, *args):
         if not begun:
             begun.append(True)
-            with pytest.MonkeyPatch.context() as patch:
-                if how == "script":
-                    patch.setattr(gpt, "read_script", lambda: b"# another script")
-                record(shards, *(["--head_lr=0.01"] if how == "options" else []))
+            act()
         return real(self, *args)
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+
+
+@pytest.mark.parametrize("how", ["script", "options"])
+def test_two_runs_that_take_one_name_at_once(how, shards, tmp_path, monkeypatch, capsys):
+    """Both may start. The one that ends second keeps its result in logs/ and has status 1."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_another():
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "script":
+                patch.setattr(gpt, "SCRIPT", b"# another script")
+            record(shards, *(["--head_lr=0.01"] if how == "options" else []))
+
+    at_the_first_step(monkeypatch, run_another)
     record(shards, "--seed=1", status=1)
     out, errors = capsys.readouterr()
-    words = "taken by another script" if how == "script" else "taken by other runs than this one"
-    assert "this run is not recorded: --record=mine is " + words in errors and errors.count("\n") == 1
-    (kept,), (first,) = tmp_path.glob("logs/*.json"), tmp_path.glob("records/laptop/*/*.json")
-    assert f"it is left in logs/{kept.name} instead" in errors and "| left in          | nowhere: see below" in out
+    words = "belongs to another script" if how == "script" else "belongs to other runs"
+    assert "this run is not recorded: --record=mine " + words in errors and errors.count("\n") == 1
+    (kept,), (first,) = tmp_path.glob("logs/*.json"), tmp_path.glob("records/try/*/*.json")
+    assert f"The result is logs/{kept.name} instead" in errors and "| result           | none, see below" in out
     assert (json.loads(kept.read_text())["seed"], json.loads(first.read_text())["seed"]) == (1, 0)
     script = (first.parent / "train_gpt.py").read_bytes()
     assert (script == b"# another script") == (how == "script")
     assert next(tmp_path.glob("logs/train_gpt_*.py")).read_bytes() == SCRIPT.read_bytes()
+
+
+def test_seeds_around_midnight_are_one_record(shards, tmp_path, monkeypatch):
+    """The folder has the date of the first result. A run that began on the day before joins it."""
+    monkeypatch.chdir(tmp_path)
+
+    class Today(datetime.date):
+        day = 24
+
+        @classmethod
+        def today(cls):
+            return datetime.date(2026, 11, cls.day)
+
+    monkeypatch.setattr(gpt.datetime, "date", Today)
+
+    def run_another():
+        Today.day = 25
+        record(shards, "--seed=1")
+
+    at_the_first_step(monkeypatch, run_another)
+    record(shards)
+    (folder,) = tmp_path.glob("records/try/*")
+    assert folder.name == "2026-11-25_mine" and len(list(folder.glob("*.json"))) == 2
+
+
+def test_an_edit_during_the_run_changes_nothing(shards, tmp_path):
+    """The hash and the copy of the script are of the bytes that run. The commit is of the start, too."""
+    script = tmp_path / "train_gpt.py"
+    shutil.copy(SCRIPT, script)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    for words in (["add", "train_gpt.py"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    first = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    words = ["--preset=smoke", "--device=cpu", "--num_iterations=2", "--record=edited", *data_args(shards)]
+    process = subprocess.Popen([sys.executable, str(script), *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()  # "preset smoke: ...": before data, measurements and the model
+    script.write_bytes(SCRIPT.read_bytes() + b"\n# edited\n")
+    subprocess.run([*git, "commit", "-qam", "second"], cwd=tmp_path, check=True)
+    process.communicate(timeout=300)
+    assert process.returncode == 0
+    (path,) = tmp_path.glob("records/try/*/*.json")
+    result = json.loads(path.read_text())
+    assert result["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
+    assert (path.parent / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
+    assert result["git_commit"] == first
+
+
+@pytest.mark.parametrize("change, commit", [("none", "{head}"), ("edit", "{head}-dirty"), ("untracked", "")])
+def test_the_commit_is_of_the_script(tmp_path, monkeypatch, change, commit):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    script = tmp_path / "train_gpt.py"
+    script.write_text("1\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "other").write_text("")
+    subprocess.run(["git", "add", "other" if change == "untracked" else "train_gpt.py"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], cwd=tmp_path, check=True)
+    if change == "edit":
+        script.write_text("2\n")
+    monkeypatch.setattr(gpt, "__file__", str(script))
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    assert gpt.find_commit() == commit.format(head=head)
+
+
+def test_a_record_on_other_data_needs_a_track(shards, tmp_path, monkeypatch, capsys):
+    """laptop is a corpus, track_1 the files of its preset. smoke has track try, which takes any data."""
+    monkeypatch.chdir(tmp_path)
+    record(shards, "--track=laptop", status=2)
+    errors = capsys.readouterr().err
+    assert re.search(r"error: corpus fingerprint [0-9a-f]{16} of --train_files=\S+ is not the data of track laptop", errors)
+    assert errors.endswith("give a new name with --track=NAME\n") and errors.count("\n") == 1
+    record(shards, "--track=track_1", status=2)
+    assert "--val_tokens=4096 is not the data of track track_1" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*_seed*"))
+    record(shards, "--track=mine")
+    assert len(list(tmp_path.glob("records/mine/*_mine/*.json"))) == 1
+    assert {gpt.make_config({"preset": name}).track for name in ("smoke", "smoke_frontier", "quick")} == {"try"}
+
+
+def test_a_record_whose_logs_lie_in_its_folder(shards, tmp_path, monkeypatch, capsys):
+    """It is a record like others: compared, with its script under the name train_gpt.py."""
+    monkeypatch.chdir(tmp_path)
+    record(shards)
+    (folder,) = tmp_path.glob("records/try/*")
+    record(shards, "--seed=1", f"--logs_dir={folder.relative_to(tmp_path)}")
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".py", ".txt", ".txt"]
+    record(shards, "--head_lr=0.01", f"--logs_dir={folder.relative_to(tmp_path)}", status=2)
+    assert "belongs to other runs" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(shards, tmp_path, monkeypatch, capsys):
+    """Status 1 and one line. No result, and no checkpoint after it."""
+    monkeypatch.chdir(tmp_path)
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        loss = real(self, *args)
+        return loss * math.nan if self.progress.step == 4 else loss
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    args = ["--preset=smoke", "--device=cpu", "--checkpoint_every=2", "--record=nan", *data_args(shards)]
+    assert gpt.main(args) == 1
+    errors = capsys.readouterr().err
+    assert errors == "train_gpt.py: error: the training loss of step 5 is nan: lower the learning rates, or give --guard=on\n"
+    assert not list(tmp_path.rglob("*_seed0_*.json")) and not list(tmp_path.glob("records/*"))
+    assert sorted(path.name for path in tmp_path.rglob("*.pt")) == ["step_000002.pt", "step_000004.pt"]
+
+
+def test_a_bug_keeps_its_traceback(shards, tmp_path, monkeypatch):
+    """A ValueError or OSError of the model is not bad input, in the warm-up or without one."""
+    monkeypatch.chdir(tmp_path)
+    for error in (ValueError("not enough values to unpack (expected 3, got 2)"), OSError("could not get source code")):
+        for warm_up in (1, 0):
+            def forward(*_args, error=error):
+                raise error
+
+            monkeypatch.setattr(gpt.Block, "forward", forward)
+            with pytest.raises(type(error)):
+                gpt.main(["--preset=smoke", "--device=cpu", f"--warmup_iterations={warm_up}", *data_args(shards)])
 
 
 @pytest.mark.slow
@@ -246,7 +385,21 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     info = json.loads((tmp_path / "data" / "torch_source" / "corpus.json").read_text())
     (result,) = (tmp_path / "logs").glob("*.json")
     assert json.loads(result.read_text())["corpus_fingerprint"] == info["fingerprint"]
-    # a corpus of another PyTorch is built anew
+    # a changed byte is found
+    val = tmp_path / "data" / "torch_source" / "val_000000.bin"
+    data = val.read_bytes()
+    val.write_bytes(data[:-2] + b"a\0")
+    done = run_script(["--preset=smoke"], tmp_path, script=script)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"but {info['fingerprint']} by its corpus.json, so a shard was changed" in done.stderr
+    val.write_bytes(data)
+    # a corpus of other text is not replaced
+    corpus = tmp_path / "data" / "torch_source" / "corpus.json"
+    corpus.write_text(json.dumps({**info, "source": "notes"}))
+    done = run_script(["--preset=smoke"], tmp_path, script=script)
+    assert done.returncode == 2 and "data/torch_source has a corpus of 'notes'" in done.stderr
+    assert json.loads(corpus.read_text())["source"] == "notes" and val.read_bytes() == data
+    # a corpus of another PyTorch is built again
     (tmp_path / "data" / "torch_source" / "corpus.json").write_text(
         json.dumps({**info, "source": "torch 1.0"})
     )
@@ -298,7 +451,7 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
     cfg = smoke_config(shards)
     with (
         pytest.raises(gpt.InputError, match="--micro_batch_tokens=512"),
-        gpt.RunLog(cfg, make_runtime(), []),
+        gpt.RunLog(cfg, make_runtime(), gpt.describe_run(cfg, make_runtime(), [])),
         gpt.explain_memory(cfg),
     ):
         torch.empty(2**60)  # more than any machine has: the allocator's own error
@@ -313,7 +466,7 @@ def test_seeds_of_a_record_are_of_one_text(shards, tmp_path, monkeypatch, capsys
     assert gpt.main(args) == 0
     monkeypatch.setattr(gpt, "fingerprint", lambda _: "0" * 16)  # other shards under the same names
     assert gpt.main([*args, "--seed=1"]) == 2
-    assert "taken by other runs" in (said := capsys.readouterr().err) and "its data were others" in said
+    assert "belongs to other runs" in (said := capsys.readouterr().err) and "other data" in said
 
 
 def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monkeypatch):
@@ -337,7 +490,8 @@ def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monk
 
 def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ZeroDivisionError), gpt.RunLog(smoke_config(shards), make_runtime(), []) as log:
+    cfg, rt = smoke_config(shards), make_runtime()
+    with pytest.raises(ZeroDivisionError), gpt.RunLog(cfg, rt, gpt.describe_run(cfg, rt, [])) as log:
         log.print("step:1")
         raise ZeroDivisionError
     (left,) = (tmp_path / "logs").iterdir()
@@ -405,35 +559,49 @@ def test_the_clock_leaves_out_validations_and_all_before_the_first_step(shards, 
     assert [int(line[3]) for line in STEP_LINE.finditer(log)] == [120_000 * step for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("preset, hint", [("smoke", ""), ("laptop", ", --preset=quick takes a third of that")])
-def test_the_expected_end_is_said_once(preset, hint, shards, tmp_path, monkeypatch, capsys):
-    """From the tokens that are left and those of a second so far, and from the last validation."""
+def test_progress_without_a_terminal(shards, tmp_path, monkeypatch, capsys):
+    """About every 5 % of the run: step, loss and the time to go, from the time per token and the last validation."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpt.RunLog, "ANNOUNCE_AFTER", 0.0)
     now, validate, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.validate, gpt.Trainer.train_step
     monkeypatch.setattr(gpt.Trainer, "validate", lambda *args: now.append(100) or validate(*args))
     monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(120) or train_step(*args))
-    small = ["--num_iterations=12", "--tokens_per_step=1024", "--val_tokens=8192", "--micro_batch_tokens=1024"]
-    small = small if preset == "laptop" else []
-    args = [f"--preset={preset}", "--device=cpu", "--val_loss_every=4", "--warmup_iterations=0", *small]
+    args = ["--preset=smoke", "--device=cpu", "--num_iterations=30", "--val_loss_every=10", "--warmup_iterations=0"]
     assert gpt.main([*args, *data_args(shards)]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    # two minutes for a step, of twelve; and 100 s for each of the validations after 4, 8 and 12
-    minutes, seconds = map(int, re.fullmatch(rf"step 1: about (\d+) min (\d+) s to go{hint}", line).groups())
-    assert 60 * minutes + seconds == 11 * 120 + 300
+    found = re.findall(r"^step (\d+)/30: loss (\d\.\d{4}), (\d+) min (\d+) s to go$", capsys.readouterr().out, re.M)
+    assert [int(step) for step, *_ in found] == list(range(2, 30, 2))
+    # 120 s per step, and 100 s for each validation after steps 10, 20 and 30 that is still to come
+    assert [60 * int(minutes) + int(seconds) for _, _, minutes, seconds in found] == [
+        (30 - step) * 120 + 100 * (1 + (30 - step) // 10) for step in range(2, 30, 2)]
+    (result,) = tmp_path.glob("logs/*.json")
+    points = dict(map(tuple, json.loads(result.read_text())["train_points"]))
+    assert [float(loss) for _, loss, *_ in found] == [pytest.approx(points[int(step)], abs=6e-5) for step, *_ in found]
 
 
-def test_the_expected_end_of_a_resumed_run_is_in_the_future(shards, tmp_path, monkeypatch, capsys):
-    """What it has done counts by its steps, not by its tokens: here with four times as many of them as are left."""
+def test_the_time_to_go_of_a_resumed_run(shards, tmp_path, monkeypatch, capsys):
+    """It is counted from the tokens of this process, which here are a quarter of those before per step."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpt.RunLog, "ANNOUNCE_AFTER", 0.0)
     now, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.train_step
     monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(60) or train_step(*args))
-    args = ["--preset=smoke", "--device=cpu", "--val_loss_every=0", "--warmup_iterations=0", "--checkpoint_every=6", *data_args(shards)]
-    assert gpt.main([*args, "--num_iterations=6"]) == 0
+    args = ["--preset=smoke", "--device=cpu", "--val_loss_every=0", "--warmup_iterations=0", *data_args(shards)]
+    assert gpt.main([*args, "--num_iterations=6", "--checkpoint_every=6"]) == 0
+    (path,) = tmp_path.glob("checkpoints/*/step_000006.pt")
     capsys.readouterr()
-    resume = ["--num_iterations=9", "--tokens_per_step=512", "--resume=checkpoints/smoke_seed0/step_000006.pt"]
-    assert gpt.main([*args, *resume]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "to go" in line]
-    minutes, seconds = map(int, re.fullmatch(r"step 7: about (\d+) min (\d+) s to go", line).groups())
-    assert 60 * minutes + seconds == 120  # two steps as long as this one, a minute each
+    assert gpt.main([*args, "--num_iterations=9", "--tokens_per_step=512", f"--resume={path}"]) == 0
+    (line,) = re.findall(r"^step 7/9: loss \d\.\d+, (\d+) min (\d+) s to go$", capsys.readouterr().out, re.M)
+    assert 60 * int(line[0]) + int(line[1]) == 120  # two steps as long as this one, a minute each
+
+
+@pytest.mark.parametrize("device, batch", [("cpu", 1), ("cuda", 10)])
+def test_losses_are_read_late_on_a_gpu(device, batch):
+    """There ten steps share an all-reduce, and their losses are read when the next ten are sent."""
+    rt = make_runtime()
+    history = gpt.LossHistory(rt, [])
+    history.batch = batch
+    assert gpt.LossHistory(dataclasses.replace(rt, device=torch.device(device)), []).batch == batch
+    lengths = []
+    for step in range(1, 26):
+        history.add(step, torch.tensor(float(step)))
+        lengths.append(len(history.points))
+    assert lengths == (list(range(1, 26)) if batch == 1 else [0] * 19 + [10] * 6)
+    history.flush()
+    assert history.points == [[step, float(step)] for step in range(1, 26)]

@@ -1,7 +1,8 @@
-"""Telemetry: every number against the same number computed another way, and a run that does not notice it."""
+"""Telemetry: each number against an independent computation, and its absence of effects on the run."""
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_wiring import TINY, before_call, enter_folder, find_saved, replace_clock, run  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -24,9 +26,30 @@ def read_lines(cwd) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def measured_lines(cwd=".") -> list[dict]:
+    return [line for line in read_lines(cwd) if line["event"] == "telemetry"]
+
+
+def make_log(trainer, lines: list) -> gpt.RunLog:
+    """The log of a run without files, whose events are appended to lines."""
+    log = gpt.RunLog(trainer.cfg, trainer.rt, gpt.describe_run(trainer.cfg, trainer.rt, []))
+    log.progress, log.write_event = trainer.progress, lambda _event, _step, **entries: lines.append(entries)
+    return log
+
+
+def measure_step(trainer, log, telemetry, step: int, make_loss) -> torch.Tensor:
+    """A measured step, counted from 1, as Trainer.run() makes it. make_loss(): its loss."""
+    trainer.optimizer.timer = gpt.StepTimer(trainer.optimizer.groups, trainer.rt, telemetry.start_step())
+    loss, timer = make_loss(), trainer.optimizer.timer
+    trainer.optimizer.timer, trainer.progress.step, trainer.progress.tokens = None, step, step
+    log.log_step(loss, timer, 1.0)
+    telemetry.end_step(loss, timer, 1.0)
+    return loss
+
+
 @pytest.fixture(scope="module")
 def measured(shards, tmp_path_factory):
-    """A run with a line every third step, and its final loss."""
+    """(lines of a run that is measured every third step, its json)."""
     folder = tmp_path_factory.mktemp("measured")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -52,7 +75,7 @@ def test_lines_and_their_fields(measured):
     assert len(line["layers"]) == 3 and set(line["fp8"]) == {"x", "w", "grad"}
 
 
-def test_the_run_does_not_notice(shards, measured, tmp_path, monkeypatch):
+def test_telemetry_changes_no_loss(shards, measured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert gpt.main([*ARGS, *data_args(shards)]) == 0
     (path,) = Path("logs").glob("*.json")
@@ -61,17 +84,15 @@ def test_the_run_does_not_notice(shards, measured, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fast", [frozenset(), frozenset({"sparse_embedding", "fused_adamw", "head_loss"})], ids=len)
 def test_the_numbers(shards, fast):
-    """One step of a trainer, measured, against autograd and tensors before and after it. In plain and in fast forms."""
+    """The third step of a trainer against autograd and tensors before and after it, in plain and in fast forms."""
     cfg, rt = smoke_config(shards, telemetry_every=1, adam_eps=1e-8), make_runtime(fast=fast)
     trainer, lines = gpt.Trainer(cfg, rt), []
     tables = {name: bucket.sparse for name, bucket in trainer.optimizer.bucket_of.items() if bucket.sparse}
     assert set(tables) == ({f"value_embeds.{i}" for i in range(2)} if fast else set())
 
-    class Log:
-        def write_event(self, event, step, **facts):
-            lines.append(facts)
-
-    telemetry = gpt.Telemetry(trainer, Log())
+    log = make_log(trainer, lines)
+    log.start_training(trainer.progress, 3)
+    telemetry = gpt.Telemetry(trainer, log)
     data = gpt.TrainData(cfg, trainer.schedule)
     batches, losses = gpt.Prefetcher(data.batches(rt, 0, 3), torch.device("cpu")), []
     blocks = []
@@ -81,7 +102,6 @@ def test_the_numbers(shards, fast):
     for step in range(3):
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         blocks.clear()
-        probe = trainer.optimizer.probe = gpt.Probe(trainer.optimizer.groups, rt, telemetry.start_step())
         grads = {}
         update = trainer.optimizer.step
 
@@ -91,9 +111,9 @@ def test_the_numbers(shards, fast):
             update(*args)
 
         trainer.optimizer.step = note
-        losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
+        make_loss = lambda step=step: trainer.train_step(batches, trainer.schedule.at(step))
+        losses.append(measure_step(trainer, log, telemetry, step + 1, make_loss))
         trainer.optimizer.step = update
-        telemetry.end_step(losses[-1], probe, 0.0)
     batches.executor.shutdown(cancel_futures=True)
     norm = lambda named: sum(t.double().square().sum().item() for t in named) ** 0.5
     after = dict(trainer.model.named_parameters())
@@ -109,7 +129,7 @@ def test_the_numbers(shards, fast):
         key = "momentum" if group == "matrix" else "exp_avg"
         states = [bucket.state[key] for bucket in trainer.optimizer.buckets if bucket.group_name == group]
         assert facts["momentum_norm"] == pytest.approx(norm(states), rel=1e-4)
-    first = blocks[0]  # of the first micro-batch, the one that is measured
+    first = blocks[0]  # of the first micro-batch, which is measured
     shown = lines[2]["layers"][1]
     assert shown == pytest.approx(
         dict(mean=first.mean().item(), std=first.std().item(), max=first.abs().max().item())
@@ -118,38 +138,75 @@ def test_the_numbers(shards, fast):
     assert lines[2]["loss"] == values[2]
     ema = 0.98 * (0.98 * values[0] + 0.02 * values[1]) + 0.02 * values[2]
     assert lines[2]["loss_ema"] == pytest.approx(ema)
-    parts = lines[2]["seconds"]
-    assert (
-        parts["forward and backward"] > parts["optimizer"] > parts["communication"] >= 0
-        and parts["data wait"] > 0
-    )
     assert 15 - 30 < lines[2]["logits"]["mean"] < 30 and lines[2]["logits"]["max"] <= 30
 
 
+def test_the_seconds_of_a_step(shards, here, monkeypatch, now):
+    """The time advances only in these functions. Each runs in one part of the step."""
+    parts = {"data wait": (gpt.Prefetcher, "__next__", 1), "forward and backward": (torch.Tensor, "backward", 10),
+             "communication": (gpt.RowSparseGradient, "wait", 100), "optimizer": (gpt.StepTimer, "add_norms", 1000),
+             "measuring": (gpt.Telemetry, "_measure_layers", 100_000)}  # fmt: skip
+    calls = Counter()
+    before_call(monkeypatch, gpt.Trainer, "run", lambda *_: calls.clear())  # earlier calls compare fast forms
+    for part, (owner, name, seconds) in parts.items():
+        before_call(monkeypatch, owner, name,
+                    lambda *_, s=seconds, p=part: (calls.update([p]), now.__setitem__(0, now[0] + s)))
+    args = ["--tokens_per_step=1024", "--micro_batch_tokens=512", "--val_loss_every=0"]
+    run(shards, *args, "--num_iterations=1", "--telemetry_every=1")
+    (line,) = measured_lines()
+    assert line["seconds"] == {part: calls[part] * seconds for part, (_, _, seconds) in parts.items()}
+    assert [calls[part] for part in parts] == [2, 2, 1, 7, 1]  # two micro-batches, one table, seven buckets
+
+
 def test_the_slope_of_the_loss(measured):
-    """Least squares over the losses since the last line, against numpy's own on the logged ones: a line falls."""
+    """Least squares over the losses since the last line. A loss that falls by 0.1 per step has slope -100."""
     lines = [line for line in measured[0] if line["event"] == "telemetry"]
     assert all(line["loss_slope_per_1000_steps"] < 0 for line in lines)
-    trainer, facts = gpt.Trainer(smoke_config(telemetry_every=4), make_runtime()), {}
-    log = type("Log", (), {"write_event": lambda self, *_, **given: facts.update(given)})()
+    trainer, lines = gpt.Trainer(smoke_config(telemetry_every=4), make_runtime()), []
+    log = make_log(trainer, lines)
+    log.start_training(trainer.progress, 4)
     telemetry = gpt.Telemetry(trainer, log)
-    for step, loss in enumerate((3.0, 2.9, 2.8, 2.7)):
-        trainer.progress.step = step
-        probe = gpt.Probe(trainer.optimizer.groups, trainer.rt, telemetry.start_step())
-        telemetry.end_step(torch.tensor(loss), probe, 0.0)
-    assert facts["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
+    for step, loss in enumerate((3.0, 2.9, 2.8, 2.7), 1):
+        measure_step(trainer, log, telemetry, step, lambda loss=loss: torch.tensor(loss))
+    (line,) = lines
+    assert line["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
 
 
-def test_shares_of_fp8():
-    """e4m3 holds 448 at most, 2^-9 at least; half of that rounds to zero."""
+def test_a_resumed_run_has_the_telemetry_of_a_run_without_a_stop(shards, here):
+    """Bit for bit, except its times. The losses since the last line are in the checkpoint."""
+    args = ["--num_iterations=12", "--val_loss_every=0", "--telemetry_every=4", "--checkpoint_every=6"]
+    run(shards, *args)
+    expected = [line for line in measured_lines() if line["step"] > 6]
+    Path("logs").rename("whole")
+    run(shards, *args, f"--resume={find_saved(6)}", "--checkpoint_dir=other")
+    resumed = measured_lines()
+    assert [line["step"] for line in resumed] == [8, 12]
+    for line in (*expected, *resumed):
+        del line["seconds"], line["train_time_ms"]
+    assert resumed == expected
+
+
+def test_groups_without_an_update_are_left_out(shards, here):
+    """Adam updates every second step, and the embedding only after it is untied. No number is 0 instead."""
+    args = ["--num_iterations=6", "--val_loss_every=0", "--telemetry_every=1"]
+    args += [f"--{group}_every=2" for group in ("embed", "value_embed", "head", "scalar")]
+    run(shards, *args, "--tie_head=on", "--untie_frac=0.5")
+    lines = measured_lines()
+    tied = {"matrix", "value_embed", "head", "scalar"}
+    assert [set(line["groups"]) for line in lines] == [{"matrix"}, tied, {"matrix"}, tied, {"matrix"}, {*tied, "embed"}]
+    assert all(norm > 0 for line in lines[1:] for group in line["groups"].values() for norm in group.values())
+
+
+def test_fractions_of_fp8():
+    """The largest value of e4m3 is 448 and the smallest is 2^-9. Half of the smallest is rounded to zero."""
     x = torch.tensor([0.0, 1.0, 449.0, -1000.0, 2.0**-11, 448.0, 2.0**-9, -(2.0**-11)])
-    shares = gpt.measure_fp8(x, 1.0, torch.float8_e4m3fn)
-    assert shares == dict(saturated=2 / 8, flushed=2 / 8)
-    assert gpt.measure_fp8(x * 4, 4.0, torch.float8_e4m3fn) == shares
+    fractions = gpt.measure_fp8(x, 1.0, torch.float8_e4m3fn)
+    assert fractions == dict(saturated=2 / 8, flushed=2 / 8)
+    assert gpt.measure_fp8(x * 4, 4.0, torch.float8_e4m3fn) == fractions
 
 
 @pytest.mark.slow
-def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
+def test_two_ranks_report_the_numbers_of_one_rank(shards, measured, tmp_path):
     args = [*ARGS, *data_args(shards), "--telemetry_every=3"]
     ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
     assert [status for status, _ in ends] == [0, 0], errors[-2000:]
@@ -165,8 +222,8 @@ def test_ranks_report_what_one_rank_does(shards, measured, tmp_path):
 
 
 @pytest.mark.slow
-def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypatch):
-    """The same graphs with telemetry as without, and one more: that of the pass which measures."""
+def test_telemetry_does_not_change_the_graphs_of_training(shards, tmp_path, monkeypatch):
+    """Telemetry adds one graph, for its forward pass. All other graphs are equal."""
     graphs = []
 
     def backend(graph, _):
@@ -181,8 +238,7 @@ def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypa
             type(rt), "compile", lambda self, f: torch.compile(f, backend=backend, dynamic=False)
         )
         trainer = gpt.Trainer(cfg, rt)
-        log = type("Log", (), {"write_event": lambda *_, **__: None})()
-        telemetry = gpt.Telemetry(trainer, log)
+        telemetry = gpt.Telemetry(trainer, make_log(trainer, []))
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(rt, 0, 2), rt.device)
         for step in range(2):
@@ -197,7 +253,7 @@ def test_telemetry_leaves_the_graphs_that_train_alone(shards, tmp_path, monkeypa
 
 
 def test_telemetry_costs_no_time_when_off(shards):
-    """No hook is registered, and the probe has no rows: nothing is measured or summed."""
+    """Nothing is measured: there are no hooks and no timer."""
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())
     before = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
@@ -206,11 +262,11 @@ def test_telemetry_costs_no_time_when_off(shards):
     after = sum(
         len(module._forward_hooks) + len(module._forward_pre_hooks) for module in trainer.model.modules()
     )
-    assert before == after == 0 and trainer.optimizer.probe is None
+    assert before == after == 0 and trainer.optimizer.timer is None
 
 
-def test_a_tracker_gets_what_the_jsonl_has(shards, tmp_path, monkeypatch):
-    """TensorBoard itself, read back: every number of every line, at its step."""
+def test_a_tracker_gets_all_numbers_of_the_jsonl(shards, tmp_path, monkeypatch):
+    """Each number of each line, read back from TensorBoard at its step."""
     monkeypatch.chdir(tmp_path)
     assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", "--tracker=tensorboard"]) == 0
     (folder,) = (tmp_path / "logs" / "tensorboard").iterdir()
@@ -226,7 +282,7 @@ def test_a_tracker_gets_what_the_jsonl_has(shards, tmp_path, monkeypatch):
     )
 
 
-def test_a_tracker_whose_package_is_not_there(shards, tmp_path, monkeypatch, capsys):
+def test_a_tracker_whose_package_is_missing(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "trackio", None)
     assert gpt.main([*ARGS, *data_args(shards), "--tracker=trackio"]) == 2
@@ -235,8 +291,8 @@ def test_a_tracker_whose_package_is_not_there(shards, tmp_path, monkeypatch, cap
     assert not list(tmp_path.rglob("*.txt"))
 
 
-def test_a_tracker_that_fails_is_left(shards, tmp_path, monkeypatch, capsys):
-    """The first number it takes breaks it: one line, and the run ends as it would."""
+def test_training_continues_without_a_tracker_that_fails(shards, tmp_path, monkeypatch, capsys):
+    """Its first number raises an error. The run prints one line and ends with status 0."""
     monkeypatch.chdir(tmp_path)
 
     def add_scalar(*_):
@@ -248,7 +304,7 @@ def test_a_tracker_that_fails_is_left(shards, tmp_path, monkeypatch, capsys):
 
 
 def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
-    """Every measured step is a point of every curve, every run four panels of the same scales, legends above them."""
+    """Each measured step is a point of each curve. Each run has four panels with common scales and legends above."""
     monkeypatch.chdir(tmp_path)
     for seed in (0, 1):
         assert gpt.main([*ARGS, *data_args(shards), "--telemetry_every=3", f"--seed={seed}"]) == 0

@@ -29,8 +29,8 @@ def enter_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def now(monkeypatch):
+@pytest.fixture(name="now")
+def replace_clock(monkeypatch):
     """The time in seconds, in a list. Only the test advances it."""
     seconds = [1000.0]
     monkeypatch.setattr(gpt.time, "perf_counter", lambda: seconds[0])
