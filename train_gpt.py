@@ -5405,7 +5405,7 @@ class RunLog:
         num_iterations = self.cfg.num_iterations
         for step, loss in self.losses.points[self.num_logged :]:
             self.num_logged += 1
-            time_ms = 1000 * self.step_times.pop(step)
+            time_ms = 1000 * self.step_times.pop(step, 0.0)
             self.print(f"step:{step}/{num_iterations} train_time:{time_ms:.0f}ms "
                        f"step_avg:{time_ms / step:.2f}ms train_loss:{loss:.4f}", to_console=False)
             self.check_loss("training", step, loss)
@@ -6127,8 +6127,8 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     print0(f"sample: {text.decode(errors='replace').strip()}", rt)
 
 
-def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, int]:
-    """(model in plain forms, config with these values, runtime, BOS) of a checkpoint."""
+def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
+    """(model in plain forms, config with these values, runtime, metadata) of a checkpoint."""
     metadata, tensors = read_checkpoint(path)
     plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
@@ -6153,7 +6153,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, int]:
     model.make_buffers()
     model.split_layers(1)  # of the loaded parameters
     model.is_tied = metadata["is_tied"]
-    return model.to(rt.device).eval(), cfg, rt, metadata["bos"]
+    return model.to(rt.device).eval(), cfg, rt, metadata
 
 
 def write_sample(values: dict) -> None:
@@ -6164,7 +6164,7 @@ def write_sample(values: dict) -> None:
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    model, cfg, rt, bos = load_model(Path(values["sample"]), {"seed": 0, **values})
+    model, cfg, rt, metadata = load_model(Path(values["sample"]), {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
         prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
@@ -6177,7 +6177,7 @@ def write_sample(values: dict) -> None:
                          "tokenizer is installed: pip install tiktoken, or give ids") from None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
-    for token in generate(model, prompt, bos, cfg, rt):
+    for token in generate(model, prompt, metadata["bos"], cfg, rt):
         print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
     print()
 

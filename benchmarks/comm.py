@@ -1,27 +1,25 @@
 #!/usr/bin/env python3
-"""Whether the connection between ranks suits the recipe: what messages cost, and what of it a step feels.
+"""Measure the time of collectives between ranks, and how much of it a training step does not hide.
 
     torchrun --standalone --nproc_per_node=8 benchmarks/comm.py      # NCCL with GPUs, gloo without
     torchrun --standalone --nproc_per_node=4 benchmarks/comm.py --preset=laptop_32 --json comm.json
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 benchmarks/comm.py
 
-Takes about a minute. Other options are those of train_gpt.py (--preset, --device, ...). Needs no data:
-tokens are random.
+Takes about a minute and the options of train_gpt.py (--preset, --device, ...). Needs no data: tokens are
+random.
 
-The first table times all_reduce and reduce_scatter plus all_gather, which send the same bytes, over message
-sizes. Bus bandwidth is 2 (N - 1) / N times size over time: what each rank's link carries. The second table
-times training steps at several --comm_bucket_mb beside the same step that sends nothing: the difference is
-what communication leaves exposed.
+The first table times all_reduce and reduce_scatter plus all_gather, which send equal bytes, over message
+sizes. Bus bandwidth is 2 (N - 1) / N times size over time, the rate of each rank's link. The second table
+times training steps of the first stage at several --comm_bucket_mb, and a step that sends nothing. The
+difference is exposed communication.
 """
 
 import contextlib
 import dataclasses
 import gc
-import json
 import math
 import statistics
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,17 +29,22 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import common  # noqa: E402
 from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
-REPEATS = 5  # of every message; the median counts
-PASSES = 2  # over the bucket sizes, so that a noisy machine is noisy for all
+REPEATS = 5  # of each message, for the median
+PASSES = 2  # over the bucket sizes, so that noise affects all of them
 
 
 def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, int]]:
-    """{name: (this rank's group, ranks in it)}: all; on several nodes also those of one, and one of each."""
+    """{name: (group of this rank, its number of ranks)}.
+
+    The group of all ranks. On several nodes also the ranks of a node, and one rank of each node.
+    """
     local_size = gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
     num_nodes = rt.world_size // local_size
     groups = {"all ranks": (None, rt.world_size)}
@@ -56,7 +59,7 @@ def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, in
 
 
 def time_collective(kind: str, tensor: torch.Tensor, group, num_ranks: int, rt: gpt.Runtime) -> float:
-    """Median seconds of all_reduce, or reduce_scatter plus all_gather, of a message on the slowest rank."""
+    """Median seconds of all_reduce, or reduce_scatter plus all_gather, on the slowest rank."""
     shard = tensor.view(num_ranks, -1)[dist.get_rank(group)]
     received = torch.empty_like(shard)
     seconds = []
@@ -95,8 +98,10 @@ def measure_messages(max_mb: float, rt: gpt.Runtime) -> list[dict]:
 
 @contextlib.contextmanager
 def send_nothing(rt: gpt.Runtime):
-    """Make a step keep its own sums and its old parameters: all of its work but the messages of buckets. The
-    rows of tables are still exchanged."""
+    """Make a step keep its local sums and its old parameters, so that it sends no buckets.
+
+    It does the rest of its work. Rows of sparse gradients are still exchanged.
+    """
     real = gpt.reduce_scatter_single, gpt.all_gather_single
 
     def copy_own(shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> SimpleNamespace:
@@ -113,7 +118,10 @@ def send_nothing(rt: gpt.Runtime):
 
 
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
-    """Seconds of each training step on the slowest rank, the first left out, and what a step sends."""
+    """(seconds of each step of the first stage on the slowest rank, messages and MB per step).
+
+    The first cycle of adam_every steps compiles both kinds of updates and is not timed.
+    """
     trainer, before = gpt.Trainer(cfg, rt), rt.comm.step_bytes()
     state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
     stage, rng = state.stage, np.random.default_rng(rt.rank)
@@ -121,21 +129,22 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
     tokens[:, :: stage.max_doc_len] = bos
     batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)))
-    batches, seconds = iter(lambda: batch, None), []
-    for _ in range(num_steps + 1):
+    batches, seconds, warm_up = iter(lambda: batch, None), [], cfg.adam_every
+    total = warm_up + num_steps
+    for _ in range(total):
         dist.barrier()
         start = gpt.clock(rt.device)
         trainer.train_step(batches, state)
         trainer.optimizer.finish()
         seconds.append(gpt.clock(rt.device) - start)
     num_bytes = {name: count - before[name] for name, count in rt.comm.step_bytes().items()}
-    minimum = num_bytes["all_to_all"] + gpt.count_minimum_bytes(trainer.optimizer, 0, num_steps + 1)
-    mb, minimum_mb = (count / 1e6 / (num_steps + 1) for count in (sum(num_bytes.values()), minimum))
+    minimum = num_bytes["all_to_all"] + gpt.count_minimum_bytes(trainer.optimizer, 0, total)
+    mb, minimum_mb = (count / 1e6 / total for count in (sum(num_bytes.values()), minimum))
     sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)
-    slowest = torch.tensor(seconds[1:], device=rt.device)
+    slowest = torch.tensor(seconds[warm_up:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     del trainer
-    gc.collect()  # hooks and parameters hold each other: without it the models of all bucket sizes pile up
+    gc.collect()  # hooks and parameters form cycles, which would keep the models of all sizes
     return slowest.tolist(), sent
 
 
@@ -147,36 +156,39 @@ def choose_buckets(cfg: gpt.Config) -> list[float]:
 
 
 def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict]:
-    """One row for each bucket size; the first row sends nothing."""
+    """One row for each bucket size. The first row sends nothing."""
     variants: list[float | None] = [None, *choose_buckets(cfg)]
     seconds: dict[float | None, list[float]] = {variant: [] for variant in variants}
-    sent = {}
+    sent, count = {}, max(1, num_steps // PASSES // cfg.adam_every) * cfg.adam_every
     for variant in tqdm(variants * PASSES, desc="steps", disable=not rt.is_main):
         with send_nothing(rt) if variant is None else contextlib.nullcontext():
             bucket_mb = variants[1] if variant is None else variant
             times, sent[variant] = time_steps(dataclasses.replace(cfg, comm_bucket_mb=bucket_mb), rt,
-                                              max(1, num_steps // PASSES))
+                                              count)
         seconds[variant] += times
     sent[None] |= dict(messages=0, mb=0.0)
-    silent, rows = statistics.median(seconds[None]), []
-    flops = gpt.count_flops(cfg) * cfg.full_stages[0].tokens_per_step
-    for variant in variants:
-        median = statistics.median(seconds[variant])
-        rows.append(dict(bucket_mb=variant, **sent[variant], ms=1e3 * median,
-                         spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
-                         exposed=max(0.0, 1 - silent / median),
-                         utilisation=flops / median / (rt.peak_flops * rt.world_size)))
-    return rows
+    means = {variant: common.time_step(seconds[variant], cfg.adam_every) for variant in variants}
+    flops = count_step_flops(cfg) / (rt.peak_flops * rt.world_size)
+    return [dict(bucket_mb=variant, **sent[variant], ms=1e3 * mean,
+                 spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
+                 exposed=max(0.0, 1 - means[None] / mean), utilisation=flops / mean)
+            for variant, mean in means.items()]
+
+
+def count_step_flops(cfg: gpt.Config) -> int:
+    """FLOPs of a step of the first stage."""
+    first = dataclasses.replace(cfg, stages=cfg.stages[:1], extension_steps=0)
+    return gpt.count_flops(first) * cfg.full_stages[0].tokens_per_step
 
 
 def recommend(rows: list[dict]) -> float:
-    """The largest bucket within 2 % of the fastest: fewer messages, and larger batches for the update."""
+    """The largest bucket within 2 % of the fastest: fewer collectives and larger batches of updates."""
     fastest = min(row["ms"] for row in rows)
     return max(row["bucket_mb"] for row in rows if row["ms"] <= 1.02 * fastest)
 
 
 def format_report(result: dict) -> str:
-    """Both tables and what follows from them, as Markdown."""
+    """Both tables and the advice, as Markdown."""
     lines = [f"{result['ranks']} ranks on {result['nodes']} node(s), {result['backend']}, "
              f"{result['hardware']}, PyTorch {result['torch']}, preset {result['preset']}", "",
              "| ranks | message | all_reduce ms | bus GB/s | reduce_scatter + all_gather ms | bus GB/s |",
@@ -197,7 +209,7 @@ def format_report(result: dict) -> str:
 
 
 def advise(result: dict) -> list[str]:
-    """What a user wants to know: latency, bandwidth, whether it is enough, and the bucket size."""
+    """Lines with latency, bandwidth, whether they suffice, and the recommended bucket size."""
     whole = [row for row in result["messages"] if row["group"] == "all ranks"]
     kind = "reduce_scatter + all_gather"
     latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
@@ -208,8 +220,8 @@ def advise(result: dict) -> list[str]:
             else "is too slow for this step")
     return [
         f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step take "
-        f"{bare:.1f} ms beside {silent['ms']:.1f} ms of computing, {100 * share:.0f} % if nothing "
-        f"overlapped: this connection {word}",
+        f"{bare:.1f} ms, computing takes {silent['ms']:.1f} ms. That is {100 * share:.0f} % without "
+        f"overlap: this connection {word}",
         f"recommended: --comm_bucket_mb={result['recommended_bucket_mb']:g}"]
 
 
@@ -218,30 +230,25 @@ def measure(args: Namespace, values: dict) -> None:
     cfg = gpt.make_config(values)
     rt = gpt.start_runtime(cfg)
     if rt.world_size < 2:
-        raise gpt.InputError("one rank has nobody to talk to: start it with torchrun --nproc_per_node=2 or "
-                             "more")
+        raise gpt.InputError("one rank has no collectives: start with torchrun --nproc_per_node=2 or more")
     rt, max_mb = gpt.choose_precision(cfg, rt), args.max_mb or (256 if rt.device.type == "cuda" else 16)
-    hardware = gpt.describe_machine(rt)["hardware"]
-    result = dict(ranks=rt.world_size, nodes=rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size),
-                  backend=dist.get_backend(), hardware=hardware.get("gpu", hardware["cpu"]),
-                  torch=torch.__version__, preset=cfg.preset, date=time.strftime("%Y-%m-%d"),
+    nodes = rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
+    result = dict(common.describe_run(rt), nodes=nodes, backend=dist.get_backend(), preset=cfg.preset,
                   messages=measure_messages(max_mb, rt), steps=measure_steps(cfg, rt, args.num_steps))
     result["recommended_bucket_mb"] = recommend(result["steps"][1:])
     result["advice"] = advise(result)
     if rt.is_main:
-        print("\n" + format_report(result), flush=True)
-        if args.json:
-            gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+        common.write_report("\n" + format_report(result), result, args.json)
 
 
 def main() -> int:
-    """Parse, measure; bad input ends with status 2 and Ctrl-C with 130, both without a traceback."""
+    """Parse and measure. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--max_mb", type=at_least(0.004, float),
                         help="largest message (default 256, without GPUs 16)")
     parser.add_argument("--num_steps", type=at_least(1), default=8,
-                        help="of a bucket size (default %(default)s)")
+                        help="steps of each bucket size (default %(default)s)")
     args, rest = parser.parse_known_args()
 
     def body() -> int:

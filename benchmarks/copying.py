@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How much of a model's loss is on tokens that it could copy from its context.
+"""Split the loss of a model into tokens that it could copy from its context, and the rest.
 
     python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
-    python benchmarks/copying.py checkpoints/laptop_32_seed1/*.pt
+    python benchmarks/copying.py checkpoints/*/step_*.pt
 
-For every checkpoint the validation loss (nats per token, first 65,536 tokens), and that of two kinds of
-tokens: those before which stand 8 tokens that stand earlier in the same document, too, within the long
-window of the final validation; and all others. A model that has learned to copy continues what it finds
-there.
+Prints for each checkpoint the validation loss (nats per token, first 65,536 tokens), the loss on repeats,
+and the loss on the rest. A token is a repeat if the 8 tokens before it also occur earlier in its document,
+within the long window of the final validation. A model that has learned to copy continues the earlier
+occurrence.
 """
 
 import sys
@@ -27,8 +27,7 @@ MATCH, MOST_TOKENS = 8, 65_536
 
 
 def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
-    """(T,): whether the MATCH inputs that end here are also found earlier in this document, within
-    the window."""
+    """(T,): whether the MATCH inputs up to here also occur earlier in the document, within the window."""
     tokens, docs = batch.inputs.numpy(), batch.doc_ids.numpy()
     grams = np.lib.stride_tricks.sliding_window_view(tokens, MATCH)
     last_seen: dict[tuple[int, bytes], int] = {}
@@ -43,7 +42,7 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 
 @torch.no_grad()
 def split_loss(path: Path) -> tuple[int, float, float, float, float]:
-    """(step, loss, share of repeats, loss on them, loss on the others) of a checkpoint."""
+    """(step, loss, share of repeats, loss on them, loss on the rest) of a checkpoint."""
     model, cfg, rt, facts = gpt.load_model(path, {"device": "cpu"})
     gpt.ensure_corpus(cfg, rt)
     data, step = gpt.ValData(cfg), facts["progress"]["step"]
@@ -61,13 +60,13 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
 
 
 def main() -> int:
-    """Parse, measure, print; bad input ends with status 2 and one line."""
+    """Parse, measure and print. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("checkpoints", type=Path, nargs="+")
     paths = parser.parse_args().checkpoints
 
     def body() -> int:
-        print("| checkpoint | step | loss | on repeats (share) | on all others |")
+        print("| checkpoint | step | loss | on repeats (share) | on the rest |")
         print("|---|---:|---:|---:|---:|")
         for path in paths:
             step, loss, share, repeated, others = split_loss(path)

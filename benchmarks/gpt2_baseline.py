@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a plain GPT-2 gets from the laptop track's data and time: the yardstick of the laptop preset.
+"""Train a plain GPT-2 on the laptop track's data, as a baseline for preset laptop.
 
     python benchmarks/gpt2_baseline.py --seconds 80 --lr 3e-3
 
 LayerNorm, GELU, learned positions, biases, tied head, AdamW (decay 0.1), clipping, warm-up and cosine over
-the budget: nanoGPT's recipe, at the width and depth of the preset, on the same shards and the same
-validation tokens, in bfloat16 autocast with the same allocator settings. Prints a line; the lr is for you to
-sweep. peer.py runs it at its customary CPU size.
+the budget: nanoGPT's recipe, with bfloat16 autocast. Uses the width, depth, shards, validation tokens and
+allocator settings of the preset. Prints a line. The learning rate is not tuned here. peer.py runs it at its
+customary CPU size.
 """
 
 import math
@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,14 +69,27 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def read_tokens(cfg: gpt.Config) -> np.ndarray:
+    """The tokens of all training shards."""
+    paths = gpt.find_shards(cfg.train_files, "train_files")
+    return np.concatenate([gpt.open_shard(path, cfg.vocab_size).read() for path in paths])
+
+
+@torch.no_grad()
+def average_loss(loss_of: Callable[[Tensor], Tensor], tokens: np.ndarray, context: int) -> float:
+    """Mean loss of a token over all whole rows of this many tokens."""
+    rows = np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context].copy()
+    parts = torch.from_numpy(rows).split(16)
+    return sum(loss_of(part).item() * len(part) for part in parts) / len(rows)
+
+
 def measure(args: Namespace) -> int:
-    """Train for the given seconds or steps, validate on the preset's validation tokens, print one line."""
+    """Train for the given seconds or steps, validate on the tokens of the preset, print a line."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(args.options)[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.ensure_corpus(cfg, rt)
-    train = gpt.open_shard(gpt.find_shards(cfg.train_files, "train_files")[0], cfg.vocab_size).read()
-    val = gpt.ValData(cfg).tokens.astype(np.int64)
+    train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
     torch.manual_seed(cfg.seed)
     rng = np.random.default_rng(cfg.seed)
     model = PlainGPT(cfg, args.context, args.num_heads)
@@ -111,10 +125,7 @@ def measure(args: Namespace) -> int:
         bar.update(round(100 * done) - bar.n)
     bar.close()
     seconds = time.perf_counter() - start
-    with torch.no_grad():
-        rows = np.lib.stride_tricks.sliding_window_view(val, args.context + 1)[:: args.context].copy()
-        rows = torch.from_numpy(rows)
-        val_loss = torch.stack([loss_of(part) for part in rows.split(16) if len(part) == 16]).mean().item()
+    val_loss = average_loss(loss_of, val, args.context)
     params = sum(p.numel() for p in model.parameters())
     print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
           f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s")
@@ -122,11 +133,11 @@ def measure(args: Namespace) -> int:
 
 
 def main() -> int:
-    """Parse, train; bad input ends with status 2 and one line."""
+    """Parse and train. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=at_least(1, float), default=80.0,
                         help="training time (default %(default)s)")
-    parser.add_argument("--steps", type=at_least(1), help="train for so many steps instead")
+    parser.add_argument("--steps", type=at_least(1), help="train for this number of steps instead")
     parser.add_argument("--lr", type=at_least(0, float), default=3e-3,
                         help="peak learning rate (default %(default)s)")
     parser.add_argument("--context", type=at_least(1), default=512,
@@ -136,7 +147,7 @@ def main() -> int:
     parser.add_argument("--num_heads", type=at_least(1), default=4,
                         help="attention heads (default %(default)s)")
     parser.add_argument("--warmup", type=at_least(1e-6, float), default=0.03,
-                        help="share of it (default %(default)s)")
+                        help="fraction of the budget (default %(default)s)")
     parser.add_argument("--beta2", type=at_least(0, float), default=0.95,
                         help="of AdamW (default %(default)s)")
     parser.add_argument("--options", type=shlex.split, default="",

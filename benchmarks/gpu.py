@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Everything that only a GPU can tell, in one command of less than nine minutes.
+"""Run all measurements that need a GPU, in one command of less than nine minutes.
 
     python benchmarks/gpu.py                                  # on FineWeb, or --train_files and --val_files
-    python benchmarks/gpu.py --seconds=1700                   # all parts: nine minutes hold about half
-    python benchmarks/gpu.py --parts=frontier,tune            # these alone
-    python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # the same on the CPU at toy size, two minutes
+    python benchmarks/gpu.py --seconds=1700                   # all parts, of which half fit in nine minutes
+    python benchmarks/gpu.py --parts=frontier,tune            # only these
+    python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # on the CPU at toy size, two minutes
 
-The parts run in order of worth; one that needs more than the seconds that are left is passed over. They are:
+The parts run in order of their value. A part that needs more than the remaining seconds is skipped. Parts:
 PARTS
-Around each part that times something a large matrix product is timed, too: where its rate has fallen, the
-card was throttled and the times do not count. After each part OUT.json holds its figures and OUT.md the rows
-for RESULTS.md, so that an end in the middle loses nothing. Exit status 0: all parts ran and agreed; 1: not.
-Other options are those of train_gpt.py.
+A large matmul is timed before and after each timed part. If its rate has fallen, the GPU was throttled and
+the times do not count. After each part its figures are written to OUT.json and its row for RESULTS.md to
+OUT.md. Exit status 0 if all parts ran and agreed, else 1. Takes the options of train_gpt.py.
 """
 
 import json
@@ -25,6 +24,7 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -39,27 +39,27 @@ import train_gpt as gpt  # noqa: E402
 
 SECONDS = 530  # for everything
 TOLERANCE = 0.01  # between the losses of fused and plain training
-THROTTLED = 0.85  # of the best rate so far: less is another card than before
+THROTTLED = 0.85  # of the best rate: below it the GPU was throttled
 
 
 class Day:
-    """The parts that ran, and what they found."""
+    """The finished parts and their results."""
 
     def __init__(self, args: Namespace, options: list[str], scratch: Path):
-        self.args, self.options, self.scratch, self.start = args, options, scratch, time.monotonic()
+        self.args, self.options, self.scratch, self.start = args, options, scratch, monotonic()
         self.env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
         device = torch.device("cpu" if args.rehearse else "cuda")
         rt = gpt.Runtime(device, peak_flops=1.0)
         self.result: dict = dict(date=time.strftime("%Y-%m-%d"), parts={}, product_tflops=[],
                                  **gpt.describe_machine(rt), command=["benchmarks/gpu.py", *sys.argv[1:]])
-        del self.result["hardware"]["activations"]  # the parts choose theirs
+        self.result["hardware"].pop("activations", None)  # each part chooses a dtype
 
     def left(self) -> float:
         """Seconds that are left."""
-        return self.args.seconds - (time.monotonic() - self.start)
+        return self.args.seconds - (monotonic() - self.start)
 
     def measure_rate(self) -> float:
-        """TFLOP/s of a large product in this moment: the median of turns of five products for a second."""
+        """TFLOP/s of a large matmul: the median of repetitions of five matmuls during a second."""
         size, dtype, device = 8192, torch.bfloat16, "cuda"
         if self.args.rehearse:
             size, dtype, device = 256, torch.float32, "cpu"
@@ -77,7 +77,7 @@ class Day:
         return statistics.median(rates)
 
     def run_part(self, name: str, part: "Part") -> None:
-        """Run a part and note what it found; around one that times something, the card's own rate."""
+        """Run a part and note its result, for a timed part with the rate of the GPU before and after."""
         if self.left() < part.least:
             return self.note(name, dict(ok=False, skipped=f"not run: {max(0, self.left()):.0f} s are left, "
                                                           f"it needs {part.least:.0f}"))
@@ -99,8 +99,8 @@ class Day:
             return subprocess.CompletedProcess(command, 124, text, "the time was up")
 
     def note(self, name: str, facts: dict) -> None:
-        """Write what a part found at once."""
-        facts["ended_at_s"] = round(time.monotonic() - self.start)
+        """Print and write the result of a part."""
+        facts["ended_at_s"] = round(monotonic() - self.start)
         self.result["parts"][name] = facts
         print(format_row(name, facts), flush=True)
         for suffix, text in (".json", json.dumps(self.result, indent=1)), (".md", format_rows(self.result)):
@@ -108,7 +108,7 @@ class Day:
 
 
 def run_tests(day: Day) -> dict:
-    """The tests marked gpu; without a GPU they are collected and skipped."""
+    """Run the tests marked gpu. Without a GPU they are skipped."""
     workers = ["-n", "0"] if day.args.rehearse else ["-n", "6", "--dist", "load"]
     done = day.run("-m", "pytest", "-m", "gpu", *workers, "tests")
     found = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)
@@ -118,7 +118,7 @@ def run_tests(day: Day) -> dict:
 
 
 def time_steps(*options: str) -> Callable[[Day], dict]:
-    """benchmarks/step.py with these options."""
+    """Run benchmarks/step.py with these options."""
 
     def measure(day: Day) -> dict:
         path = day.scratch / "step.json"
@@ -127,24 +127,20 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
         if done.returncode:
             return dict(ok=False, error=done.stderr[-1500:])
         report = json.loads(path.read_text())
-        keys = ("flags", "ms_per_step", "quartiles_ms", "ms_by_stage", "tokens_per_s", "mfu",
-                "matmul_tflops", "peak_memory_mib", "warm_up_s", "num_graphs", "num_recompiles",
-                "data_wait_ms", "parts", "longest_kernels")
-        runs = [{key: run[key] for key in keys} for run in report["runs"]]
+        runs = report["runs"]
         return dict(ok=all(run["num_recompiles"] == 0 for run in runs), runs=runs, ratio=report.get("ratio"))
 
     return measure
 
 
 def list_plain(is_rehearsal: bool, options: list[str]) -> str:
-    """The value of --fast that leaves out our kernels and nothing else."""
+    """The value of --fast that leaves out only our kernels."""
     device = torch.device("cpu" if is_rehearsal else "cuda")
     return step.list_forms(gpt.make_config(gpt.parse_argv(options)[0]), device, not is_rehearsal)
 
 
 def train(day: Day) -> dict:
-    """A run of one micro-batch a step on the token files, with our kernels and without: losses that differ
-    only by rounding."""
+    """Train with our kernels and without, one micro-batch a step. Losses must differ only by rounding."""
     size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
             else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
                   "--val_tokens=1048576"])
@@ -164,7 +160,7 @@ def train(day: Day) -> dict:
 
 
 def tune(day: Day) -> dict:
-    """benchmarks/tune.py in the time that is left; an alternative that it refuses is not right."""
+    """Run benchmarks/tune.py in the remaining time. A refused alternative is an error."""
     path = day.scratch / "tune.json"
     few = (["--rounds=2", "--alternative=--micro_batch_tokens=512",
             f"--alternative=--fast={list_plain(True, day.options)}"] if day.args.rehearse else [])
@@ -178,16 +174,16 @@ def tune(day: Day) -> dict:
 
 
 class Part(NamedTuple):
-    """Something that a GPU has to tell."""
+    """A measurement that needs a GPU."""
 
     meaning: str
-    least: float  # seconds that it needs, from what one H100 took; a rehearsal needs none
+    least: float  # seconds that it needs, measured on one H100
     measure: Callable[[Day], dict]
     is_timed: bool = True
 
 
 def list_parts(is_rehearsal: bool) -> dict[str, Part]:
-    """All parts by name, in order of worth."""
+    """All parts by name, in order of their value."""
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
     newest = "--preset=smoke_frontier" if is_rehearsal else "--preset=frontier"
@@ -201,12 +197,12 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
         kernels=Part("a step of track_1 without our kernels beside one with them", 180,
                      time_steps(steps, f"--compare=--fast={plain}")),
         memory=Part("a step of track_1 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),
-        tune=Part("what else may be faster: benchmarks/tune.py in the time that is left", 120, tune))
+        tune=Part("faster options: benchmarks/tune.py in the remaining time", 120, tune))
     return {name: part._replace(least=0) for name, part in parts.items()} if is_rehearsal else parts
 
 
 def choose_parts(text: str) -> list[str]:
-    """Names of parts, in order of worth; ArgumentTypeError for one that is none."""
+    """Names of parts, in order of their value. ArgumentTypeError for an unknown one."""
     names, asked = list(list_parts(False)), text.split(",")
     if wrong := [name for name in asked if name not in names]:
         raise ArgumentTypeError(f"{wrong[0] or 'nothing'} is no part: choose among {', '.join(names)}")
@@ -214,7 +210,7 @@ def choose_parts(text: str) -> list[str]:
 
 
 def format_row(name: str, part: dict) -> str:
-    """What a part found, as a line of Markdown."""
+    """The result of a part as a row of Markdown."""
     cells = []
     if part.get("skipped"):
         cells.append(part["skipped"])
@@ -223,12 +219,13 @@ def format_row(name: str, part: dict) -> str:
     elif "counts" in part:
         cells += [", ".join(f"{count} {word}" for word, count in part["counts"].items()), *part["failed"]]
     elif "runs" in part:
-        cells += [f"{run['ms_per_step']:.1f} ms a step (quartiles {run['quartiles_ms'][0]:.1f} and "
-                  f"{run['quartiles_ms'][1]:.1f}), {run['tokens_per_s']:,} tokens/s, "
-                  f"MFU {100 * run['mfu']:.1f} %, {run['peak_memory_mib']:,} MiB, "
-                  f"warm-up {run['warm_up_s']:.0f} s, {run['num_recompiles']} recompiles"
-                  for run in part["runs"]]
-        cells += [f"ratio {part['ratio']:.3f}"] if part["ratio"] else []
+        for run in part["runs"]:
+            stages = " / ".join(f"{ms:.1f}" for ms in run["ms_by_stage"].values())
+            memory = f"{run['peak_memory_mib']:,} MiB, " if "peak_memory_mib" in run else ""
+            cells.append(f"{stages} ms per step of the stages, {run['tokens_per_s']:,} tokens/s, "
+                         f"MFU {100 * run['mfu']:.1f} %, {memory}warm-up {run['warm_up_s']:.0f} s, "
+                         f"{run['num_recompiles']} recompiles")
+        cells += [f"time per token {part['ratio']:.3f} of the first"] if part["ratio"] else []
     elif "tuned" in part:
         for row in part["tuned"]["alternatives"]:
             ratio = f" ({row['ratio']:.3f})" if "ratio" in row else ""
@@ -256,17 +253,17 @@ def format_rows(result: dict) -> str:
 
 
 def main() -> int:
-    """The parts that are asked for, in order of worth."""
+    """Run the chosen parts in order of their value."""
     parts = list_parts(False)
     parser = Parser(__doc__.replace("PARTS", "\n".join(
         f"    {name:9} {part.meaning}; from {part.least:.0f} s on" for name, part in parts.items())))
     parser.add_argument("--parts", type=choose_parts, default=list(parts), metavar="NAME,NAME",
-                        help="of those above (default: all)")
+                        help="names from the list above (default: all)")
     parser.add_argument("--seconds", type=at_least(1, float), default=SECONDS,
                         help="for everything (default %(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy size")
     parser.add_argument("--out", type=Path, default=Path("gpu_day"),
-                        help="where, without ending (default %(default)s)")
+                        help="path without suffix (default %(default)s)")
     args, options = parser.parse_known_args()
 
     def body() -> int:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What the CPU choices of train_gpt.py are worth here: the laptop preset's step with one of them undone.
+"""Measure the effect of each CPU choice of train_gpt.py on a step of preset laptop.
 
-    python benchmarks/laptop_choices.py            # about three minutes; prints a table for RESULTS.md
+    python benchmarks/laptop_choices.py            # about three minutes, prints a table for RESULTS.md
 
-Every variant runs in a process of its own, all of them in turn and that twice, so that a noisy machine is
-noisy for all. The figure is the median time of a training step of the first stage; the ratio is to "as is".
+Each variant undoes one choice and runs in a separate process. All variants run in turn, twice, so that noise
+affects all of them. The figure is the median time of a training step of the first stage. The ratio is to
+"as is".
 """
 
 import json
@@ -21,7 +22,7 @@ from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
-VARIANTS = {  # name: changes of the config; one of them undoes a choice in the code
+VARIANTS = {  # name: changes of the config
     "as is": {},
     "float32 activations": {"dtype": "float32"},
     "freed memory returned": {},
@@ -32,7 +33,7 @@ VARIANTS = {  # name: changes of the config; one of them undoes a choice in the 
 
 
 def measure(variant: str, num_steps: int) -> dict:
-    """Seconds until the first step is done, and of every later step, with one choice undone."""
+    """Seconds of the first three steps together, and of each later step, with one choice undone."""
     if variant == "freed memory returned":
         gpt.keep_freed_memory = lambda: None
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
@@ -71,7 +72,7 @@ def compare(num_steps: int) -> None:
 
 
 def main() -> int:
-    """Parse, compare; bad input ends with status 2 and one line."""
+    """Parse and compare. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("--num_steps", type=at_least(1), default=40,
                         help="steps per process (default %(default)s)")

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Preset quick against the customary small GPT-2, by whole-process time, on little text of eight kinds.
+"""Compare preset quick with the customary small GPT-2 by whole-process time, on eight small texts.
 
-    python benchmarks/peer.py                         # an hour on two cores; a table for RESULTS.md
+    python benchmarks/peer.py                         # an hour on two cores, prints a table for RESULTS.md
     python benchmarks/peer.py --seeds=1 --only=code
 
 The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
-0.9, 0.99), float32: gpt2_baseline.py at that size. quick runs in float32, and in bfloat16 where it is fast.
-The texts: Python's reference documentation as every CPython brings it, and the docstrings of NumPy, on
-which quick was tuned; those on which nothing was, but by which its length was judged: the source of Python's
-library, prose (Debian's package jargon-text) and verse (its package fortunes); and those that nobody had
-looked at before its length was set: a manual (perl-doc), essays (anarchism, with their HTML) and questions
-(debian-faq), all fetched by apt-get. The last tenth of each is for
-validation. Both are timed from the start of the process to its end.
+0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast.
+
+quick was tuned on two texts: Python's reference documentation in CPython, and the docstrings of NumPy. Its
+length was judged on three: the source of Python's library, prose (Debian's package jargon-text) and verse
+(package fortunes). Three were not used before: a manual (perl-doc), essays (anarchism, with their HTML) and
+questions (debian-faq). apt-get fetches the packages. The last tenth of each text is for validation. Both
+models are timed from the start of the process to its end.
 """
 
 import ast
@@ -73,7 +73,7 @@ def read_package(name: str, *patterns: str) -> str:
     return "\n\n".join(data.decode("utf-8", "replace") for data in content)
 
 
-# name: what it is, and how to read it
+# name: (source, function that reads it)
 TEXTS = {
     "documentation": ("pydoc_data", lambda: "\n\n".join(topics[name] for name in sorted(topics))),
     "docstrings": (f"NumPy {np.__version__}", read_docstrings),
@@ -92,7 +92,7 @@ TEXTS = {
 
 
 def write_text(text: str, folder: Path) -> list[str]:
-    """Write a text as two shards, the training one in documents in random order; the options naming them."""
+    """Write a text as two shards, with training documents in random order. Returns the options for them."""
     text = text.encode()[:MOST_BYTES]
     cut = len(text) * 9 // 10
     for name, part in (("train_0", text[:cut]), ("val_0", text[cut:])):
@@ -107,7 +107,7 @@ def write_text(text: str, folder: Path) -> list[str]:
 
 
 def time_process(command: list[str]) -> tuple[float, str]:
-    """Seconds of a whole process, and what it printed."""
+    """(seconds of a whole process, its output)."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return time.perf_counter() - start, done.stdout
@@ -124,7 +124,7 @@ def run_peer(data: list[str], seed: int) -> tuple[float, float]:
 
 
 def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
-    """The same of preset quick."""
+    """(whole-process seconds, validation loss) of preset quick."""
     with tempfile.TemporaryDirectory() as logs:
         seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--logs_dir={logs}",
                                    f"--dtype={dtype}", *data])
@@ -133,7 +133,7 @@ def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
 
 
 def compare(names: list[str], seeds: int) -> str:
-    """Run both over texts and seeds, interleaved; the table."""
+    """Run both over texts and seeds, interleaved. Returns the table."""
     texts = {name: TEXTS[name][1]() for name in names}
     best = gpt.choose_dtype(gpt.make_config({"device": "cpu"}), torch.device("cpu"))[0]
     dtypes = ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
@@ -154,7 +154,7 @@ def compare(names: list[str], seeds: int) -> str:
 
 
 def main() -> int:
-    """Parse, compare, print; bad input ends with status 2 and one line."""
+    """Parse, compare and print. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3,
                         help="runs of each (default %(default)s)")

@@ -1,11 +1,11 @@
-"""The least time of a training step on GPUs that are not here, by part: predicted from compiled code.
+"""Predict the least time of a training step and its parts from compiled code, without the GPU.
 
     python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [train_gpt.py options]
 
-Compiles the step for every card (tests/cuda_compile.py, 2 to 10 minutes each; what FOLDER holds is read).
-Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak; every buffer is read
-or written once. No launch gaps, nothing overlaps, everything runs at the attainable rates below: read from
-it the order of the parts and the ratio of two versions, not the milliseconds.
+Compiles the step for each GPU (tests/cuda_compile.py, 2 to 10 minutes each) and keeps the results in FOLDER.
+Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak. Each buffer is read or
+written once. Launch gaps and overlap are ignored, and all kernels run at the attainable rates below. The
+order of the parts and the ratio of two versions are useful, the milliseconds are not.
 """
 
 import collections
@@ -27,9 +27,9 @@ ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sh
 
 
 class Device(NamedTuple):
-    """Dense rates of a data sheet: bytes/s, FLOP/s in bfloat16 and FP8 (0: none), bytes/s it sends."""
+    """Dense rates of a data sheet: bytes/s, FLOP/s in bfloat16 and FP8 (0: none), bytes/s to other GPUs."""
 
-    code: str  # the card its code is compiled for
+    code: str  # the GPU for which its code is compiled
     bandwidth: float
     bf16: float
     fp8: float
@@ -39,7 +39,7 @@ class Device(NamedTuple):
 DEVICES = {
     # NVIDIA H200 datasheet: 4.8 TB/s, 1,979 / 3,958 TFLOP/s with sparsity, NVLink 900 GB/s both ways
     "h200": Device("h200", 4.8e12, 989e12, 1979e12, 450e9),
-    # NVIDIA H100 datasheet (SXM): 3.35 TB/s, the rest the same
+    # NVIDIA H100 datasheet (SXM): 3.35 TB/s, the rest as above
     "h100": Device("h200", 3.35e12, 989e12, 1979e12, 450e9),
     # NVIDIA A100 80GB datasheet (SXM): 2,039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways
     "a100": Device("a100", 2.039e12, 312e12, 0, 300e9),
@@ -49,7 +49,7 @@ DEVICES = {
 
 
 def load(card: str, folder: Path, options: list[str]) -> dict:
-    """What tests/cuda_compile.py wrote for a card; compiled now where the folder does not have it."""
+    """Read the file of tests/cuda_compile.py for a GPU. Compile if the folder does not have it."""
     names = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
     path = folder / f"{'_'.join([card, *names])}.json"
     if not path.exists():
@@ -62,13 +62,13 @@ def load(card: str, folder: Path, options: list[str]) -> dict:
 
 
 def find_part(graph: dict, node: dict) -> str:
-    """The row of the table that a kernel belongs to."""
+    """The row of the table for a kernel."""
     if graph["name"].startswith("Rule."):
         return "optimizer"
     if node["call"].startswith("relu2_matmul_kernel"):
         return "blocks: matmuls with ReLU^2 (our kernel)"
     if "mm" in node["call"]:
-        # the head's have V as one of their sizes, the gates' few channels
+        # the matmuls of the head are the largest, those with V, the gates' the smallest
         sizes = (5e11, "head: matmuls"), (2e10, "blocks: matmuls"), (0, "blocks: matmuls of gates")
         return next(name for least, name in sizes if node["flops"] >= least)
     if node["is_template"]:
@@ -89,7 +89,7 @@ def time_nodes(run: dict, graph: dict, device: Device) -> Iterator[tuple[str, fl
             continue
         flops = node["flops"]
         is_fp8 = device.fp8 and ("_scaled_mm" in node["call"] or node["call"].endswith("_fp8"))
-        if node["is_template"]:  # 2 matmuls forward; 5 backward, and 2 again
+        if node["is_template"]:  # 2 matmuls in forward. Backward has 5 and repeats these 2
             matmuls = 7 if graph["direction"] == "backward" else 2
             flops = matmuls * 2 * run["model_dim"] * run["mean_window"] * run["micro_tokens"]
         peak = device.fp8 * ATTAINABLE["fp8"] if is_fp8 else device.bf16 * ATTAINABLE["bf16"]
@@ -98,7 +98,7 @@ def time_nodes(run: dict, graph: dict, device: Device) -> Iterator[tuple[str, fl
 
 
 def play_messages(run: dict, device: Device) -> dict:
-    """timeline.play() of what a rank computes and sends in a cycle of steps."""
+    """timeline.play() of the computation and collectives of a rank in a cycle of steps."""
     graphs = {graph["label"]: sum(row[1] for row in time_nodes(run, graph, device))
               for graph in run["graphs"]}
     events = []
@@ -113,7 +113,7 @@ def play_messages(run: dict, device: Device) -> dict:
 
 
 def format_messages(run: dict, device: Device) -> str:
-    """What play_messages() found, per step, as Markdown; the messages that are waited for longest."""
+    """The results of play_messages() per step as Markdown, with the longest waits."""
     found, steps = play_messages(run, device), run["updates"]
     lines = [f"each of {run['ranks']} GPUs, {run['micro_tokens']:,} tokens a step on each: "
              f"{found['ms'] / steps:.2f} ms a step, {found['computing_ms'] / steps:.2f} of computing, "
@@ -125,7 +125,7 @@ def format_messages(run: dict, device: Device) -> str:
 
 
 def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
-    """{part: [ms, GB, TFLOP, kernels]} of a step on each of so many GPUs."""
+    """{part: [ms, GB, TFLOP, kernels]} of a step on each of these GPUs."""
     share = run["micros_per_step"] / run["micros"] / ranks
     scales = {"measured": share, "measured update": 1 / run["updates"] / ranks}
     parts = collections.defaultdict(lambda: [0.0] * 4)
@@ -149,7 +149,7 @@ def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
 
 
 def format_table(runs: dict[str, dict]) -> str:
-    """Markdown: ms of each part on one GPU of each kind; GB, TFLOP and kernels of the first; sums."""
+    """Markdown: ms of each part on each kind of GPU, GB, TFLOP and kernels of the first kind, and sums."""
     tables = {name: tabulate(run, DEVICES[name], 1) for name, run in runs.items()}
     first = next(iter(tables))
     names = sorted(set().union(*tables.values()), key=lambda part: -tables[first].get(part, [0])[0])
@@ -172,12 +172,12 @@ def format_table(runs: dict[str, dict]) -> str:
 
 
 def main() -> int:
-    """Print the table; returns the exit status."""
+    """Print the table. Returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--cards", default="h200,h100,a100,4090", help=f"of {', '.join(DEVICES)}")
-    parser.add_argument("--folder", type=Path, help="where what was compiled is kept")
+    parser.add_argument("--folder", type=Path, help="folder for the compiled results")
     parser.add_argument("--ranks", type=at_least(1), default=1,
-                        help="of one of so many: its step with messages under way, on paper")
+                        help="simulate a step with communication on this number of GPUs")
     args, options = parser.parse_known_args()
     if args.ranks > 1:
         options += [f"--ranks={args.ranks}", "--micros=1"]

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""The update rules side by side on the laptop track: each with its learning rate tuned on a grid of its own.
+"""Compare the update rules on the data of track laptop, each with a tuned learning rate.
 
-    ./run.sh benchmarks/rules.py              # 40 minutes on two cores: tunes, then the best over seeds
-    ./run.sh benchmarks/rules.py --depths     # 15 minutes: how the best rate moves from 4 to 12 layers
-    ./run.sh benchmarks/rules.py --laptop     # half an hour: every rule on preset laptop_32, no rate given
+    ./run.sh benchmarks/rules.py              # 46 minutes on two cores: tunes, then runs the best rates
+    ./run.sh benchmarks/rules.py --depths     # 15 minutes: the best learning rates of 4 to 12 layers
+    ./run.sh benchmarks/rules.py --laptop     # half an hour: preset laptop_32 with each rule
 
-Every rule gets the same steps, tokens and number of rates. The first two train the model of preset quick on
-the data of track laptop. Runs are kept in logs/rules and not run again. Prints tables for RESULTS.md and
-draws rules.png and rules.svg. Seconds only mean something on a machine that does nothing else.
+All rules have equal numbers of steps, tokens and learning rates. A rate is chosen on seeds 0 and 1, and the
+rules are compared on other seeds. The first two commands train the model of preset quick. Finished runs are
+kept in logs/rules. Prints tables for RESULTS.md and draws rules.png and rules.svg. Seconds are only valid on
+an idle machine.
 """
 
-import hashlib
-import json
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+import ablate  # noqa: E402
 import plot  # noqa: E402
 import results  # noqa: E402
 
@@ -37,64 +37,66 @@ RULES = {  # name: options, learning rate in the middle of its grid
     "adamw": (["--matrix_rule=adamw"], 0.008),
 }
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
+TUNING_SEEDS = range(2)
 DEPTHS = (4, 8, 12)
 
 
 def list_runs(rules: list[str], seeds: range, rates: dict[str, list[float]], extra: list[str], kind: str
               ) -> list[tuple[str, int, list[str]]]:
-    """(folder, seed, options) of the runs of rules at rates, seed by seed."""
+    """(folder, seed, options) of each run, seed by seed. rates: of each rule."""
     return [(f"{kind}_{name.replace(', ', '_').replace(' ', '_')}_{rate:g}", seed,
              [*BUDGET, *RULES[name][0], f"--matrix_lr={rate}", *extra])
             for seed in seeds for name in rules for rate in rates[name]]
 
 
-def run(runs: list[tuple[str, int, list[str]]], folder: Path) -> dict[str, list[dict]]:
-    """Run what is missing; the results by folder name, in the order of their seeds."""
-    def read(name: str) -> list[dict]:
-        found = [json.loads(path.read_text()) for path in (folder / name).glob("*.json")]
-        return sorted(found, key=lambda result: result["seed"])
+def run(runs: list[tuple[str, int, list[str]]], folder: Path) -> dict[str, results.Record]:
+    """Run the missing ones. Returns the records by folder name, with only the seeds of these runs.
 
-    source = (results.ROOT / "train_gpt.py").read_bytes()
+    RecordError if the records are not of one machine and one text.
+    """
+    source, seeds = (folder / "train_gpt.py").read_bytes(), {seed for _, seed, _ in runs}
     results.run_missing([(name, seed, [*options, f"--logs_dir={folder / name}"])
                          for name, seed, options in runs],
-                        lambda name: {result["seed"] for result in read(name)}, source, "rules.py")
-    return {name: read(name) for name, _, _ in runs}
+                        lambda name: results.find_done(folder / name), source, "rules.py")
+    records = {}
+    for name in dict.fromkeys(name for name, _, _ in runs):
+        record = results.read_record(folder / name)
+        records[name] = record._replace(results=[one for one in record.results if one["seed"] in seeds])
+        results.check_comparable(record, next(iter(records.values())), "times")
+    return records
 
 
 def choose_rates(names: list[str], extra: list[str], kind: str, seeds: range, folder: Path
                  ) -> tuple[dict[str, float], dict[str, dict[float, float]]]:
-    """The best rate of every rule, and the mean loss at all rates of its grid."""
+    """(the best rate of each rule, its mean losses by rate) on these seeds."""
     rates = {name: [RULES[name][1] * factor for factor in GRID] for name in names}
-    runs = list_runs(names, seeds, rates, extra, kind)
-    found, losses = run(runs, folder), {}
+    found, losses = run(list_runs(names, seeds, rates, extra, kind), folder), {}
     for name in names:
         folders = [made[0] for made in list_runs([name], range(1), rates, extra, kind)]
-        losses[name] = {rate: statistics.mean(result["final_val_loss"] for result in found[path])
+        losses[name] = {rate: statistics.mean(found[path].losses.values())
                         for rate, path in zip(rates[name], folders)}
     return {name: min(losses[name], key=losses[name].get) for name in names}, losses
 
 
-def time_step(made: list[dict]) -> float:
-    """Milliseconds of an average step of the fastest of some runs: other work can only have slowed them."""
-    return min(result["val_points"][-1][2] / result["val_points"][-1][0] for result in made)
+def time_step(record: results.Record) -> float:
+    """Milliseconds of an average step in the fastest run, which other work slowed the least."""
+    return min(result["val_points"][-1][2] / result["val_points"][-1][0] for result in record.results)
 
 
 def compare_rules(num_seeds: int, folder: Path) -> None:
-    """Tune on two seeds, run the best on all, print and draw."""
+    """Tune on two seeds, run the best rates on others, print and draw."""
     names = list(RULES)
-    best, grids = choose_rates(names, [], "rule", range(2), folder)
+    best, grids = choose_rates(names, [], "rule", TUNING_SEEDS, folder)
     chosen = {name: [best[name]] for name in names}
-    found = run(list_runs(names, range(num_seeds), chosen, [], "rule"), folder)
+    seeds = range(TUNING_SEEDS.stop, TUNING_SEEDS.stop + num_seeds)
+    found = run(list_runs(names, seeds, chosen, [], "rule"), folder)
     by_name = dict(zip(names, found.values()))
-    base = by_name["muon"]
-    base_losses = {result["seed"]: result["final_val_loss"] for result in base}
-    base_step = time_step(base)
+    base, base_step = by_name["muon"], time_step(by_name["muon"])
     print("\n| rule | rate | loss | sd | against muon | ms per step | of muon's |")
     print("|---|---|---|---|---|---|---|")
-    for name, made in by_name.items():
-        losses = {result["seed"]: result["final_val_loss"] for result in made}
-        summary, effect = results.summarize(list(losses.values())), results.compare(losses, base_losses)
-        step = time_step(made)
+    for name, record in by_name.items():
+        summary, effect = results.summarize(list(record.losses.values())), results.compare(record, base)
+        step = time_step(record)
         difference = f"{effect.mean:+.3f} [{effect.low:+.3f}, {effect.high:+.3f}]" if name != "muon" else ""
         edge = " (edge of the grid)" if best[name] in (min(grids[name]), max(grids[name])) else ""
         print(f"| {name} | {best[name]:g}{edge} | {summary.mean:.3f} | {summary.sd:.3f} | {difference} "
@@ -102,17 +104,17 @@ def compare_rules(num_seeds: int, folder: Path) -> None:
     draw(grids, by_name)
 
 
-def draw(grids: dict[str, dict[float, float]], by_name: dict[str, list[dict]]) -> None:
-    """Loss against the rate, and against time at the best rate."""
+def draw(grids: dict[str, dict[float, float]], by_name: dict[str, results.Record]) -> None:
+    """Plot loss against learning rate, and loss against time at the best rate."""
     figure, panels = plot.plt.subplots(1, 2, figsize=(9, 3.6), sharey=False, layout="constrained")
-    for index, (name, made) in enumerate(by_name.items()):
+    for index, (name, record) in enumerate(by_name.items()):
         middle = RULES[name][1]
         panels[0].plot([rate / middle for rate in grids[name]], list(grids[name].values()), "o-",
                        color=f"C{index}", markersize=3, linewidth=1)
         steps, losses = ([statistics.mean(values) for values in zip(*(
-            [point[axis] for point in result["val_points"]] for result in made))] for axis in (0, 1))
-        panels[1].plot([step * time_step(made) / 1000 for step in steps[1:]], losses[1:], color=f"C{index}",
-                       linewidth=1, label=name)
+            [point[axis] for point in one["val_points"]] for one in record.results))] for axis in (0, 1))
+        panels[1].plot([step * time_step(record) / 1000 for step in steps[1:]], losses[1:],
+                       color=f"C{index}", linewidth=1, label=name)
     panels[0].set_xscale("log", base=2)
     panels[0].set_xticks(GRID, [f"{factor:g}" for factor in GRID])
     panels[0].set(xlabel="learning rate over the middle of its grid",
@@ -123,7 +125,7 @@ def draw(grids: dict[str, dict[float, float]], by_name: dict[str, list[dict]]) -
 
 
 def compare_depths(folder: Path) -> None:
-    """The best rate of Muon and MuonH at several depths, and what the rate of another depth would cost."""
+    """Print the losses of Muon and MuonH at several depths and learning rates."""
     print_rows = []
     for depth in DEPTHS:
         best, grids = choose_rates(["muon", "muonh"], [f"--num_layers={depth}"], f"depth{depth}", range(1),
@@ -136,11 +138,11 @@ def compare_depths(folder: Path) -> None:
 
 
 def compare_on_laptop(num_seeds: int, folder: Path) -> None:
-    """Every rule of the file on preset laptop_32, as --matrix_rule=RULE alone runs it."""
+    """Print the losses of preset laptop_32 with --matrix_rule=RULE, for each rule."""
     runs = [(f"laptop_{rule}", seed, ["--preset=laptop_32", f"--matrix_rule={rule}"])
             for seed in range(num_seeds) for rule in gpt.RULES]
-    found = {name: statistics.mean(result["final_val_loss"] for result in made)
-             for name, made in run(runs, folder).items()}
+    found = {name: statistics.mean(record.losses.values())
+             for name, record in run(runs, folder).items()}
     print("\n| rule | loss of preset laptop_32 | of muon's |")
     print("|---|---|---|")
     for rule in gpt.RULES:
@@ -149,14 +151,15 @@ def compare_on_laptop(num_seeds: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Compare rules, depths, or the whole preset."""
+    """Compare rules, depths, or rules on preset laptop_32."""
     parser = results.Parser(__doc__)
     parser.add_argument("--seeds", type=results.at_least(2), default=5,
-                        help="runs of every rule at its best rate")
+                        help="seeds of each rule at its best rate")
     parser.add_argument("--depths", action="store_true", help="compare depths instead")
-    parser.add_argument("--laptop", action="store_true", help="run preset laptop_32 instead")
+    parser.add_argument("--laptop", action="store_true", help="compare on preset laptop_32 instead")
     args = parser.parse_args()
-    folder = LOGS / hashlib.sha256((results.ROOT / "train_gpt.py").read_bytes()).hexdigest()[:12]
+    source = (results.ROOT / "train_gpt.py").read_bytes()
+    folder = ablate.find_folder(LOGS, source, "rules", [], jobs=1)
     if args.depths:
         compare_depths(folder)
     elif args.laptop:

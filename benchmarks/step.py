@@ -1,23 +1,22 @@
 #!/usr/bin/env python3
-"""What a training step costs, and where the time goes.
+"""Time of a training step and of its parts.
 
-    python benchmarks/step.py --preset=laptop                       # table; add --json FILE, --trace FILE
-    python benchmarks/step.py --preset=laptop --compare='--compile=on'   # two configs, interleaved: a ratio
+    python benchmarks/step.py --preset=laptop                   # a table, with --json FILE and --trace FILE
+    python benchmarks/step.py --preset=laptop --compare='--compile=on'   # the ratio of two configs
     torchrun --standalone --nproc_per_node=8 benchmarks/step.py --num_steps=60
-    python benchmarks/step.py --predict_ranks=8                     # this step on 8 such devices, on paper
+    python benchmarks/step.py --predict_ranks=8                 # a simulated step on 8 devices like this one
 
-Other options are those of train_gpt.py. A short run through all stages of the schedule is timed step by
-step, after the warm-up of a real run; a few more steps under the profiler give the breakdown. On a GPU it
-goes by the names of the kernels, and the ten longest are listed. Random tokens, which cost the same, stand
-in for shards that are not there.
+Takes the options of train_gpt.py. Warms up as a real run does, and times each step of a short run through
+all stages. Two configs are interleaved step by step. A few more steps under the profiler give the parts of a
+step. On a GPU the kernels are sorted by name, and the ten longest are listed. Missing shards are replaced by
+random tokens, whose steps take equal time.
 """
 
 import dataclasses
 import itertools
-import json
+import math
 import re
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import common  # noqa: E402
 import timeline  # noqa: E402
 from results import Parser, at_least  # noqa: E402
 
@@ -43,11 +43,11 @@ import train_gpt as gpt  # noqa: E402
 PROFILED_STEPS = 3
 REST = "embedding, norms, residuals"
 PARTS = ("attention", "MLP", "head and loss", REST, "optimizer", "data wait", "idle")
-# On a GPU: the first of these whose pattern is found in a kernel's name. Inductor's templates are products
-# or FlexAttention; nvjet and xmma are cuBLAS. Where kernels overlap, the first kind has the time: so copies
-# and NCCL have only what nothing else hides.
+# Kinds of GPU kernels. The first pattern found in a kernel's name decides. Inductor's templates are matmuls
+# or FlexAttention, nvjet and xmma are cuBLAS. If kernels overlap, the first kind gets the time. So copies
+# and NCCL get only the time that no other kernel hides.
 KERNEL_KINDS = {
-    "our kernels": "|".join(  # Triton adds nothing to their names, Inductor a number
+    "our kernels": "|".join(  # Inductor adds a number to their names
         rf"^{name}(_\d+)?$" for name, value in vars(gpt).items()
         if gpt.triton and isinstance(value, gpt.triton.runtime.jit.KernelInterface)) or "$^",
     "attention": "flex_attention|flash|fmha|sdpa|^triton_tem_(?!.*mm)",
@@ -56,11 +56,11 @@ KERNEL_KINDS = {
     "other kernels": "^(?!nccl|Mem(cpy|set))",
     "copies and fills": "^Mem",
     "NCCL": "^nccl"}
-NUM_LONGEST = 10  # kernels that are listed
+NUM_LONGEST = 10  # listed kernels
 
 
 class TimedBatches:
-    """A Prefetcher whose waiting is measured and shows in a profile."""
+    """A Prefetcher whose wait times are summed and marked in a profile."""
 
     def __init__(self, batches: gpt.Prefetcher):
         self.batches, self.waited = batches, 0.0
@@ -74,63 +74,77 @@ class TimedBatches:
 
 
 class Subject:
-    """One config, ready to step: data, trainer, and what its warm-up cost."""
+    """One config, ready to step: data, trainer, and the cost of its warm-up."""
 
     def __init__(self, cfg: gpt.Config, rt: gpt.Runtime):
         self.cfg, self.rt = cfg, rt
+        # steps until Adam and telemetry have acted at least once
+        self.every = math.lcm(cfg.adam_every, cfg.telemetry_every or 1)
         before = count_graphs()
         self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
         start = gpt.clock(rt.device)
         self.trainer = gpt.Trainer(cfg, rt)
-        log = gpt.RunLog(cfg, rt, [])  # writes nothing before it is entered
-        self.telemetry = gpt.Telemetry(self.trainer, log) if cfg.telemetry_every else None
+        self.log = gpt.RunLog(cfg, rt, gpt.describe_run(cfg, rt, []))  # no files before __enter__
+        self.telemetry = gpt.Telemetry(self.trainer, self.log) if cfg.telemetry_every else None
         self.trainer.warm_up(self.data, self.val_data, self.telemetry.inspect if self.telemetry else None)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        self.guard = gpt.Guard(self.trainer, log, gpt.Stop(rt)) if cfg.guard == "on" else None
+        self.guard = gpt.Guard(self.trainer, self.log, gpt.Stop(rt)) if cfg.guard == "on" else None
         self.batches = TimedBatches(gpt.Prefetcher(
             self.data.batches(rt, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        """One timed training step with all that looks on (telemetry, guard), all of its work done."""
+        """Time one training step with telemetry and guard, until its last update is done."""
         trainer, progress, rt = self.trainer, self.trainer.progress, self.rt
         start, state = gpt.clock(rt.device), trainer.schedule.at(progress.step)
         is_measured = self.telemetry is not None and self.telemetry.start_step()
         if is_measured or self.guard:
-            trainer.optimizer.probe = gpt.Probe(trainer.optimizer.groups, rt, is_measured)
+            trainer.optimizer.timer = gpt.StepTimer(trainer.optimizer.groups, rt, is_measured)
         loss = trainer.train_step(self.batches, state)
-        probe, trainer.optimizer.probe = trainer.optimizer.probe, None
+        timer, trainer.optimizer.timer = trainer.optimizer.timer, None
         progress.step += 1
         progress.tokens += state.stage.tokens_per_step
-        for look in filter(None, (self.guard, self.telemetry)):
-            look.end_step(loss, probe, 0.0)
+        self.log.losses.add(progress.step, loss)
+        for part in filter(None, (self.guard, self.telemetry)):
+            part.end_step(loss, timer, 0.0)
         trainer.optimizer.finish()
         self.seconds.append(gpt.clock(rt.device) - start)
 
     def measure(self) -> dict:
-        """The figures of all steps so far."""
-        cfg, rt, ranges = self.cfg, self.rt, self.trainer.schedule.stage_ranges()
-        tokens = self.trainer.schedule.count_tokens() / cfg.num_iterations  # of a step, on average
-        flops = gpt.count_flops(cfg) * tokens
-        medians = [statistics.median(self.seconds[a:b]) for _, a, b in ranges]
-        # stages have steps of different sizes, so their medians count by their steps
-        mean = sum(median * (b - a) for median, (_, a, b) in zip(medians, ranges)) / cfg.num_iterations
-        stages = {f"{number}: windows {stage.window_long}/{stage.window_short}": 1e3 * median
-                  for number, (median, (stage, _, _)) in enumerate(zip(medians, ranges), 1)}
-        low, _, high = statistics.quantiles(self.seconds, n=4)
-        return dict(ms_per_step=1e3 * statistics.median(self.seconds), quartiles_ms=[1e3 * low, 1e3 * high],
-                    ms_by_stage=stages,
-                    tokens_per_s=round(tokens / mean),
-                    mfu=flops / mean / (rt.peak_flops * rt.world_size), matmul_tflops=rt.peak_flops / 1e12,
-                    tflop_per_step=flops / 1e12, peak_memory_mib=gpt.read_peak_memory_mib(rt),
-                    warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
+        """The figures of all steps. tokens/s and MFU follow from seconds_per_token."""
+        rt, schedule = self.rt, self.trainer.schedule
+        timed = list(enumerate(self.seconds))
+        token = common.time_token(timed, schedule, self.every)
+        stages = zip(common.time_stages(timed, schedule, self.every), schedule.stage_ranges())
+        return dict(seconds_per_token=token, tokens_per_s=round(1 / token),
+                    ms_by_stage={f"{number}: windows {stage.window_long}/{stage.window_short}": 1e3 * seconds
+                                 for number, (seconds, (stage, _, _)) in enumerate(stages, 1)},
+                    mfu=gpt.count_flops(self.cfg) / token / (rt.peak_flops * rt.world_size),
+                    matmul_tflops=rt.peak_flops / 1e12, warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
                     data_wait_ms=1e3 * self.batches.waited / len(self.seconds))
+
+
+def compare(first: Subject, second: Subject) -> dict:
+    """Ratio of the seconds per token, second over first, and quartiles of this ratio over rounds.
+
+    A round is the smallest number of steps after which both have updated all parameters.
+    """
+    count = min(math.lcm(first.every, second.every), len(first.seconds))
+
+    def time_round(subject: Subject, start: int) -> float:
+        schedule, end = subject.trainer.schedule, start + count
+        return sum(subject.seconds[start:end]) / (schedule.count_tokens(start) - schedule.count_tokens(end))
+
+    ratios = [time_round(second, start) / time_round(first, start)
+              for start in range(len(first.seconds) - count + 1)]
+    tokens = [subject.measure()["seconds_per_token"] for subject in (first, second)]
+    return dict(ratio=tokens[1] / tokens[0], ratio_quartiles=common.find_quartiles(ratios)[::2])
 
 
 def list_forms(cfg: gpt.Config, device: torch.device, use_compile: bool, kernels: Collection[str] = ()
                ) -> str:
-    """A value of --fast: the fast forms that auto would try here, and of our Triton kernels only these."""
+    """A value of --fast: the forms that auto would try here, with only these of our Triton kernels."""
     names, replaced = [], set()
     for name, row in gpt.list_fast_forms().items():
         fits = name in kernels if name in gpt.TRITON_FORMS else not (
@@ -142,12 +156,12 @@ def list_forms(cfg: gpt.Config, device: torch.device, use_compile: bool, kernels
 
 
 def count_graphs() -> int:
-    """Graphs that torch.compile has made so far in this process."""
+    """Number of graphs that torch.compile has made in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Config:
-    """The config with shards of random tokens, enough for its steps; every rank writes its own."""
+    """The config with shards of random tokens, enough for its steps. Each rank writes a pair."""
     rng, bos = np.random.default_rng(0), cfg.vocab_size - 1
     files = {}
     needed = 2 * gpt.Schedule(cfg).count_tokens() + 2 * cfg.seq_len
@@ -161,19 +175,19 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
 
 
 def classify(name: str, shapes: list, cfg: gpt.Config) -> str:
-    """The part of the model an operator works for, told from its name and the sizes of its operands."""
+    """The part of the model that calls an operator, from its name and the sizes of its operands."""
     sizes = {size for shape in shapes if isinstance(shape, (list, tuple)) for size in shape}
     if cfg.padded_vocab_size in sizes and "embedding" not in name:
         return "head and loss"
     if cfg.mlp_ratio * cfg.model_dim in sizes:
         return "MLP"
     if "attention" in name or "softmax" in name or "mm" in name or sizes & {cfg.head_dim, 3 * cfg.model_dim}:
-        return "attention"  # the one product without an own size is that with the output projection
+        return "attention"  # also the output projection, which has no size that only it has
     return REST
 
 
 def share_operators(events: list, cfg: gpt.Config) -> dict[str, float]:
-    """Milliseconds of each part on a CPU: the own time of the operators that work for it."""
+    """Milliseconds of each part on a CPU: self time of its operators."""
     parts = dict.fromkeys(PARTS, 0.0)
     for event in events:
         own = event.self_cpu_time_total / 1e3
@@ -191,7 +205,7 @@ def share_operators(events: list, cfg: gpt.Config) -> dict[str, float]:
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill that ran on the device; in milliseconds."""
+    """A kernel, copy or fill on the device, in milliseconds."""
 
     name: str
     start: float
@@ -199,18 +213,18 @@ class Kernel(NamedTuple):
 
 
 def name_kind(name: str) -> str:
-    """The first of KERNEL_KINDS that a kernel's name fits."""
+    """The first of KERNEL_KINDS whose pattern fits a kernel's name."""
     return next(kind for kind, pattern in KERNEL_KINDS.items() if re.search(pattern, name))
 
 
 def list_kernels(events: list) -> list[Kernel]:
-    """What a profile says that ran on the GPU; it also shows ranges there that the host has named."""
+    """The GPU kernels of a profile, without the ranges that the host has named."""
     return [Kernel(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
 
 
 def share_time(kernels: list[Kernel]) -> dict[str, float]:
-    """Milliseconds of each kind. Every moment is counted once, for the first kind that runs in it."""
+    """Milliseconds of each kind. Each moment counts once, for the first kind that runs."""
     changes = sorted((moment, change, name_kind(name)) for name, start, end in kernels
                      for moment, change in ((start, 1), (end, -1)))
     parts, running = dict.fromkeys(KERNEL_KINDS, 0.0), Counter()
@@ -222,7 +236,7 @@ def share_time(kernels: list[Kernel]) -> dict[str, float]:
 
 
 def find_longest(kernels: list[Kernel], num_steps: int) -> list[dict]:
-    """The kernels that take most time, with calls and milliseconds of a step."""
+    """The kernels that take most time, with calls and milliseconds per step."""
     times, calls = Counter(), Counter(kernel.name for kernel in kernels)
     for name, start, end in kernels:
         times[name] += end - start
@@ -231,12 +245,16 @@ def find_longest(kernels: list[Kernel], num_steps: int) -> list[dict]:
 
 
 def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], list[dict]]:
-    """(milliseconds of each part, the longest kernels on a GPU). Parts are the profiler's shares of the
-    median step: of every kernel's time on a GPU, of every operator's own time on a CPU."""
+    """(milliseconds of each part, the longest kernels on a GPU), per step of the first stage.
+
+    The profiler measures shares, of kernel time on a GPU and of operator time on a CPU. They are scaled to
+    the step without profiler.
+    """
     rt, cfg = subject.rt, subject.cfg
     use_cuda = rt.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * use_cuda
     optimizer_step = subject.trainer.optimizer.step
+    num_steps = max(1, PROFILED_STEPS // cfg.adam_every) * cfg.adam_every
 
     def marked_step(*args):
         with record_function("optimizer"):
@@ -245,11 +263,11 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
-    batches = gpt.Prefetcher(subject.data.batches(rt, 0, PROFILED_STEPS), rt.device)
+    batches = gpt.Prefetcher(subject.data.batches(rt, 0, num_steps), rt.device)
     subject.batches = TimedBatches(batches)
     start, seconds = gpt.clock(rt.device), subject.seconds.copy()
     with profile(activities=activities, record_shapes=True) as prof:
-        for _ in range(PROFILED_STEPS):
+        for _ in range(num_steps):
             subject.step()
         wall = gpt.clock(rt.device) - start
     subject.trainer.optimizer.step, subject.seconds = optimizer_step, seconds
@@ -259,13 +277,16 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
     kernels = list_kernels(prof.events()) if use_cuda else []
     parts = share_time(kernels) if use_cuda else share_operators(prof.events(), cfg)
     parts["idle"] = max(0.0, 1e3 * wall - sum(parts.values()))
-    scale = 1e3 * statistics.median(subject.seconds) / sum(parts.values())  # profiling slows the host down
-    return {name: ms * scale for name, ms in parts.items()}, find_longest(kernels, PROFILED_STEPS)
+    first_ms = next(iter(subject.measure()["ms_by_stage"].values()))
+    scale = first_ms / sum(parts.values())  # the profiler slows the host down
+    return {name: ms * scale for name, ms in parts.items()}, find_longest(kernels, num_steps)
 
 
 def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
-    """A step of the last stage on each of num_ranks such devices: this one computes what rank 0 would, and
-    its messages are played in their real order (timeline.py). Milliseconds per step."""
+    """Simulate a step of the last stage on num_ranks devices like this one, in milliseconds per step.
+
+    This device computes the work of rank 0. timeline.py simulates the collectives in their real order.
+    """
     cfg, rt = subject.cfg, subject.rt
     if rt.world_size > 1:
         raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
@@ -284,22 +305,26 @@ def format_report(result: dict) -> str:
              "| | " + " | ".join(run["flags"] for run in result["runs"]) + " |",
              "|---|" + "---|" * len(result["runs"])]
     rows = {
-        "ms per step (quartiles)": lambda r: (
-            f"{r['ms_per_step']:.1f} ({r['quartiles_ms'][0]:.1f} to {r['quartiles_ms'][1]:.1f})"),
+        "us per token": lambda r: f"{1e6 * r['seconds_per_token']:.3f}",
         "tokens/s": lambda r: f"{r['tokens_per_s']:,}",
         "MFU": lambda r: f"{100 * r['mfu']:.1f} % of {r['matmul_tflops']:.2f} TFLOP/s",
         "peak memory MiB": lambda r: f"{r['peak_memory_mib']:,}",
         "compile and warm-up s": lambda r: f"{r['warm_up_s']:.1f}",
         "graphs, recompiles after warm-up": lambda r: f"{r['num_graphs']}, {r['num_recompiles']}",
         "data wait ms": lambda r: f"{r['data_wait_ms']:.2f}"}
+    if len(result["runs"]) == 2:  # the process has one peak for both models
+        del rows["peak memory MiB"]
     for name, show in rows.items():
         lines.append(f"| {name} | " + " | ".join(show(run) for run in result["runs"]) + " |")
     for name in result["runs"][0]["ms_by_stage"]:
         cells = [f"{run['ms_by_stage'].get(name, float('nan')):.1f}" for run in result["runs"]]
         lines.append(f"| ms, {name} | " + " | ".join(cells) + " |")
     if len(result["runs"]) == 2:
-        lines += ["", f"second / first: {result['ratio']:.3f}"]
-    lines += ["", "| part of a step | " + " | ".join(run["flags"] for run in result["runs"]) + " |"]
+        low, high = result["ratio_quartiles"]
+        lines += ["", f"second / first, time per token: {result['ratio']:.3f} (quartiles of rounds "
+                  f"{low:.3f} to {high:.3f})"]
+    heads = ["part of a step, first stage", *(run["flags"] for run in result["runs"])]
+    lines += ["", f"| {' | '.join(heads)} |"]
     lines += ["|---|" + "---|" * len(result["runs"])]
     for part in result["runs"][0]["parts"]:
         cells = []
@@ -309,14 +334,14 @@ def format_report(result: dict) -> str:
         lines.append(f"| {part} | " + " | ".join(cells) + " |")
     for run in result["runs"]:
         if run["longest_kernels"]:
-            lines += ["", f"Longest kernels of the first {PROFILED_STEPS} steps, {run['flags']}:", "",
+            lines += ["", f"Longest kernels of the first stage, {run['flags']}:", "",
                       "| kernel | kind | calls a step | ms a step |", "|---|---|---:|---:|"]
             lines += [f"| `{kernel['name'][:90]}` | {kernel['kind']} | {kernel['calls']:.0f} | "
                       f"{kernel['ms']:.1f} |" for kernel in run["longest_kernels"]]
     if "prediction" in result:
         p = result["prediction"]
-        lines += ["", f"{p['ranks']} such devices at {p['bus_gb_per_s']:g} GB/s and "
-                  f"{1e3 * p['latency_ms']:g} us, on paper: {p['ms']:.2f} ms a step, "
+        lines += ["", f"{p['ranks']} devices like this one at {p['bus_gb_per_s']:g} GB/s and "
+                  f"{1e3 * p['latency_ms']:g} us, simulated: {p['ms']:.2f} ms a step, "
                   f"{p['computing_ms']:.2f} of computing, {p['exposed_ms']:.2f} of waiting for "
                   f"{p['sent_mb']:,.0f} MB", "",
                   "| waits for | ms a step |", "|---|---:|",
@@ -324,11 +349,15 @@ def format_report(result: dict) -> str:
     return "\n".join(lines)
 
 
+def shorten(cfg: gpt.Config, num_steps: int) -> gpt.Config:
+    """The config with a schedule of num_steps steps."""
+    return dataclasses.replace(cfg, num_iterations=num_steps, extension_steps=0)
+
+
 def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None):
-    """(config of a short run, runtime): real shards where they exist, else random ones."""
-    cfg = gpt.make_config(gpt.parse_argv(argv)[0])
-    cfg = dataclasses.replace(cfg, num_iterations=num_steps, extension_steps=0,
-                              val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
+    """(config of a short run, runtime, name of its data). Missing shards become random ones."""
+    cfg = shorten(gpt.make_config(gpt.parse_argv(argv)[0]), num_steps)
+    cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
     if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
@@ -342,7 +371,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
 
 
 def measure(args: Namespace, argv: list[str]) -> None:
-    """Step all configs in turn, profile each, print and write the report."""
+    """Interleave the steps of all configs, profile each, print and write the report."""
     flags = [argv] + ([[*argv, *args.compare]] if args.compare else [])
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
@@ -356,6 +385,8 @@ def measure(args: Namespace, argv: list[str]) -> None:
         for subject, words in zip(subjects, flags):
             subject.batches.batches.executor.shutdown(cancel_futures=True)
             figures = subject.measure()
+            if len(subjects) == 1:
+                figures["peak_memory_mib"] = gpt.read_peak_memory_mib(rt)
             subject.trainer.validate(subject.val_data, subject.trainer.schedule.at(args.num_steps))
             figures["flags"] = " ".join(words) or f"--preset={cfg.preset}"
             figures["num_recompiles"] = count_graphs() - before
@@ -363,33 +394,28 @@ def measure(args: Namespace, argv: list[str]) -> None:
             figures["parts"], figures["longest_kernels"] = break_down(
                 subject, args.trace if subject is subjects[0] else None)
             runs.append(figures)
-        hardware = gpt.describe_machine(rt)["hardware"]
-        result = dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__,
-                      hardware=hardware.get("gpu", hardware["cpu"]), ranks=rt.world_size, data=data,
-                      runs=runs)
+        result = dict(common.describe_run(rt), data=data, runs=runs)
         if len(runs) == 2:
-            result["ratio"] = runs[1]["ms_per_step"] / runs[0]["ms_per_step"]
+            result |= compare(*subjects)
         if args.predict_ranks:
             result["prediction"] = predict(subjects[0], args.predict_ranks, args.bus_gb_per_s)
         if rt.is_main:
-            print("\n" + format_report(result), flush=True)
-            if args.json:
-                gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+            common.write_report("\n" + format_report(result), result, args.json)
 
 
 def main() -> int:
-    """Parse, measure; bad input ends with status 2 and one line."""
+    """Parse and measure. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
     parser.add_argument("--num_steps", type=at_least(PROFILED_STEPS), default=24,
                         help="timed steps (default %(default)s)")
     parser.add_argument("--compare", type=shlex.split, metavar="FLAGS",
-                        help="options added for the second of two configs")
+                        help="further options of a second config")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
-                        help="predict the step of N such devices")
+                        help="simulate a step on N devices like this one")
     parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=timeline.BUS_GB_PER_S,
-                        help="for the prediction: from benchmarks/comm.py")
+                        help="bandwidth for --predict_ranks, from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 
     def body() -> int:

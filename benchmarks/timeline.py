@@ -1,9 +1,9 @@
-"""A step of one of several ranks, played on paper: what it computes, and its messages, in real order.
+"""Simulate a step of one of several ranks, with its computation and its collectives in their real order.
 
-Recorder makes one process compute what rank 0 of N would: it replaces the collectives of train_gpt.py by
-ones that send nothing, and notes when a message is sent, by which communicator, and when it is awaited.
-play() then lets the messages travel while the rest computes. A communicator sends its messages in order, one
-at a time; communicators that send at once share the link.
+Recorder makes one process do the work of rank 0 of N. It replaces the collectives of train_gpt.py by ones
+that send nothing, and records the start, the communicator and the wait of each message. play() then
+simulates the transfers in parallel with the computation. A communicator sends its messages in order, one
+after the other. Communicators that send simultaneously share the link.
 """
 
 import math
@@ -18,20 +18,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
 
-# All-gather and reduce-scatter of NCCL over eight H100 on NVSwitch: about 350 GB/s of bus bandwidth for
-# large messages in published runs of nccl-tests on such nodes (of 450 GB/s of the data sheet); small ones
-# take 20 to 30 microseconds. Assumed here, not measured; benchmarks/comm.py measures both.
+# All-gather and reduce-scatter of NCCL over eight H100 on NVSwitch: published runs of nccl-tests have about
+# 350 GB/s of bus bandwidth for large messages (450 GB/s in the data sheet) and 20 to 30 microseconds for
+# small ones. Assumed here, not measured. benchmarks/comm.py measures both.
 BUS_GB_PER_S, LATENCY_MS = 350.0, 0.025
 
 
 class Event(NamedTuple):
-    """Something that happens in the order of the program."""
+    """An event, in program order."""
 
-    kind: str  # compute, send, wait; or begin and end of a record
+    kind: str  # compute, send, wait, or begin and end of a record
     name: str
     number: int = -1  # of the message
     communicator: str = ""
-    num_bytes: float = 0.0  # that this rank gives to others
+    num_bytes: float = 0.0  # sent to other ranks
     ms: float = math.nan  # of computing
 
 
@@ -47,11 +47,11 @@ class Message:
 
 
 class Recorder:
-    """Collectives that send nothing and are noted; between them the time that passes on the device."""
+    """Records collectives, which send nothing, and the time on the device between them."""
 
     def __init__(self, rt: gpt.Runtime):
         self.rt, self.events, self.names, self.marks = rt, [], [], []
-        self.bucket = ""  # that is being sent or updated
+        self.bucket = ""  # name of the bucket in communication or update
 
     def add(self, event: Event) -> None:
         self.events.append(event)
@@ -68,7 +68,7 @@ class Recorder:
         return message
 
     def read(self) -> list[Event]:
-        """The events, and before each the computing since the last one; the record begins anew."""
+        """Return the events with the computation before each of them, and start a new record."""
         gpt.clock(self.rt.device)
         found, last = [], None
         for event, mark in zip(self.events, self.marks):
@@ -82,7 +82,7 @@ class Recorder:
 
     @contextmanager
     def replace_collectives(self):
-        """Of rt.world_size ranks, of which this process is rank 0."""
+        """This process is rank 0 of rt.world_size ranks."""
         ranks = self.rt.world_size
 
         def reduce_scatter(shard, full, **_):
@@ -133,8 +133,10 @@ class Recorder:
 
 def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycles: int = 5
                  ) -> list[Event]:
-    """What rank 0 of rt.world_size computes and sends in cfg.adam_every steps of the last stage, on this
-    device; times are medians over some cycles."""
+    """The events of rank 0 of rt.world_size in cfg.adam_every steps of the last stage, on this device.
+
+    Times are medians over num_cycles cycles.
+    """
     recorder, steps = Recorder(rt), cfg.adam_every
     last, cycles = cfg.num_iterations - 1, []
     with recorder.replace_collectives():
@@ -150,15 +152,17 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
             cycles.append(recorder.read())
         batches.executor.shutdown(cancel_futures=True)
     kinds = {tuple((event.kind, event.name) for event in cycle) for cycle in cycles[2:]}
-    assert len(kinds) == 1, "steps differ in what they send"
+    assert len(kinds) == 1, "cycles differ in their collectives"
     return [event._replace(ms=statistics.median(same.ms for same in column))
             if event.kind == "compute" else event for event, *column in zip(cycles[-1], *cycles[2:])]
 
 
 def play(events: list[Event], bus_gb_per_s: float = BUS_GB_PER_S,
          latency_ms: float = LATENCY_MS, num_cycles: int = 3) -> dict:
-    """Milliseconds of the last of some equal cycles of steps, whose messages may be awaited in the next one:
-    in all, of computing, and waited for by message."""
+    """Simulate num_cycles equal cycles, because a message may be awaited in the next one.
+
+    Returns milliseconds of the last cycle: in total, of computing, and of waiting for each message.
+    """
     now, start, exposed = 0.0, 0.0, {}
     numbers = [event.number for event in events if event.kind == "send"]
     first, count = min(numbers, default=0), len(numbers)
@@ -166,11 +170,11 @@ def play(events: list[Event], bus_gb_per_s: float = BUS_GB_PER_S,
     done: set[int] = set()
 
     def advance(until: float, number: int = -1) -> None:
-        """Let messages travel until then, or until one has arrived."""
+        """Simulate transfers until this time, or until message number has arrived."""
         nonlocal now
         while now < until and number not in done:
             heads = [queue[0] for queue in queues.values() if queue]
-            sharing = sum(head[1] <= 0 for head in heads)  # whose latency is over
+            sharing = sum(head[1] <= 0 for head in heads)  # heads whose latency is over
             spans = [head[1] if head[1] > 0 else head[2] * sharing for head in heads]
             span = min([*spans, until - now])
             for head in heads:
@@ -195,7 +199,7 @@ def play(events: list[Event], bus_gb_per_s: float = BUS_GB_PER_S,
             elif event.kind == "send":
                 queues.setdefault(event.communicator, []).append(
                     [number, latency_ms, event.num_bytes / bus_gb_per_s / 1e6])
-            elif event.kind == "wait" and number >= first and number not in done:  # before: it is there
+            elif event.kind == "wait" and number >= first and number not in done:
                 before = now
                 advance(math.inf, number)
                 exposed[event.name] = exposed.get(event.name, 0.0) + now - before

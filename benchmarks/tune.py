@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Which options make a step faster on this machine, at equal mathematics.
+"""Find the options that make a step faster on this machine, at equal mathematics.
 
-    ./run.sh benchmarks/tune.py                                # under 8 minutes; with GPUs: track_1 on all
+    ./run.sh benchmarks/tune.py                        # less than 8 minutes, on GPUs with preset track_1
     ./run.sh benchmarks/tune.py --preset=laptop --seconds=300 --json=tune.json
     ./run.sh benchmarks/tune.py --alternative='NPROC=2 OMP_NUM_THREADS=1' --alternative=--segments=3
 
-Other options are those of train_gpt.py; with the environment they are the plain config. An alternative is
-the plain config with variables of the environment, as ./run.sh takes them, or options changed. Each runs in
-a process of its own: 20 steps through all stages, the same as the plain one's, then turns of a second
-interleaved with its. It is refused where the validation loss after the 20 steps differs by more than
-rounding. It is faster where the upper quartile of the ratios of its turns to the plain ones is below 0.98.
-The fastest that go together are timed together once more. FP8 and --dtype are other numerics by intent:
-listed apart, and never recommended.
+Takes the options of train_gpt.py. These and the environment are the plain config. An alternative changes
+options, or variables of the environment that ./run.sh reads. Each config runs in a separate process. It
+trains 20 steps through all stages, then takes turns with the plain config, of about a second and through all
+stages. An alternative is refused if its validation loss after the 20 steps differs by more than rounding. It
+is faster if the upper quartile of its ratios of time per token is below 0.98. Winners that set different
+options are timed once more in combination. FP8 and --dtype change the numerics. They are listed separately
+and never recommended.
 """
 
 import ctypes
@@ -28,29 +28,33 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import monotonic
 
 import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
+import common  # noqa: E402
 import step  # noqa: E402
 from results import Parser, at_least  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
-NUM_STEPS = 20  # of the run, whose schedule is shortened to them
-TURN_SECONDS, GRACE_SECONDS = 1.0, 60.0  # of a turn; after the end, for a turn that has begun
+NUM_STEPS = 20  # length of the shortened schedule
+TURN_SECONDS = 1.0  # about the length of a turn
+GRACE_SECONDS = 60.0  # limit for a turn that began before the time was up
 FASTER, SLOWER = 0.98, 1.02  # ratios to plain
-TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-3}  # of the loss, relative: RESULTS.md says why
+TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-3}  # relative, of the loss, see RESULTS.md
 OTHER_NUMERICS = {"--dtype", *(f"--{field}" for field in gpt.FP8_FORMS)}
-Words = tuple[str, ...]  # of an alternative: NAME=value for the environment, --option=value
+Words = tuple[str, ...]  # an alternative: NAME=value for the environment, --option=value
 
 
 class Failed(Exception):
-    """A worker that gave no answer; the text says why."""
+    """A worker gave no answer, for the reason in the text."""
 
 
 def parse_words(text: str) -> Words:
@@ -67,7 +71,7 @@ def names(words: Words) -> set[str]:
 
 
 class Worker:
-    """A config in a process of its own, or in the ranks of a torchrun, which steps when told to."""
+    """A config in a separate process, or in the ranks of a torchrun, that takes turns on request."""
 
     def __init__(self, options: list[str], words: Words, env: dict[str, str]):
         env = env | dict(word.split("=", 1) for word in words if not word.startswith("--"))
@@ -80,30 +84,30 @@ class Worker:
                                         stderr=self.errors, env=env)
 
     def read(self, seconds: float) -> dict:
-        """Its next answer; Failed where it ends, or needs more than these seconds and is ended."""
-        start, timer = time.monotonic(), threading.Timer(max(0.0, seconds), self.process.terminate)
+        """Read its next answer. Failed if it ends. After these seconds it is terminated."""
+        start, timer = monotonic(), threading.Timer(max(0.0, seconds), self.process.terminate)
         timer.start()
         line = self.process.stdout.readline()
         timer.cancel()
         if line:
             return json.loads(line)
         self.process.wait()
-        if time.monotonic() - start >= seconds:
+        if monotonic() - start >= seconds:
             raise Failed("the time was up")
         self.errors.seek(0)
         text, last = self.errors.read(), f"ended with status {self.process.returncode}"
-        said = re.findall(r"tune\.py: error: (.*)", text)  # the line for the user; or that of a traceback
+        said = re.findall(r"tune\.py: error: (.*)", text)  # the error line, or the last line of a traceback
         said = said or re.findall(r"([\w.]*(?:Error|Exception): .*)", text)
         raise Failed((said or [last])[-1][:300])
 
-    def step(self, first: int, count: int, seconds: float) -> float:
-        """Median seconds of a step in a turn of these steps, but for its first."""
-        with suppress(OSError):  # it has ended: read() says why
-            print(first, count, file=self.process.stdin, flush=True)
-        return statistics.median(self.read(seconds)["seconds"][1:])
+    def take_turn(self, num_steps: int, seconds: float) -> float:
+        """Seconds per token of a turn of about num_steps steps."""
+        with suppress(OSError):  # the worker has ended: read() raises the reason
+            print(num_steps, file=self.process.stdin, flush=True)
+        return self.read(seconds)["seconds_per_token"]
 
     def close(self) -> None:
-        """End it, and wait until its memory is free."""
+        """End the process and wait until its memory is free."""
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -116,47 +120,53 @@ class Worker:
 
 
 def work(options: list[str]) -> int:
-    """A worker's life: the 20 steps and what came of them, then a turn for every line of stdin."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a run prints is no answer
-    with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: none outlives who started it
+    """Body of a worker: train the 20 steps and report them, then take a turn for each line of stdin."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # the prints of a run are no answers
+    with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG, on Linux: end with the parent
         ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
 
-    def take_turn(first: int, count: int) -> list[float]:
+    def time_steps(numbers: Sequence[int]) -> list[float]:
+        """Seconds of each of these steps."""
         subject.batches.batches.executor.shutdown(cancel_futures=True)
-        batches = gpt.Prefetcher(subject.data.batches(rt, first, first + count), rt.device)
-        subject.batches = step.TimedBatches(batches)
-        subject.trainer.progress.step, subject.seconds = first, []
-        for _ in range(count):
+        batches = (batch for number in numbers for batch in subject.data.batches(rt, number, number + 1))
+        subject.batches = step.TimedBatches(gpt.Prefetcher(batches, rt.device))
+        subject.seconds = []
+        for number in numbers:
+            subject.trainer.progress.step = number
             subject.step()
         return subject.seconds
 
     def answer(**facts) -> None:
         if rt.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the others on this GPU, while this one waits
+            torch.cuda.empty_cache()  # other workers may share this GPU
         if rt.is_main:
             print(json.dumps(facts), file=answers, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = step.prepare([*options, "--warmup_iterations=1"], NUM_STEPS, folder, None)
-        cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len)  # the same tokens on any number of ranks
+        cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len)  # equal tokens on any number of ranks
         with gpt.explain_memory(cfg):
             subject = step.Subject(cfg, rt)
-            seconds = take_turn(0, NUM_STEPS)
-            loss = subject.trainer.validate(subject.val_data, subject.trainer.schedule.at(NUM_STEPS))
+            seconds, schedule = time_steps(range(NUM_STEPS)), subject.trainer.schedule
+            loss = subject.trainer.validate(subject.val_data, schedule.at(NUM_STEPS))
             hardware = gpt.describe_machine(rt)["hardware"]
             peak = gpt.read_peak_memory_mib(rt) or 1
-            answer(loss=loss, seconds=seconds, data=data, dtype=str(rt.dtype)[6:], fp8=sorted(rt.fp8),
+            answer(loss=loss, step_seconds=statistics.mean(seconds), data=data,
+                   seconds_per_token=common.time_token(enumerate(seconds), schedule, subject.every),
+                   dtype=str(rt.dtype)[6:], fp8=sorted(rt.fp8),
                    compiles=rt.use_compile, threads=torch.get_num_threads(), device=rt.device.type,
                    machine=f"{rt.world_size} x {hardware.get('gpu', hardware['cpu'])}",
-                   room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # for so many at a time
+                   room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # how many workers fit
             while line := rt.comm.broadcast_object(sys.stdin.readline() if rt.is_main else ""):
-                answer(seconds=take_turn(*map(int, line.split())))
+                turn = list_turn(schedule, subject.every, int(line))
+                seconds = time_steps([turn[0], *turn])[1:]  # the first one after a pause is slow
+                answer(seconds_per_token=common.time_token(zip(turn, seconds), schedule, subject.every))
             subject.batches.batches.executor.shutdown(cancel_futures=True)
     return 0
 
 
 def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list[Words]:
-    """What may be worth it on this machine, the likeliest first; plain: the plain worker's first answer."""
+    """Alternatives for this machine, the most promising first. plain: first answer of the plain worker."""
     ranks, is_cuda, compiles = int(env["NPROC"]), plain["device"] == "cuda", plain["compiles"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     now = {**env, **{f"--{name}": str(value) for name, value in gpt.flatten_groups(vars(cfg)).items()},
@@ -187,7 +197,7 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
     if ranks > 1 or compiles:
         found += [f"--segments={n}" for n in ((1, 2, 6) if ranks > 1 else (3,)) if n <= cfg.num_layers]
     modes = [f"--compile_mode={mode}" for mode in gpt.OPTIONS["compile_mode"].choices[::-1]]
-    found += modes[0::2] if compiles else ["--compile=on"]  # all but that which takes longest
+    found += modes[0::2] if compiles else ["--compile=on"]  # the slowest to compile comes last
     if is_cuda:
         found += [f"--{field}={'off' if field in plain['fp8'] else 'on'}" for field in gpt.FP8_FORMS]
     else:
@@ -198,41 +208,45 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
 
 
 class Tuner:
-    """The plain worker, and the alternatives that are held against it."""
+    """The plain worker, and the measurement of alternatives against it."""
 
     def __init__(self, args: Namespace, options: list[str], stack: ExitStack):
-        self.args, self.options, self.stack, self.start = args, options, stack, time.monotonic()
+        self.args, self.options, self.stack, self.start = args, options, stack, monotonic()
         self.cfg = gpt.make_config(gpt.parse_argv(options)[0])
         num_gpus = min(8, torch.cuda.device_count()) if self.cfg.device != "cpu" else 0
-        self.env = {"NPROC": str(1 << max(0, num_gpus.bit_length() - 1)), **os.environ}  # as run.sh has it
+        self.env = {"NPROC": str(1 << max(0, num_gpus.bit_length() - 1)), **os.environ}  # as run.sh sets it
         if not re.fullmatch("[1-9][0-9]{0,4}", self.env["NPROC"]) or "RANK" in os.environ:
-            raise gpt.InputError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or leave it "
-                                 "out, and start without torchrun", of_one_rank=True)
-        if "OMP_WAIT_POLICY" not in os.environ:  # train_gpt.py's choice beside other work
+            raise gpt.InputError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or none, "
+                                 "and start without torchrun", of_one_rank=True)
+        if "OMP_WAIT_POLICY" not in os.environ:  # as train_gpt.py chooses with other processes
             self.env.setdefault("GOMP_SPINCOUNT", "1000")
         try:
             self.plain = self.launch(())
             self.facts = self.plain.read(self.left())
         except Failed as error:
             raise gpt.InputError(f"the plain config fails: {error}") from None
-        seconds = statistics.median(self.facts["seconds"])
-        self.count = min(NUM_STEPS, 1 + max(1, round(TURN_SECONDS / seconds)))  # steps of a turn
-        self.race_s = 2 * args.rounds * self.count * seconds
-        self.needs = time.monotonic() - self.start + self.race_s  # seconds of the next alternatives
-        self.reserve = 0.0  # seconds for the winners together
-        self.plain_ms: list[float] = []
+        seconds = self.facts["step_seconds"]
+        self.num_steps = round(TURN_SECONDS / seconds)  # of a turn
+        schedule = gpt.Schedule(step.shorten(self.cfg, NUM_STEPS))
+        turn = list_turn(schedule, self.cfg.adam_every, self.num_steps)
+        self.race_s = 2 * args.rounds * (1 + len(turn)) * seconds
+        self.needs = monotonic() - self.start + self.race_s  # seconds for the next alternatives
+        self.reserve = 0.0  # seconds for the combined winners
+        self.plain_tokens: list[float] = []  # seconds per token of the plain worker's turns
 
     def left(self) -> float:
-        return self.args.seconds - (time.monotonic() - self.start)
+        """Seconds that are left."""
+        return self.args.seconds - (monotonic() - self.start)
 
     def launch(self, words: Words) -> Worker:
+        """Start a worker, which ends with the stack."""
         worker = Worker(self.options, words, self.env)
         self.stack.callback(worker.close)
         return worker
 
     def measure(self, wave: list[Words]) -> list[dict]:
-        """What comes of these alternatives, which start, and mostly compile, side by side."""
-        start, workers, rows = time.monotonic(), [self.launch(words) for words in wave], []
+        """Rows of the table for these alternatives. Their workers start and compile in parallel."""
+        start, workers, rows = monotonic(), [self.launch(words) for words in wave], []
         for words, worker in zip(wave, workers):
             row = describe(words, "")
             rows.append(row)
@@ -250,34 +264,43 @@ class Tuner:
             if not row["verdict"]:
                 row.update(self.race(worker))
             worker.close()
-        self.needs = time.monotonic() - start
+        self.needs = monotonic() - start
         for row in rows:
-            row["seconds"] = self.needs  # what it takes at most to do it again
+            row["seconds"] = self.needs  # upper limit for a repetition
             if row["verdict"] == "faster" and self.needs < self.left():
                 self.reserve = max(self.reserve, self.needs)
         return rows
 
     def race(self, other: Worker) -> dict:
-        """Turns of the plain worker and of another in turn, over the same steps: how their times compare."""
-        ratios, seconds, timeout = [], [], self.left() + GRACE_SECONDS
+        """Compare the times per token of another worker and the plain one, in alternating turns."""
+        ratios, timeout = [], self.left() + GRACE_SECONDS
         for number in range(self.args.rounds):
-            first = number * (NUM_STEPS - self.count) // (self.args.rounds - 1)  # through all stages
-            times = {}
+            tokens = {}
             for worker in (self.plain, other) if number % 2 else (other, self.plain):
                 try:
-                    times[worker] = worker.step(first, self.count, timeout)
+                    tokens[worker] = worker.take_turn(self.num_steps, timeout)
                 except Failed as error:
-                    whose = "beside it the plain config failed: " if worker is self.plain else ""
+                    whose = "in parallel the plain config failed: " if worker is self.plain else ""
                     return dict(verdict="failed", reason=f"{whose}{error}")
-            ratios.append(times[other] / times[self.plain])
-            seconds.append(times[other])
-            self.plain_ms.append(1e3 * times[self.plain])
-            if number and (self.left() < 0 or number > 1 and min(ratios) > 1.1):  # it will not win any more
+            ratios.append(tokens[other] / tokens[self.plain])
+            self.plain_tokens.append(tokens[self.plain])
+            if number and (self.left() < 0 or number > 1 and min(ratios) > 1.1):  # it cannot win
                 break
-        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, ratio, high = common.find_quartiles(ratios)
         verdict = "faster" if high < FASTER else "slower" if low > SLOWER else "no difference"
-        return dict(ms_per_step=1e3 * statistics.median(seconds), ratio=ratio, quartiles=[low, high],
-                    rounds=len(ratios), verdict=verdict)
+        return dict(ratio=ratio, quartiles=[low, high], rounds=len(ratios), verdict=verdict)
+
+
+def list_turn(schedule: gpt.Schedule, every: int, most: int) -> list[int]:
+    """The steps of a turn: whole cycles of `every` steps in each stage, about `most` steps together.
+
+    A turn visits all stages, so that its time per token stands for the whole run.
+    """
+    ranges = schedule.stage_ranges()
+    count = max(1, round(most / every / len(ranges))) * every
+    lengths = [end - start for _, start, end in ranges]
+    return [number for (_, start, _), length in zip(ranges, lengths)
+            for number in range(start, start + min(count, length - length % every or length))]
 
 
 def describe(words: Words, verdict: str, **more) -> dict:
@@ -286,7 +309,7 @@ def describe(words: Words, verdict: str, **more) -> dict:
 
 
 def combine(rows: list[dict]) -> list[Words]:
-    """The winners, fastest first, each where none before it sets the same."""
+    """The winners, fastest first, without those that set an option of a faster one."""
     chosen: list[Words] = []
     for row in sorted((row for row in rows if row["verdict"] == "faster"), key=lambda row: row["ratio"]):
         if not (row["other_numerics"] or any(names(words) & names(row["words"]) for words in chosen)):
@@ -295,7 +318,7 @@ def combine(rows: list[dict]) -> list[Words]:
 
 
 def tune(args: Namespace, options: list[str]) -> dict:
-    """Everything there is time for, as plain JSON types."""
+    """Measure the alternatives until the time is up. Returns plain JSON types."""
     rows: list[dict] = []
     with ExitStack() as stack:
         tuner = Tuner(args, options, stack)
@@ -315,15 +338,16 @@ def tune(args: Namespace, options: list[str]) -> dict:
         if chosen:
             tuner.reserve = tuner.race_s = 0.0
             together = tuner.measure([sum(chosen, ())])[0]
-            if together["verdict"] != "faster":  # then the best of several by itself
+            if together["verdict"] != "faster":  # then only the best one
                 chosen = chosen[:1] if len(chosen) > 1 else []
         else:
             chosen = combine(rows)
     rows += [describe(words, "not tried", reason="the time was up") for words in queue]
     plain = {key: tuner.facts[key] for key in ("machine", "threads", "dtype", "data", "loss")}
     return dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__, options=options, **plain,
-                ms_per_step=statistics.median(tuner.plain_ms or [1e3 * s for s in tuner.facts["seconds"]]),
-                seconds=round(time.monotonic() - tuner.start), alternatives=rows, chosen=sum(chosen, ()),
+                seconds_per_token=statistics.median(
+                    tuner.plain_tokens or [tuner.facts["seconds_per_token"]]),
+                seconds=round(monotonic() - tuner.start), alternatives=rows, chosen=sum(chosen, ()),
                 together=together)
 
 
@@ -331,7 +355,8 @@ def format_report(result: dict) -> str:
     """A table, and the line to paste."""
     def show(row: dict) -> str:
         low, high = row.get("quartiles", (0, 0))
-        cells = [f"`{' '.join(row['words'])}`", f"{row['ms_per_step']:.1f}" if low else "",
+        us = 1e6 * result["seconds_per_token"] * row.get("ratio", 0)
+        cells = [f"`{' '.join(row['words'])}`", f"{us:.3f}" if low else "",
                  f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})" if low else "",
                  f"{row['loss']:.5f}" if "loss" in row else "",
                  ": ".join(filter(None, (row["verdict"], row.get("reason"))))]
@@ -339,37 +364,38 @@ def format_report(result: dict) -> str:
 
     chosen, together = result["chosen"], result["together"]
     lines = [f"{result['machine']}, {result['threads']} threads, {result['dtype']}, PyTorch "
-             f"{result['torch']}, {result['data']}; {result['seconds']} s", "",
-             f"| alternative | ms per step | to plain (quartiles) | loss, {NUM_STEPS} steps | verdict |",
+             f"{result['torch']}, {result['data']}, {result['seconds']} s", "",
+             f"| alternative | us per token | to plain (quartiles) | loss, {NUM_STEPS} steps | verdict |",
              "|---|---:|---|---:|---|",
-             f"| plain | {result['ms_per_step']:.1f} | | {result['loss']:.5f} | |",
+             f"| plain | {1e6 * result['seconds_per_token']:.3f} | | {result['loss']:.5f} | |",
              *(show(row) for row in result["alternatives"] if not row["other_numerics"])]
     if others := [show(row) for row in result["alternatives"] if row["other_numerics"]]:
         lines += ["| **other numerics** | | | | |", *others]
     if together:
-        lines += ["| **the winners, once more** | | | | |", show(together)]
+        lines += ["| **the combined winners** | | | | |", show(together)]
     command = shlex.join([*(word for word in chosen if not word.startswith("--")), "./run.sh",
                           *result["options"], *(word for word in chosen if word.startswith("--"))])
-    last = f"To paste{'' if together else ' (there was no time to time it once more)'}: {command}"
+    last = f"To paste{'' if together else ' (no time was left for a second measurement)'}: {command}"
     if not chosen:
-        last = "Nothing is faster than the plain config" + (", timed once more." if together else ".")
+        last = "Nothing is faster than the plain config" + (" in a second measurement." if together else ".")
     elif together and together["verdict"] != "faster":
-        last = f"The winners together: {together['verdict']}; so the best alone. {last}"
+        last = f"The combined winners: {together['verdict']}. So only the best one. {last}"
     return "\n".join([*lines, "", last])
 
 
 def main() -> int:
-    """Parse, measure, print; bad input ends with status 2 and one line."""
+    """Parse, measure and print. Bad input ends with status 2 and one line."""
     if sys.argv[1:2] == ["--worker"]:
         return gpt.run_guarded(lambda: work(sys.argv[2:]), "tune.py")
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=at_least(1, float), default=470.0,
-                        help="after which nothing new begins (default %(default)g)")
-    parser.add_argument("--rounds", type=at_least(2), default=7, help="turns of each (default %(default)s)")
+                        help="no measurement begins after these seconds (default %(default)g)")
+    parser.add_argument("--rounds", type=at_least(2), default=7,
+                        help="turns of each config (default %(default)s)")
     parser.add_argument("--alternative", type=parse_words, action="append", metavar="WORDS",
-                        help="time this instead of what suits the machine; may be repeated")
-    parser.add_argument("--jobs", type=at_least(1), metavar="N", help="alternatives that start side by side "
-                        "(default: on GPUs as many as fit their memory, at most 4; else 1)")
+                        help="time this instead of the alternatives for this machine, may be repeated")
+    parser.add_argument("--jobs", type=at_least(1), metavar="N", help="alternatives that start in parallel "
+                        "(default: 1 on CPUs, on GPUs up to 4 that fit the memory)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     args, options = parser.parse_known_args()
 
@@ -377,9 +403,7 @@ def main() -> int:
         if args.json:
             gpt.check_writable(args.json.parent, "choose another folder")
         result = tune(args, options)
-        print(format_report(result), flush=True)
-        if args.json:
-            gpt.write_atomic(args.json, (json.dumps(result, indent=1) + "\n").encode())
+        common.write_report(format_report(result), result, args.json)
         return 0
 
     return gpt.run_guarded(body, "tune.py")

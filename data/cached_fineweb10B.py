@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Download pre-tokenized FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2), and
-GPT-2's vocabulary (hub model openai-community/gpt2), which preset frontier reads.
+"""Download FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2), and GPT-2's
+vocabulary (hub model openai-community/gpt2), which preset frontier reads.
 
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-What is whole stays; a broken download is resumed. 200 MB a shard, into data/fineweb10B; 1 MB into data. The
-last line it prints is a command that trains on it.
+A complete file is not fetched again, and a broken download is resumed. Shards of 200 MB go into
+data/fineweb10B. The vocabulary of 1 MB goes into data. The last line of the output is a command that trains
+on the shards.
 """
 
 import glob
@@ -31,7 +32,7 @@ VOCABULARY = dict(repo_id="openai-community/gpt2")
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a shard is there and as long as its header says."""
+    """Whether a shard exists and its size agrees with its header."""
     try:
         gpt.read_shard_header(str(path))
     except gpt.InputError:
@@ -40,38 +41,38 @@ def is_whole(path: Path) -> bool:
 
 
 def download(name: str, folder: Path, repository: dict) -> None:
-    """InputError if the hub cannot be reached, or the folder takes no files."""
-    gpt.check_writable(folder, "free space or mend its permissions, or choose another folder with --out")
+    """Raises InputError if the hub cannot be reached or the folder cannot be written."""
+    gpt.check_writable(folder, "free space or fix its permissions, or choose another folder with --out")
     try:
         hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
                         **repository)
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                             "check the network or proxy and run this again, it resumes; or train without a "
-                             "download: ./run.sh --preset=laptop") from None
+                             "check the network or proxy and repeat the command, which resumes the "
+                             "download, or train without a download: ./run.sh --preset=laptop") from None
 
 
 def fetch(name: str, folder: Path) -> None:
-    """Download one shard unless it is whole; InputError if the hub cannot be reached or sends junk."""
+    """Download a shard unless it is complete. Raises InputError if the hub fails or sends another file."""
     if not is_whole(folder / name):
         download(name, folder, REPOSITORY)
         gpt.read_shard_header(str(folder / name))
 
 
 def fetch_vocabulary(folder: Path) -> None:
-    """GPT-2's ids by token, as the default of --vocab_file has them."""
+    """Download GPT-2's ids by token, the default of --vocab_file, unless the file is valid JSON."""
     path = folder / "gpt2_vocab.json"
     try:
         json.loads(path.read_text())
     except (OSError, ValueError):
-        with tempfile.TemporaryDirectory(dir=folder) as place:  # a vocab.json here would be somebody's own
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # an existing vocab.json is not ours
             download("vocab.json", Path(place), VOCABULARY)
             Path(place, "vocab.json").replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fetch the validation shard, then the training shards in order."""
+    """Returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("num_shards", nargs="?", type=int, default=NUM_SHARDS,
                         help="training shards (default %(default)s)")
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if not 0 <= args.num_shards <= NUM_SHARDS:
-            raise gpt.InputError(f"{args.num_shards} shards were asked for: give 0 to {NUM_SHARDS}")
+            raise gpt.InputError(f"num_shards={args.num_shards} does not exist: give 0 to {NUM_SHARDS}")
         names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
         for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file", disable=None):
             fetch(name, args.out)

@@ -3,11 +3,12 @@
 
     python data/text.py                                   # the PyTorch source -> data/torch_source
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
-    python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens; needs tiktoken
+    python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
 
-The last line it prints is a command that trains on it. One file in sixteen, chosen by the hash of its path,
-becomes validation; of few files, one document in sixteen. DIR/corpus.json tells what was made and lists the
-shards, which another call replaces; a DIR with other shards is refused.
+The last line of the output is a command that trains on the shards. One file in sixteen, chosen by the hash
+of its path, is for validation. With few files it is one document in sixteen. Hidden files, hidden folders
+and node_modules are skipped. DIR/corpus.json describes the corpus and lists its shards. Another call with
+--out=DIR replaces these shards. A DIR with unlisted shards is refused.
 """
 
 import glob
@@ -16,14 +17,25 @@ import json
 import os
 import re
 import shlex
+import shutil
+import stat
 import sys
 import tempfile
+from argparse import ArgumentTypeError
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "records")]
@@ -34,121 +46,216 @@ import train_gpt as gpt  # noqa: E402
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 
 
-def read_texts(paths: list[Path]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every text file in files and folders; files with a NUL byte are not text: passed
-    over in folders, and refused where they are named.
+def refuse_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
+    raise gpt.InputError(f"{path or error.filename} cannot be read ({error.strerror or error}): check the "
+                         "path and its permissions, or give other files") from None
 
-    Pipes and devices, which may never end, are passed over in folders and refused by themselves.
+
+def find_files(paths: list[Path], skipped: Counter) -> list[tuple[str, Path]]:
+    """(name, path) of each file in files and folders. Counts skipped entries by their reason.
+
+    The name is the path inside the given folder.
     """
-    files, named = [], {path for path in paths if path.is_file()}
-    for path in paths:
-        if not path.is_dir() and not path.is_file():
-            problem = "is neither a file nor a folder" if path.exists() else "does not exist"
-            raise gpt.InputError(f"{path} {problem}: give files or folders of text")
-        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        files += [(file.relative_to(path).as_posix() if path.is_dir() else file.name, file)
-                  for file in inside]
-    for name, file in tqdm(files, desc="read", unit="file", disable=not sys.stderr.isatty()):
+    found, files = [], {}
+    for path in sorted(paths, key=os.path.isdir):  # named files first: their content is not skipped
         try:
-            text = file.read_bytes()
+            mode = path.stat().st_mode
         except OSError as error:
-            raise gpt.InputError(f"{file} cannot be read ({error.strerror}): mend its permissions, or give "
-                                 "others") from None
-        if b"\0" in text and file in named:
-            raise gpt.InputError(f"{file} has a NUL byte, so it is no text in UTF-8: convert it, as with "
-                                 "iconv, or leave it out")
-        if text and b"\0" not in text:
-            yield name, text
+            refuse_unreadable(error, path)
+        if stat.S_ISREG(mode):
+            found.append((path.name, path))
+        elif not stat.S_ISDIR(mode):
+            raise gpt.InputError(f"{path} is neither a file nor a folder: give files or folders of text")
+        for folder, folders, names in os.walk(path, onerror=refuse_unreadable) if stat.S_ISDIR(mode) else ():
+            hidden = {name for name in (*folders, *names) if name[0] == "." or name == "node_modules"}
+            skipped["hidden or node_modules"] += len(hidden)
+            folders[:] = sorted({*folders} - hidden)
+            skipped["links to folders"] += sum(os.path.islink(Path(folder, name)) for name in folders)
+            inside = [Path(folder, name) for name in sorted({*names} - hidden)]
+            found += [(file.relative_to(path).as_posix(), file) for file in inside]
+    for name, file in found:
+        status = file.stat() if os.path.isfile(file) else None
+        if status is None:  # a broken link, or a pipe or device, whose content may have no end
+            skipped["not regular"] += 1
+        elif (status.st_dev, status.st_ino) in files:
+            skipped["given twice"] += 1
+        else:
+            files[status.st_dev, status.st_ino] = name, file
+    return list(files.values())
+
+
+def read_files(files: list[Path], label: str) -> Iterator[bytes]:
+    """The contents of files, with a progress bar that counts bytes."""
+    total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not gpt.has_progress_bar()) as bar:
+        for file in files:
+            try:
+                content = file.read_bytes()
+            except OSError as error:
+                refuse_unreadable(error, file)
+            bar.update(len(content))
+            yield content
+
+
+def read_texts(paths: list[Path], skipped: Counter) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each text file in files and folders. Counts skipped entries by their reason.
+
+    A file with a NUL byte is not UTF-8 text. It is skipped in a folder and refused if paths has it.
+    """
+    files, is_empty = find_files(paths, skipped), True
+    for (name, file), content in zip(files, read_files([file for _, file in files], "read")):
+        if not content:
+            skipped["empty"] += 1
+        elif b"\0" not in content:
+            is_empty = False
+            yield name, content
+        elif file in paths:
+            raise gpt.InputError(f"{file} has a NUL byte, so it is not UTF-8 text: convert it (for example "
+                                 "with iconv) or leave it out")
+        else:
+            skipped["with a NUL byte"] += 1
+    if is_empty:
+        reason = format_skipped(skipped) or "no files"
+        raise gpt.InputError(f"{' '.join(map(str, paths))} has no text ({reason}): give files or folders of "
+                             "UTF-8 text")
+
+
+def format_skipped(skipped: Counter) -> str:
+    numbers = ", ".join(f"{number} {reason}" for reason, number in skipped.items() if number)
+    return numbers and f"files and folders skipped: {numbers}"
+
+
+def read_listing(out: Path) -> dict:
+    """The content of corpus.json. Empty if it is missing or damaged."""
+    try:
+        info = json.loads((out / "corpus.json").read_text())
+    except (OSError, ValueError):
+        info = None
+    return info if isinstance(info, dict) else {}
 
 
 def read_corpus(out: Path) -> tuple[str | None, list[Path], list[Path]]:
-    """(the source of a folder's corpus, None unless it is whole; its shards; other shards in the folder).
+    """(source of the corpus in a folder, its shards, other shards in the folder). source is None unless the
+    corpus is complete.
 
-    Its shards are those that corpus.json lists. An older version listed none: then they are those with the
-    names that write_corpus() gives, if they hold as many tokens as corpus.json says.
+    corpus.json lists the shards. An older version wrote no list. Then the shards are the files with the
+    names of write_corpus(), if their number of tokens agrees with corpus.json.
     """
-    # found before the list is read: who builds a corpus writes the list first
+    # The folder is read before the list, because write_corpus() lists new shards before it adds them
     shards = sorted((*out.glob("train_*.bin"), *out.glob("val_*.bin")))
-    try:
-        info = json.loads((out / "corpus.json").read_text())
-    except (OSError, ValueError):  # never built, or damaged
-        info = None
-    info = info if isinstance(info, dict) else {}
+    info = read_listing(out)
     files = info.get("files")
     is_listed = isinstance(files, list)
     own = [path for path in shards
            if (path.name in files if is_listed else re.fullmatch(r"(train|val)_\d{6}\.bin", path.name))]
     sizes = {split: sum((path.stat().st_size - gpt.SHARD_HEADER_BYTES) // 2 for path in own
-                        if path.name.startswith(split)) for split in ("train", "val")}
-    is_whole = sizes == info.get("tokens")
-    own = own if is_listed or is_whole else []
-    return info.get("source") if is_whole else None, own, [path for path in shards if path not in own]
+                        if path.name.startswith(split) and path.is_file()) for split in ("train", "val")}
+    is_complete = sizes == info.get("tokens")
+    own = own if is_listed or is_complete else []
+    return info.get("source") if is_complete else None, own, [path for path in shards if path not in own]
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Make a folder and hold its lock, for which other calls wait. Remove partial folders of killed calls.
+
+    A folder that is made here and left empty is removed. An OSError of the body becomes an InputError. If
+    the file system has no locks, calls do not wait and partial folders stay.
+    """
+    remedy = "free space or fix its permissions, or choose another folder (data/text.py --out DIR)"
+    gpt.check_writable(folder, remedy)
+    made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    descriptor, is_locked, is_current = None, False, False
+    try:
+        while not is_current:  # another call may remove its empty folder while this one waits
+            folder.mkdir(parents=True, exist_ok=True)
+            if fcntl is None:
+                break
+            descriptor = os.open(folder, os.O_RDONLY)
+            is_locked = wait_for_lock(descriptor, folder)
+            is_current = os.path.exists(folder) and os.path.samestat(os.fstat(descriptor), folder.stat())
+            if not is_current:
+                os.close(descriptor)
+        for path in folder.glob("tmp????????.partial") if is_locked else ():
+            shutil.rmtree(path, ignore_errors=True)
+        yield
+    except OSError as error:
+        raise gpt.InputError(f"{folder} cannot be written ({error.strerror or error}): {remedy}") from None
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        if is_current:
+            os.close(descriptor)
+
+
+def wait_for_lock(descriptor: int, folder: Path) -> bool:
+    """Lock an open folder. False if its file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"text.py: waiting for another process, which writes {folder}", file=sys.stderr, flush=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
                  encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
                  shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
-    """Write (name, text) pairs as train_*.bin and val_*.bin shards; returns what corpus.json then says.
+    """Write (name, text) pairs as train_*.bin and val_*.bin shards. Returns the content of corpus.json.
 
-    Replaces the shards of the corpus that is there, once all new ones are written, and refuses a folder with
-    any other. Documents are ordered by a hash, which mixes folders; the same texts give the same bytes.
+    Replaces the shards of an earlier corpus after all new ones are written. Refuses a folder with other
+    shards. Documents are ordered by a hash, which mixes folders. Equal texts give equal bytes. The caller
+    holds lock_folder(out).
     """
     _, own, others = read_corpus(out)
+    info, problem = read_listing(out), ""
     if others:
-        raise gpt.InputError(f"{others[0]} is in the way: {out}/corpus.json does not list it, so it is not "
-                         "replaced: choose another folder, or move it away")
-    listing = out / "corpus.json"
-    if listing.is_file() and listing.stat().st_size and not own:
-        try:
-            content = json.loads(listing.read_text())
-        except (OSError, ValueError):  # damaged
-            content = None
-        if isinstance(content, dict) and content and not {"files", "tokens", "source"} & content.keys():
-            raise gpt.InputError(f"{listing} is in the way: it is no list of a corpus, so it is not "
-                                 "replaced: choose another folder, or move it away")
-    remedy = "free space or mend its permissions, or choose another folder (data/text.py --out DIR)"
-    gpt.check_writable(out, remedy)
+        problem = f"{others[0]} is in the way: {out}/corpus.json does not list it"
+    elif info and not {"files", "tokens", "source"} & info.keys():
+        problem = f"{out}/corpus.json is in the way: it does not describe a corpus"
+    if problem:
+        raise gpt.InputError(f"{problem}, so it is not replaced: choose another folder, or move it away")
     splits = split_documents(texts, encode, bos, doc_bytes)
     sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
     if min(sizes.values()) <= gpt.BLOCK:
-        raise gpt.InputError(f"{source}: {sum(sizes.values())} tokens cannot be shared out between training "
-                             f"and validation in documents of {doc_bytes} bytes: give more text "
-                             f"({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice) or cut shorter "
-                             "documents")
+        raise gpt.InputError(
+            f"{source} has {sum(sizes.values())} tokens, too few for training and validation with documents "
+            f"of {doc_bytes} bytes: give more text ({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice) "
+            "or a smaller --doc_bytes")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
                 files=[], fingerprint="")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
-            for split, documents in splits.items():
-                stream = np.concatenate(documents)
-                begins = [begin for begin in range(0, len(stream), shard_tokens)
-                          if bos in stream[begin : begin + shard_tokens]]  # some document's start
-                for number, tokens in enumerate(np.split(stream, begins[1:])):
-                    info["files"].append(f"{split}_{number:06d}.bin")
-                    gpt.write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
-            written = (gpt.open_shard(f"{folder}/{name}", vocab_size) for name in info["files"])
-            info["fingerprint"] = gpt.fingerprint(written)
-            # what is broken off from here on can be written again: all that may then be there is listed
-            listed = sorted({*info["files"], *(path.name for path in own)})
-            gpt.write_atomic(out / "corpus.json", json.dumps(dict(files=listed)).encode())
-            for name in info["files"]:
-                os.replace(Path(folder, name), out / name)
-        for path in own:
-            if path.name not in info["files"]:
-                path.unlink(missing_ok=True)
-        gpt.write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
-    except OSError as error:
-        raise gpt.InputError(f"{out} cannot be written ({error.strerror}): {remedy}") from None
+    with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
+        for split, documents in splits.items():
+            stream = np.concatenate(documents)
+            begins = [begin for begin in range(0, len(stream), shard_tokens)
+                      if bos in stream[begin : begin + shard_tokens]]  # each shard needs a BOS
+            for number, tokens in enumerate(np.split(stream, begins[1:])):
+                info["files"].append(f"{split}_{number:06d}.bin")
+                gpt.write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
+        written = (gpt.open_shard(f"{folder}/{name}", vocab_size) for name in info["files"])
+        info["fingerprint"] = gpt.fingerprint(written)
+        # From here on corpus.json lists all shards that may be in the folder, so an interrupted call can be
+        # repeated
+        listed = sorted({*info["files"], *(path.name for path in own)})
+        gpt.write_atomic(out / "corpus.json", json.dumps(dict(files=listed)).encode())
+        for name in info["files"]:
+            os.replace(Path(folder, name), out / name)
+    for path in own:
+        if path.name not in info["files"]:
+            path.unlink(missing_ok=True)
+    gpt.write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
     return info
 
 
 def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes], np.ndarray], bos: int,
                     doc_bytes: int) -> dict[str, list[np.ndarray]]:
-    """The documents of texts, each behind BOS, in the order of a hash: for training, and for validation.
+    """The documents for training and for validation, each behind BOS, in the order of a hash.
 
-    One file in sixteen, by the hash of its name, is for validation. Where that leaves either less than one
-    attention block, as of few files, validation has the first sixteenth of all documents, at least a block.
+    One file in sixteen, by the hash of its name, is for validation. If one split then has less than an
+    attention block, validation takes the first sixteenth of all documents, and at least a block.
     """
     entries: list[tuple[bytes, str, np.ndarray]] = []
     for name, text in texts:
@@ -167,40 +274,40 @@ def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes]
     return splits
 
 
-def torch_source_name() -> str:
-    """The source of the embedded corpus: CPU and CUDA builds of one version carry the same Python files."""
-    return f"torch {torch.__version__.partition('+')[0]}"
-
-
-def read_torch_source() -> Iterator[tuple[str, bytes]]:
-    """The Python files of the installed PyTorch, by path; files that differ between builds are left out."""
-    root = Path(torch.__file__).parent
-    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for name in tqdm(paths, desc="read the PyTorch source", unit="file", disable=not gpt.show_bar(),
-                     leave=False):
-        if name not in left_out:
-            yield name, (root / name).read_bytes()
-
-
 def split_text(text: bytes, limit: int) -> Iterator[bytes]:
-    """Cut a text at line ends into pieces of at most `limit` bytes."""
-    while text:
-        end = text.rfind(b"\n", 0, limit) + 1 if len(text) > limit else len(text)
-        end = end or limit  # one line longer than the limit
-        yield text[:end]
-        text = text[end:]
+    """Cut a text at line ends into pieces of at most `limit` bytes. A longer line is cut at the limit."""
+    begin = 0
+    while begin < len(text):
+        end = begin + limit
+        if end < len(text):
+            end = text.rfind(b"\n", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end
 
 
 def encode_bytes(text: bytes) -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
 
+def torch_source_name() -> str:
+    """The source of the embedded corpus. CPU and CUDA builds of a version have equal Python files."""
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def read_torch_source() -> Iterator[tuple[str, bytes]]:
+    """(path, content) of the installed PyTorch's Python files, without those that differ between builds."""
+    root = Path(torch.__file__).parent
+    left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
+    names = sorted({path.relative_to(root).as_posix() for path in root.rglob("*.py")} - left_out)
+    yield from zip(names, read_files([root / name for name in names], "read the PyTorch source"))
+
+
 def make_embedded_corpus() -> None:
-    """Make the corpus of the presets without a download, unless it is there."""
+    """Make the corpus of the presets without a download, unless it is complete."""
     out, source = Path(gpt.EMBEDDED_CORPUS), torch_source_name()
-    if read_corpus(out)[0] != source:
-        write_corpus(read_torch_source(), out, source, encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+    with lock_folder(out):
+        if read_corpus(out)[0] != source:
+            write_corpus(read_torch_source(), out, source, encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
 
 
 def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
@@ -214,19 +321,39 @@ def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int
                              "or use --tokenizer=bytes") from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever its download raises; the vocabulary is fetched on first use
-        raise gpt.InputError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): it is "
-                             "downloaded once, so connect to the network or use --tokenizer=bytes") from None
+    except Exception as error:  # the download of the vocabulary raises errors of several libraries
+        raise gpt.InputError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): connect "
+                             "to the network for the first use, or use --tokenizer=bytes") from None
     encode = lambda text: np.array(encoding.encode_ordinary(text.decode("utf-8", "replace")), np.uint16)  # noqa: E731
     return encode, GPT2_VOCAB_SIZE, GPT2_BOS
 
 
+def parse_path(text: str) -> Path:
+    if not text:  # Path("") is the current folder
+        raise ArgumentTypeError("the path is empty: name a file or a folder")
+    return Path(text)
+
+
+def check_out(out: Path, paths: list[Path]) -> None:
+    """Raise InputError if a run would replace this corpus, or if the next call would read it as text."""
+    place = os.path.realpath(out)
+    if place in (os.path.realpath(gpt.EMBEDDED_CORPUS), os.path.realpath(ROOT / gpt.EMBEDDED_CORPUS)):
+        raise gpt.InputError(f"--out={out} is for the PyTorch source, and a run may replace its shards: "
+                             "name another folder, as in --out data/mine")
+    listing = Path(place, "corpus.json")
+    for path in paths:
+        if Path(os.path.realpath(path)) in (listing, *listing.parents):
+            raise gpt.InputError(f"--out={out} lies in {path}, so the next call would read its corpus.json "
+                                 "as text: name a folder outside of the given ones")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Parse, read, write, report; bad input ends with status 2 and one line."""
+    """Returns the exit status."""
+    gpt.open_standard_streams()
     parser = Parser(__doc__)
-    parser.add_argument("paths", nargs="*", type=Path,
-                        help="files and folders; none: the installed PyTorch's source")
-    parser.add_argument("--out", type=Path,
+    parser.add_argument("paths", nargs="*", type=parse_path,
+                        help="files and folders (default: the source of the installed PyTorch)")
+    parser.add_argument("--out", type=parse_path,
                         help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--shard_tokens", type=at_least(20_000), default=100_000_000,
@@ -238,15 +365,21 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if args.paths and not args.out:
-            raise gpt.InputError("--out is missing: name a folder for the shards, such as --out data/mine")
+            raise gpt.InputError("--out is missing: name a folder for the shards, as in --out data/mine")
+        if args.paths:
+            check_out(args.out, args.paths)
         encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
-        texts = read_texts(args.paths) if args.paths else read_torch_source()
+        skipped = Counter()
+        texts = read_texts(args.paths, skipped) if args.paths else read_torch_source()
         source = " ".join(map(str, args.paths)) or torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
-        info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
+        with lock_folder(out):
+            info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
                                 args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
         tokens = info["tokens"]
-        # names of files are printed as the bytes they are: they need not be text
+        if any(skipped.values()):
+            print(format_skipped(skipped))
+        # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
@@ -256,10 +389,11 @@ def main(argv: list[str] | None = None) -> int:
         cfg = gpt.make_config({"preset": preset})
         seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
         val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-        sequences = max(1, (tokens["train"] - 1) // cfg.seq_len)  # at least, of one epoch
+        sequences = max(1, (tokens["train"] - 1) // cfg.seq_len)  # of one epoch, rounded down
         epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * cfg.seq_len))
         more = f"--epochs={epochs} " if epochs > cfg.epochs else ""
-        launch = "./run.sh" if preset == "track_1" else "NPROC=1 ./run.sh"  # a step too small to share
+        # A step of a small preset has too few sequences for several ranks
+        launch = "./run.sh" if preset == "track_1" else "NPROC=1 ./run.sh"
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
                          for split in tokens)
         print(f"train on it: {launch} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "

@@ -1,4 +1,4 @@
-"""Shards, packed sequences, batches, prefetch, downloads. Bad files are refused. Ranks do not change the tokens of a step."""
+"""Shards, packed sequences, batches, prefetch and downloads. Bad files are refused. The tokens of a step do not depend on ranks."""
 
 import shlex
 import sys
@@ -30,8 +30,8 @@ GOOD = (20240520, 1, 4, VOCAB, BOS)
     [
         ((1, 1, 4, VOCAB, BOS), [BOS, 1, 2, 3], "not a token shard"),
         ((20240520, 2, 4, VOCAB, BOS), [BOS, 1, 2, 3], "version 1"),
-        ((20240520, 1, 9, VOCAB, BOS), [BOS, 1, 2, 3], "1032 bytes where its header announces 1042"),
-        ((20240520, 1, 0, VOCAB, BOS), [], "holds no tokens"),
+        ((20240520, 1, 9, VOCAB, BOS), [BOS, 1, 2, 3], "1032 bytes"),
+        ((20240520, 1, 0, VOCAB, BOS), [], "has no tokens"),
         (GOOD, [BOS, 1, 2, 300], "token 300"),
         (GOOD, [0, 1, 2, 3], "no BOS"),
         ((20240520, 1, 4), [50256, 1, 2, 3], "--vocab_size=50257"),
@@ -51,7 +51,7 @@ def test_truncated_and_missing_files(tmp_path):
             gpt.read_shard_header(str(tmp_path / name))
 
 
-def test_headers_from_elsewhere_mean_gpt2(tmp_path):
+def test_a_header_without_vocabulary_means_gpt2(tmp_path):
     path = write_raw(tmp_path / "fineweb.bin", (20240520, 1, 3), [50256, 1, 2])
     shard = gpt.open_shard(path, 50257)
     assert shard.bos == 50256 and shard.starts.tolist() == [0]
@@ -63,7 +63,7 @@ def all_sequences(cfg):
 
 
 def test_sequences_follow_the_published_packing(shards):
-    """Record 32's packing, written again the slow way: slices of documents, without their rest, shard after shard."""
+    """The packing of record 32, as a slow reference: each document is cut to fit, and its rest is dropped."""
     cfg = smoke_config(shards, num_iterations=40)
     data, sequences = all_sequences(cfg)
     expected = []
@@ -104,8 +104,8 @@ def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
     )
 
 
-def test_a_packed_sequence_is_not_joined_to_the_one_before(shards):
-    """With --sequence_start=anywhere most begin within a document. It is not joined to its beginning."""
+def test_a_packed_sequence_is_not_joined_to_the_previous_one(shards):
+    """With --sequence_start=anywhere most sequences begin within a document, apart from its first part."""
     data, sequences = all_sequences(smoke_config(shards, sequence_start="anywhere"))
     ids = data.batch(range(4)).doc_ids.view(4, 512)
     assert sum(tokens[0] != BOS for tokens in sequences[1:4]) == 3
@@ -145,7 +145,7 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
     assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 14 + [256] * 20
     assert [len(tokens) for tokens in sequences] == [257] * 14 + [513] * 20
     batches = list(data.batches(make_runtime(), 6, 8))
-    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, and twice two of 512
+    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, then two of 512 in each step
 
 
 def test_too_few_tokens_say_how_many_and_what_to_do(shards):
@@ -159,14 +159,14 @@ def test_too_few_tokens_say_how_many_and_what_to_do(shards):
 
 
 @pytest.mark.parametrize("start, steps", [("document", 150), ("anywhere", 220)])
-def test_files_may_be_read_again(shards, start, steps):
-    """A second epoch has the sequences of the first. Without it the run is refused, with --epochs as the remedy."""
+def test_a_second_epoch_repeats_the_sequences(shards, start, steps):
+    """Without a second epoch the run is refused, with --epochs as the remedy."""
     changes = dict(num_iterations=steps, sequence_start=start)
     cfg = smoke_config(shards, epochs=2, **changes)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     first = next(i for i in range(1, len(data.sequences)) if data.sequences[i] == data.sequences[0])
     tokens = sum(shard.usable_tokens(256 if start == "document" else 1 << 20)[-1] for shard in data.shards)
-    # a sequence loses the rest of its last document, here a quarter
+    # the rest of each sequence's last document is dropped, here a quarter
     assert 0.7 * tokens // 512 < first <= tokens // 512
     assert data.sequences[first:] == data.sequences[: len(data.sequences) - first]
     assert np.array_equal(data.read_tokens(first + 1), data.read_tokens(1))
@@ -196,7 +196,7 @@ def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     assert not prefetch_threads()
 
 
-def test_batches_come_in_order_and_no_more_than_were_planned():
+def test_batches_arrive_in_order_and_only_the_planned_ones():
     batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
     prefetcher = gpt.Prefetcher(iter(batches), torch.device("cpu"))
     assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
@@ -209,7 +209,7 @@ def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
+def test_a_prefetcher_with_batches_left_can_be_closed(shards):
     cfg = smoke_config(shards)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     prefetcher = gpt.Prefetcher(data.batches(make_runtime(), 0, 12), torch.device("cpu"))
@@ -224,8 +224,8 @@ def test_a_prefetcher_that_is_not_drained_can_be_closed(shards):
 
 @pytest.fixture
 def fetch(monkeypatch, capsys):
-    """Run the tool here, without the hub. Returns its status, its output and its error line."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # else the client tries again for half a minute
+    """Run the tool in this process, offline. Returns its status, its output and its error line."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # otherwise the client retries for half a minute
 
     def run(*args):
         capsys.readouterr()
@@ -237,17 +237,18 @@ def fetch(monkeypatch, capsys):
     return run
 
 
-def test_hub_that_cannot_be_reached(tmp_path, fetch):
+def test_an_unreachable_hub_ends_with_one_line(tmp_path, fetch):
     status, _, said = fetch("1", "--out", tmp_path / "f")
     assert status == 2 and "fineweb_val_000000.bin cannot be downloaded" in said and "--preset=laptop" in said
     (tmp_path / "file").write_text("a file, not a folder")
     status, _, said = fetch("1", "--out", tmp_path / "file" / "f")
-    assert status == 2 and "file/f cannot be written (Not a directory): free space or mend its permissions" in said
-    assert fetch("200")[0] == 2
+    assert status == 2 and "file/f cannot be written (Not a directory): free space or fix its permissions" in said
+    status, _, said = fetch("200")
+    assert status == 2 and "num_shards=200 does not exist: give 0 to 103" in said
 
 
-def test_whole_shards_are_not_fetched_again(tmp_path, fetch):
-    """Nor is a vocabulary that is JSON."""
+def test_complete_files_are_not_fetched_again(tmp_path, fetch):
+    """A shard is complete if its size agrees with its header, a vocabulary if it is JSON."""
     shards, vocabulary = tmp_path / "it's [1]", tmp_path / "gpt2_vocab.json"
     shards.mkdir()
     for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
@@ -262,13 +263,13 @@ def test_whole_shards_are_not_fetched_again(tmp_path, fetch):
     status, _, said = fetch("1", "--out", shards)
     assert status == 2 and "vocab.json cannot be downloaded" in said
     with open(shards / "fineweb_train_000001.bin", "ab") as file:
-        file.write(b"x")  # no longer as long as its header says
+        file.write(b"x")  # longer than its header says
     status, _, said = fetch("1", "--out", shards)
     assert status == 2 and "fineweb_train_000001.bin" in said
 
 
-def test_a_vocabulary_beside_the_shards_is_somebodys_own(tmp_path, monkeypatch):
-    """The download has the name vocab.json. An older file of this name keeps its content."""
+def test_an_existing_vocab_json_is_kept(tmp_path, monkeypatch):
+    """The downloaded file is called vocab.json, too."""
 
     def download(filename, local_dir, **_):
         Path(local_dir, filename).write_text('{"a": 0}')

@@ -1,4 +1,4 @@
-"""Corpora: text becomes shards, what stays out of them, what is replaced, and what the tool refuses."""
+"""data/text.py: text becomes shards, files are skipped, shards are replaced, and bad input is refused."""
 
 import contextlib
 import hashlib
@@ -9,6 +9,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import text  # noqa: E402
 
 
 def make(capsys, *args, status: int = 0) -> str:
-    """Run the tool here; its output, or the one line of its refusal."""
+    """Run the tool in this process. Returns its output, or the line of its refusal."""
     capsys.readouterr()
     try:
         ended = text.main([*map(str, args)])
@@ -43,14 +44,14 @@ def make_texts(folder):
 
 
 def write_book(path, size: int):
-    """A file of lines with so many bytes."""
+    """Write a file of lines with `size` bytes."""
     lines = "".join(f"{i} times {i} is {i * i}.\n" for i in range(size // 10))
     path.write_text(lines[:size])
     return path
 
 
 def read_shards(folder) -> dict[str, bytes]:
-    """Name and content of every file but corpus.json, and nothing unfinished."""
+    """Name and content of every file except corpus.json. No partial file is left."""
     assert not list(folder.rglob("*.partial"))
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "corpus.json"}
 
@@ -66,7 +67,7 @@ def documents(folder, split: str) -> list[bytes]:
     return [bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]]
 
 
-# ---- what is made ---------------------------------------------------------------------------------------------------
+# ---- the shards ----------------------------------------------------------------------------------------------------
 
 
 def test_text_becomes_shards_with_every_byte_in_order(tmp_path, capsys):
@@ -86,15 +87,15 @@ def test_text_becomes_shards_with_every_byte_in_order(tmp_path, capsys):
             assert is_here == {is_validation == (split == "val")}
 
 
-def test_the_same_texts_give_the_same_bytes(tmp_path, capsys):
+def test_equal_texts_give_equal_bytes(tmp_path, capsys):
     texts = make_texts(tmp_path / "texts")
     for out in ("one", "two"):
         make(capsys, texts, "--out", tmp_path / out)
     assert read_shards(tmp_path / "one") == read_shards(tmp_path / "two")
 
 
-def test_documents_stand_in_the_order_of_their_hash():
-    """Of number and name; both splits as they were before few files were shared out by document."""
+def test_documents_are_in_the_order_of_their_hash():
+    """The hash is of number and name. With many files the splits are by file."""
     names = ["a/b.py", "c.py", "d\u00e9.py", "e.py", "f.py", "g.py", *map(str, range(60))]
     splits = text.split_documents([(name, (name + " ").encode() * 200) for name in names], text.encode_bytes, BOS, 2047)
     is_val = {name: hashlib.sha256(name.encode()).digest()[0] < 16 for name in names}
@@ -104,8 +105,8 @@ def test_documents_stand_in_the_order_of_their_hash():
         assert [bytes(tokens[1:].astype(np.uint8)).split()[0].decode() for tokens in docs] == mine and mine
 
 
-def test_a_shard_without_a_documents_start_is_joined_to_the_one_before(tmp_path, capsys):
-    """Documents of 30,001 tokens in shards of 20,000: every second shard begins and ends inside one."""
+def test_a_shard_without_a_bos_is_joined_to_the_previous_one(tmp_path, capsys):
+    """Documents of 30,001 tokens in shards of 20,000: every second shard would have no BOS."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
     make(capsys, book, "--out", out, "--shard_tokens", "20000", "--doc_bytes", "30000")
     found = documents(out, "train") + documents(out, "val")
@@ -115,18 +116,18 @@ def test_a_shard_without_a_documents_start_is_joined_to_the_one_before(tmp_path,
 
 @pytest.mark.parametrize("number", range(8))
 def test_one_small_file_is_enough_whatever_its_name(number, tmp_path, capsys):
-    """Names whose documents all hash to one side gave one split nothing: 13 of 40 at this size."""
+    """An older split left one side empty for 13 of 40 names at this size."""
     book = write_book(tmp_path / f"book{number}.txt", 40_000)
     make(capsys, book, "--out", tmp_path / "mine")
     tokens = read_info(tmp_path / "mine")["tokens"]
-    assert tokens["val"] >= 2500 and tokens["val"] < tokens["train"] / 6  # a sixteenth, and a document more at most
+    assert tokens["val"] >= 2500 and tokens["val"] < tokens["train"] / 6  # a sixteenth, plus at most one document
     assert sum(map(len, documents(tmp_path / "mine", "val"))) + sum(map(len, documents(tmp_path / "mine", "train"))) == 40_000
 
 
 @pytest.mark.parametrize("size, doc_bytes", [(2 * 2047 + 512, 2047), (9_000, 2047), (30_000, 2047), (712, 100)])
-def test_what_suffices_suffices_for_every_name(size, doc_bytes):
-    """Both splits have an attention block: of the size that the refusal names, under 300 names; also where a
-    second file, too small for a split of its own, is the only one for validation."""
+def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
+    """Both splits have an attention block under 300 names, with the size that the refusal names. So do they if
+    a small second file is the only one for validation."""
     content = ((b"x" * 58 + b"\n") * (size // 59 + 1))[:size]
     for number in range(300):
         for texts in ([(f"book{number}", content)], [(f"book{number}", content), ("1.txt", b"short")]):
@@ -136,38 +137,43 @@ def test_what_suffices_suffices_for_every_name(size, doc_bytes):
 
 
 @pytest.mark.parametrize("size, epochs", [(60_000, 100), (5_000, 260)])
-def test_the_command_it_prints_trains(size, epochs, tmp_path, capsys, monkeypatch):
-    """5,000 bytes are one document for validation and a rest of 2,953 tokens: two packed sequences an epoch, for 260 steps of two."""
+def test_the_printed_command_trains(size, epochs, tmp_path, capsys, monkeypatch):
+    """5,000 bytes are one document for validation and 2,953 tokens for training: two packed sequences per epoch, for 260 steps of two."""
     monkeypatch.chdir(tmp_path)
     said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine")
     command = shlex.split(said.splitlines()[-1].partition("./run.sh ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command)[0])
-    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520  # enough for all of it
+    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520  # enough for the whole run
     assert gpt.main([*command, "--num_iterations=10", "--device=cpu"]) == 0
     assert "step:10/10 val_loss" in capsys.readouterr().out
 
 
-def test_a_list_of_somebody_elses_is_not_replaced(tmp_path, capsys):
+def test_a_foreign_corpus_json_is_not_replaced(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/corpus.json").write_text('{"my": "notes"}')
     said = make(capsys, write_book(tmp_path / "book.txt", 60_000), "--out", tmp_path / "mine", status=2)
-    assert "corpus.json is in the way: it is no list of a corpus" in said
+    assert "corpus.json is in the way: it does not describe a corpus, so it is not replaced" in said
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ['{"my": "notes"}']
 
 
-def test_a_named_file_that_is_no_text_is_refused(tmp_path, capsys):
-    book = write_book(tmp_path / "book.txt", 60_000)
-    (tmp_path / "other.txt").write_text("words " * 9000, encoding="utf-16")
-    said = make(capsys, book, tmp_path / "other.txt", "--out", tmp_path / "mine", status=2)
-    assert "other.txt has a NUL byte" in said and not (tmp_path / "mine").exists()
-    make(capsys, tmp_path, "--out", tmp_path / "mine")  # in a folder it is passed over
-    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 60_030  # 30 documents, each behind BOS
+def test_a_nul_byte_is_refused_in_a_named_file_and_skipped_in_a_folder(tmp_path, capsys):
+    texts, out = tmp_path / "texts", tmp_path / "mine"
+    texts.mkdir()
+    book = write_book(texts / "book.txt", 60_000)
+    (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
+    (texts / "empty.txt").touch()
+    said = make(capsys, texts, book, texts / "other.txt", "--out", out, status=2)
+    assert "other.txt has a NUL byte" in said and not out.exists()
+    said = make(capsys, texts, "--out", out)
+    assert said.splitlines()[0] == "files and folders skipped: 1 empty, 1 with a NUL byte"
+    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 60_030  # 30 documents, each with a BOS
 
 
 def test_too_little_text_leaves_nothing(tmp_path, capsys):
     (tmp_path / "note.txt").write_text("one line\n" * 9)
     said = make(capsys, tmp_path / "note.txt", "--out", tmp_path / "mine", status=2)
-    assert "82 tokens" in said and "give more text (4606 tokens always suffice)" in said
+    assert "note.txt has 82 tokens, too few for training and validation with documents of 2047 bytes" in said
+    assert "give more text (4606 tokens always suffice) or a smaller --doc_bytes" in said
     assert not (tmp_path / "mine").exists()
 
 
@@ -177,8 +183,24 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
     assert b"".join(pieces) == content and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
 
 
+def test_splitting_copies_each_byte_once():
+    """Slices are counted, of the text and of each slice. A copy of the rest per piece made it quadratic."""
+    copied = 0
+
+    class Counted(bytes):
+        def __getitem__(self, key):
+            nonlocal copied
+            part = Counted(super().__getitem__(key))
+            copied += len(part)
+            return part
+
+    content = Counted(b"some words\n" * 20_000 + b"x" * 20_000)
+    assert b"".join(text.split_text(content, 100)) == content
+    assert copied <= 2 * len(content)
+
+
 def test_gpt2_tokens_need_an_optional_package(tmp_path, capsys, monkeypatch):
-    """Either tiktoken is missing or its vocabulary cannot be fetched here: both are explained. With both it works."""
+    """A missing tiktoken and a failed download of its vocabulary end with a line. Otherwise there are shards."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "texts").mkdir()
     for i in range(40):
@@ -194,7 +216,7 @@ def test_gpt2_tokens_need_an_optional_package(tmp_path, capsys, monkeypatch):
 
 
 def test_a_name_need_not_be_text(tmp_path):
-    """Latin-1 in a file's name and in the folder's: the command that is printed holds the very bytes."""
+    """With Latin-1 names of a file and a folder, the printed command has their bytes."""
     folder, out = (os.fsencode(tmp_path / name) for name in ("t", "o"))
     folder, out = folder + b"\xe9", out + b"\xfc"
     os.mkdir(folder)
@@ -208,8 +230,8 @@ def test_a_name_need_not_be_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["it's mine", "my [first] corpus", "what?*", 'a "b" $HOME `id`'])
-def test_the_command_stands_for_any_folder(name, tmp_path, capsys):
-    """The shell hands it on as it is meant, and as a pattern it finds the shards."""
+def test_the_printed_command_quotes_every_folder(name, tmp_path, capsys):
+    """After the shell has split it, its patterns match the shards."""
     out = tmp_path / name
     said = make(capsys, write_book(tmp_path / "book.txt", 20_000), "--out", out)
     command = "set -- " + said.splitlines()[-1].partition("./run.sh ")[2] + "; printf '%s\\0' \"$@\""
@@ -219,53 +241,153 @@ def test_the_command_stands_for_any_folder(name, tmp_path, capsys):
         assert gpt.find_shards(values[f"{split}_files"], "x") == [str(out / f"{split}_000000.bin")]
 
 
-def test_a_pipe_is_refused_and_one_in_a_folder_passed_over(tmp_path, capsys):
-    """Either would be waited for."""
+def test_a_pipe_is_refused_if_named_and_skipped_in_a_folder(tmp_path, capsys):
+    """A read from it would never end. A broken link and a link to a folder are skipped, too."""
     (tmp_path / "texts").mkdir()
     os.mkfifo(tmp_path / "texts" / "pipe")
+    (tmp_path / "texts" / "link").symlink_to("nowhere")
+    (tmp_path / "texts" / "link2").symlink_to(tmp_path)
     write_book(tmp_path / "texts" / "book.txt", 20_000)
-    with at_most(20):
+    with at_most(300):
         said = make(capsys, tmp_path / "texts" / "pipe", "--out", tmp_path / "x", status=2)
         assert "pipe is neither a file nor a folder: give files or folders" in said and not (tmp_path / "x").exists()
-        make(capsys, tmp_path / "texts", "--out", tmp_path / "mine")
+        said = make(capsys, tmp_path / "texts", "--out", tmp_path / "mine")
+        assert said.startswith("files and folders skipped: 1 links to folders, 2 not regular\n")
+
+
+def test_hidden_files_and_folders_are_skipped(tmp_path, capsys):
+    """A token in .git/config must not become training data. A hidden folder that is named is read."""
+    texts = tmp_path / ".texts"
+    for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text("password\n" * 1000)
+    write_book(texts / "sub" / "book.txt", 20_000)
+    said = make(capsys, texts, "--out", tmp_path / "mine")
+    assert said.startswith("files and folders skipped: 5 hidden or node_modules\n")
+    assert not [name for name, content in read_shards(tmp_path / "mine").items() if b"p\0a\0s\0s\0w\0" in content]
+    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 20_000 + read_info(tmp_path / "mine")["documents"]
+
+
+def test_a_file_given_twice_counts_once(tmp_path, capsys):
+    """As a file, in its folder, through another spelling and through a link."""
+    book = tmp_path / "texts" / "sub" / "book.txt"
+    book.parent.mkdir(parents=True)
+    write_book(book, 20_000)
+    (book.parent / "link.txt").symlink_to("book.txt")
+    make(capsys, book, "--out", tmp_path / "once")
+    again = [book.parents[1], book, book.parent, f"{book.parent}/../sub/book.txt"]
+    said = make(capsys, *again, "--out", tmp_path / "mine")
+    assert said.startswith("files and folders skipped: 5 given twice\n")
+    assert read_shards(tmp_path / "mine") == read_shards(tmp_path / "once")
+
+
+def test_a_folder_without_text_is_refused_with_the_reason(tmp_path, capsys):
+    """The line used to name a number of tokens that suffices, which is no remedy for a folder of images."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    assert f"{texts} has no text (no files): give files" in make(capsys, texts, "--out", tmp_path / "x", status=2)
+    (texts / "image.png").write_bytes(b"\x89PNG\0\0")
+    (texts / ".notes").write_text("words")
+    said = make(capsys, texts, "--out", tmp_path / "x", status=2)
+    assert "has no text (files and folders skipped: 1 hidden or node_modules, 1 with a NUL byte): give" in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_output_cannot_become_input(tmp_path, capsys, monkeypatch):
+    """corpus.json is text: each call read the file of the previous call, and the corpus grew."""
+    monkeypatch.chdir(tmp_path)
+    texts = make_texts(tmp_path / "texts")
+    (tmp_path / "link").symlink_to("texts/sub")
+    for out in ("texts", "texts/shards", "texts/../texts/sub/shards", "link/shards", ".", "texts/.shards"):
+        given = "." if out == "." else "texts"
+        assert f"--out={Path(out)} lies in {given}, so the next call would" in make(capsys, given, "--out", out, status=2)
+    make(capsys, "texts", "--out", "texts_shards")
+    said = make(capsys, "texts_shards/corpus.json", "--out", "texts_shards", status=2)
+    assert "--out=texts_shards lies in texts_shards/corpus.json" in said
+    assert sorted(path.name for path in texts.iterdir()) == ["image.png", "sub"]
+
+
+def test_own_text_in_the_folder_of_the_embedded_corpus_is_refused(tmp_path, capsys, monkeypatch):
+    """A run found another source in it, replaced the shards without a line, and trained on PyTorch's source."""
+    monkeypatch.chdir(tmp_path)
+    book = write_book(tmp_path / "book.txt", 20_000)
+    for out in (gpt.EMBEDDED_CORPUS, f"./data/../{gpt.EMBEDDED_CORPUS}/", tmp_path / gpt.EMBEDDED_CORPUS, ROOT / gpt.EMBEDDED_CORPUS):
+        said = make(capsys, book, "--out", out, status=2)
+        assert "is for the PyTorch source, and a run may replace its shards: name another folder" in said
+    assert not Path("data").exists()
+
+
+def test_the_progress_bar_counts_bytes(tmp_path, monkeypatch):
+    """On a terminal: 30,000 bytes in two files."""
+    files = [write_book(tmp_path / f"{size}.txt", size) for size in (10_000, 20_000)]
+    ours, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    with os.fdopen(ours, "rb") as screen, os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert [len(content) for content in text.read_files(files, "read")] == [10_000, 20_000]
+        stream.flush()
+        shown = screen.readline().decode()
+    assert "30.0k/30.0k" in shown, repr(shown)
 
 
 @pytest.mark.parametrize(
     "args, complaint",
     [
-        (["missing_folder", "--out", "x"], "missing_folder does not exist"),
-        (["."], "--out"),
-        ([".", "--out", "x", "--shard_tokens", "5"], "--shard_tokens: 5 is not a whole number of at least 20000"),
+        (["missing_folder", "--out", "x"], "missing_folder cannot be read (No such file or directory): check the path"),
+        (["a" * 300, "--out", "x"], "aaa cannot be read (File name too long): check the path"),
+        (["book.txt", "--out", "a" * 300], "aaa cannot be written (File name too long): free space"),
+        (["."], "--out is missing"),
+        ([".", "--out", ""], "argument --out: the path is empty: name a file or a folder"),
+        ([".", "", "--out", "x"], "argument paths: the path is empty: name a file or a folder"),
+        (["..", "--out", "x", "--shard_tokens", "5"], "--shard_tokens: 5 is not a whole number of at least 20000"),
         ([".", "--out", "x", "--doc_bytes", "some"], "--doc_bytes: some is not a whole number of at least 1"),
         ([".", "--out", "x", "--tokenizer", "words"], "invalid choice: 'words'"),
     ],
 )
 def test_text_tool_refuses_in_one_line(tmp_path, args, complaint, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write_book(tmp_path / "book.txt", 20_000)
     assert complaint in make(capsys, *args, status=2)
-    assert not (tmp_path / "x").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
-    book = write_book(tmp_path / "book.txt", 20_000)
-
-    def fail(self):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "read_bytes", fail)
-    said = make(capsys, book, "--out", tmp_path / "mine", status=2)
-    assert f"{book} cannot be read (Input/output error): " in said and not (tmp_path / "mine").exists()
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux only")
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    """A read of this process's memory at address 0 fails."""
+    (tmp_path / "book.txt").symlink_to("/proc/self/mem")
+    said = make(capsys, tmp_path / "book.txt", "--out", tmp_path / "mine", status=2)
+    assert f"{tmp_path}/book.txt cannot be read (Input/output error): check" in said and not (tmp_path / "mine").exists()
 
 
-# ---- what is replaced -----------------------------------------------------------------------------------------------
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, capsys):
+    """A path of 5,000 bytes is too long for the system. Its files must not be left out without a line."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    with contextlib.chdir(folder):
+        for _ in range(20):
+            os.mkdir("a" * 250)
+            os.chdir("a" * 250)
+    said = make(capsys, folder, "--out", tmp_path / "mine", status=2)
+    assert f"{folder}/aaa" in said and "cannot be read (File name too long): check" in said
+
+
+def test_closed_output_streams_do_not_end_the_tool(tmp_path):
+    """As with >&- 2>&- in a shell. Python then has no sys.stdout and no sys.stderr."""
+    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
+    command = f"exec {sys.executable} {ROOT}/data/text.py {book} --out {out} >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
+
+
+# ---- replaced shards ------------------------------------------------------------------------------------------------
 
 
 def test_only_what_corpus_json_lists_is_replaced(tmp_path, capsys):
-    """A folder with any other shard is refused before anything is read, and stays as it is."""
+    """A folder with another shard is refused before any text is read, and stays unchanged."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
     make(capsys, book, "--out", out, "--shard_tokens", "50000")
     assert len(read_shards(out)) == 5
-    make(capsys, book, "--out", out)  # takes away those it no longer has
+    make(capsys, book, "--out", out)  # removes the shards that it does not replace
     assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"] == sorted(read_info(out)["files"])
     for name in ("train_notes.bin", "val_000001.bin"):
         (out / name).write_text("a user's own")
@@ -280,8 +402,8 @@ def test_only_what_corpus_json_lists_is_replaced(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("left", ["", "null", "[]", '"x"', "{", '{"files": 3, "tokens": []}'])
-def test_shards_of_nobodys_corpus_are_refused(left, tmp_path, capsys):
-    """Without a corpus.json, and with one that says nothing."""
+def test_shards_without_a_list_are_refused(left, tmp_path, capsys):
+    """Without a corpus.json, and with one that lists nothing."""
     out = tmp_path / "mine"
     out.mkdir()
     (out / "train_000000.bin").write_text("a user's own")
@@ -294,14 +416,14 @@ def test_shards_of_nobodys_corpus_are_refused(left, tmp_path, capsys):
     assert read_info(out)["files"] == ["train_000000.bin", "val_000000.bin"]
 
 
-def test_a_corpus_of_before_is_known_by_its_names_and_sizes(tmp_path, capsys):
-    """It listed no files: its own are replaced, not one that is longer or called otherwise."""
+def test_a_corpus_of_an_older_version_is_recognized_by_names_and_sizes(tmp_path, capsys):
+    """It listed no files. Its shards are replaced, unless the sizes disagree."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
     make(capsys, book, "--out", out, "--shard_tokens", "50000")
     info = read_info(out)
     del info["files"]
     (out / "corpus.json").write_text(json.dumps(info))
-    assert text.read_corpus(out)[0] == str(book)  # whole: a run does not build it again
+    assert text.read_corpus(out)[0] == str(book)  # complete: a run does not build it again
     with open(out / "train_000001.bin", "ab") as file:
         file.write(b"12")
     assert "is in the way" in make(capsys, book, "--out", out, status=2)
@@ -310,8 +432,8 @@ def test_a_corpus_of_before_is_known_by_its_names_and_sizes(tmp_path, capsys):
     assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
 
 
-def test_what_is_broken_off_can_be_made_again(tmp_path, capsys, monkeypatch):
-    """Between the first new shard and the last: corpus.json lists the old ones and the new ones then."""
+def test_an_interrupted_call_can_be_repeated(tmp_path, capsys, monkeypatch):
+    """Between the first and the last new shard, corpus.json lists the old and the new ones."""
     book, out, replace = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine", os.replace
     make(capsys, book, "--out", out, "--shard_tokens", "20000")
 
@@ -330,8 +452,8 @@ def test_what_is_broken_off_can_be_made_again(tmp_path, capsys, monkeypatch):
     assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"] == sorted(read_info(out)["files"])
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path, capsys):
-    """No file may grow beyond 30,000 bytes, as on a disk with no more left: the folder is named, with the reason."""
+def test_a_full_disk_keeps_the_old_corpus(tmp_path, capsys):
+    """No file may exceed 30,000 bytes, as on a full disk. The line names the folder and the reason."""
     out = tmp_path / "mine"
     make(capsys, write_book(tmp_path / "book.txt", 9_000), "--out", out)
     before = read_shards(out), read_info(out)
@@ -342,8 +464,36 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, capsys):
         said = make(capsys, tmp_path / "book.txt", "--out", out, status=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{out} cannot be written (File too large): free space or mend its permissions" in said
+    assert f"{out} cannot be written (File too large): free space or fix its permissions" in said
     assert (read_shards(out), read_info(out)) == before
+
+
+def test_the_next_call_removes_the_partial_folder_of_a_killed_one(tmp_path, capsys):
+    """The call is killed with all shards written and none in place. A user's folder of a similar name stays."""
+    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
+    code = (f"import os, sys\nsys.path.insert(0, {str(ROOT / 'data')!r})\nimport text\n"
+            "text.gpt.fingerprint = lambda _: os.kill(os.getpid(), 9)\ntext.main(sys.argv[1:])")
+    killed = subprocess.run([sys.executable, "-c", code, book, "--out", out], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    (partial,) = out.glob("*.partial")
+    assert sorted(path.name for path in partial.iterdir()) == ["train_000000.bin", "val_000000.bin"]
+    (out / "tmp.partial").mkdir()
+    make(capsys, book, "--out", out)
+    assert list(out.glob("*.partial")) == [out / "tmp.partial"]
+
+
+def test_a_second_call_waits_for_the_first(tmp_path):
+    """The partial folder of a call that still runs is not removed."""
+    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
+    with at_most(300):
+        with text.lock_folder(out):
+            (out / "tmpabcdefgh.partial").mkdir()
+            command = [sys.executable, ROOT / "data/text.py", book, "--out", out]
+            second = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            assert second.stderr.readline() == f"text.py: waiting for another process, which writes {out}\n"
+            assert sorted(out.iterdir()) == [out / "tmpabcdefgh.partial"]
+        assert second.communicate() == (None, "") and second.returncode == 0
+    assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
 
 
 # ---- the embedded corpus --------------------------------------------------------------------------------------------
@@ -357,7 +507,7 @@ def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
 
 @pytest.fixture
 def small_source(tmp_path, monkeypatch):
-    """A few files of PyTorch's source as the embedded corpus, in a folder of its own."""
+    """An embedded corpus of two files of PyTorch's source, in a temporary folder."""
     torch_folder = Path(gpt.torch.__file__).parent
     files = [(f"nn/{name}.py", (torch_folder / f"nn/{name}.py").read_bytes()) for name in ("functional", "init")]
     for name, content in files:
@@ -370,12 +520,12 @@ def small_source(tmp_path, monkeypatch):
 
 
 def ensure():
-    gpt.ensure_corpus(smoke_config(), make_runtime())
+    gpt.make_corpus(smoke_config(), make_runtime())
 
 
 @pytest.mark.parametrize("damage", ["null", "[]", '"x"', "{}", "train", "val", "short", "source"])
-def test_a_corpus_that_is_not_whole_is_built_again(damage, small_source):
-    """Where corpus.json is no such thing, and where shards are gone or cut; what is whole stays as it is."""
+def test_an_incomplete_corpus_is_built_again(damage, small_source):
+    """If corpus.json is damaged, or shards are missing or cut. A complete corpus stays unchanged."""
     ensure()
     before, info = read_shards(small_source), read_info(small_source)
     old = {path: path.stat().st_mtime_ns for path in small_source.iterdir()}
@@ -397,12 +547,12 @@ def test_a_corpus_that_is_not_whole_is_built_again(damage, small_source):
 
 @pytest.mark.parametrize("kind", ["full disk", "no folder"])
 def test_a_corpus_that_cannot_be_written(kind, small_source):
-    """The folder, the reason and what to do, in one line; and nothing half-written."""
+    """The line names the folder, the reason and the remedy. No file is left."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if kind == "no folder":
         Path("data").write_text("a file, as a folder that takes none")
     reason = "File too large" if kind == "full disk" else "Not a directory"
-    advice = r"free space or mend its permissions, or choose another folder \(data/text.py --out DIR\)"
+    advice = r"free space or fix its permissions, or choose another folder \(data/text.py --out DIR\)"
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
         with pytest.raises(gpt.InputError, match=rf"data/torch_source cannot be written \({reason}\): {advice}"):

@@ -1,4 +1,4 @@
-"""Messages on paper: when they arrive, by hand, and that those of a real step are all noted."""
+"""Simulated messages: their arrival, calculated by hand, and the record of a real step."""
 
 import sys
 
@@ -29,14 +29,14 @@ def play(*events, latency_ms=0.0, num_cycles=1):
 @pytest.mark.parametrize(
     "events, latency, total, exposed",
     [
-        ([send(0, 10), compute(15), wait(0)], 0, 15, 0),  # has arrived meanwhile
+        ([send(0, 10), compute(15), wait(0)], 0, 15, 0),  # has arrived during the computation
         ([send(0, 10), compute(4), wait(0)], 0, 10, 6),
         ([send(0, 10), send(1, 10), compute(5), wait(1)], 0, 20, 15),  # a communicator works in order
         ([send(0, 10), send(1, 10, "b"), compute(5), wait(1)], 0, 20, 15),  # two share the link
-        ([send(0, 10), send(1, 2, "b"), wait(1), wait(0)], 0, 12, 12),  # the short one takes 4, then one has it all
-        ([send(0, 10), send(1, 2), wait(1)], 0, 12, 12),  # and here it waits behind the long one
+        ([send(0, 10), send(1, 2, "b"), wait(1), wait(0)], 0, 12, 12),  # the short one takes 4 ms
+        ([send(0, 10), send(1, 2), wait(1)], 0, 12, 12),  # queued behind the long one
         ([send(0, 10), compute(4), wait(0)], 3, 13, 9),
-        ([send(0, 10), send(1, 10, "b"), wait(0), wait(1)], 3, 23, 23),  # latencies pass side by side
+        ([send(0, 10), send(1, 10, "b"), wait(0), wait(1)], 3, 23, 23),  # latencies overlap
     ],
 )
 def test_when_messages_arrive(events, latency, total, exposed):
@@ -46,7 +46,7 @@ def test_when_messages_arrive(events, latency, total, exposed):
 
 
 def test_a_message_is_awaited_in_the_next_cycle():
-    """Number 5 is sent at the end of a cycle and awaited as number 4 in the next one, which has 3 ms before."""
+    """Number 5 is sent at the end of a cycle and awaited as number 4 in the next one, after 3 ms."""
     cycle = [compute(3), wait(4), compute(10), send(5, 8)]
     assert play(*cycle, num_cycles=1)["exposed_ms"] == 0
     for num_cycles in (2, 3):
@@ -54,15 +54,15 @@ def test_a_message_is_awaited_in_the_next_cycle():
         assert (played["ms"], played["exposed"]) == (pytest.approx(18), {"m4": pytest.approx(5)})
 
 
-def test_what_is_never_sent_is_an_error():
+def test_a_wait_for_an_unsent_message_is_an_error():
     with pytest.raises(AssertionError, match="awaited and was never sent"):
         play(send(0, 1), wait(1))
 
 
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
 def test_a_recorded_step_has_all_its_messages(shards, preset):
-    """Of both kinds of steps where Adam acts in every second one: as many bytes as Comm counts, every message
-    awaited once, all-gathers by a communicator of their own; computing takes time."""
+    """The bytes equal the counters of Comm, in both kinds of steps if Adam acts in each second step. Each message is
+    awaited once. All-gathers use a separate communicator. Computing takes time."""
     cfg = smoke_config(shards, preset=preset, num_iterations=12, extension_steps=0, stages=(gpt.Stage(1, 128, 64),))
     rt = make_runtime(world_size=2, fast=frozenset({"sparse_embedding"}))
     steps = []
@@ -86,11 +86,11 @@ def test_a_recorded_step_has_all_its_messages(shards, preset):
     assert sum(event.num_bytes for event in counted) + rows == pytest.approx(sum(steps[-cfg.adam_every :]))
     assert {event.communicator for event in sent} == {"reductions", "gathers"}
     assert all((event.communicator == "gathers") == event.name.startswith("gather") for event in sent)
-    waits = {event.number for event in events if event.kind == "wait"}  # rows of several tables come with one list
+    waits = {event.number for event in events if event.kind == "wait"}  # rows of several tables have one list
     numbers = [event.number for event in sent]
     shifted = sorted(number if number in numbers else number + len(numbers) for number in waits)
-    assert shifted == sorted(numbers)  # those of the cycle before stand for the last ones of this
+    assert shifted == sorted(numbers)  # waits for the previous cycle, shifted by a cycle
     assert all(event.ms >= 0 for event in events if event.kind == "compute")
     assert sum(event.ms for event in events if event.kind == "compute") > 1
     assert collectives == [
-        gpt.reduce_scatter_single, gpt.all_gather_single, gpt.dist.all_to_all_single, gpt.dist.all_reduce]  # put back
+        gpt.reduce_scatter_single, gpt.all_gather_single, gpt.dist.all_to_all_single, gpt.dist.all_reduce]  # restored

@@ -1,0 +1,58 @@
+"""Functions of several benchmarks: seconds per token, and the head and output of a report.
+
+All comparisons of speed use seconds per token of the whole run. tokens/s, MFU and ratios follow from it.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as gpt  # noqa: E402
+
+
+def time_step(seconds: list[float], every: int) -> float:
+    """Average seconds per step: the mean of each `every` consecutive steps, then the median of these means.
+
+    `every` is Config.adam_every or a multiple of it. A mean over fewer steps counts some kinds of steps too
+    often.
+    """
+    means = [statistics.mean(seconds[i : i + every]) for i in range(len(seconds) - every + 1)]
+    return statistics.median(means or [statistics.mean(seconds)])
+
+
+def time_stages(timed: Iterable[tuple[int, float]], schedule: gpt.Schedule, every: int) -> list[float]:
+    """Average seconds per step of each stage. timed: (step number, seconds), with steps of all stages."""
+    timed = list(timed)
+    return [time_step([seconds for step, seconds in timed if start <= step < end], every)
+            for _, start, end in schedule.stage_ranges()]
+
+
+def time_token(timed: Iterable[tuple[int, float]], schedule: gpt.Schedule, every: int) -> float:
+    """Seconds per token of the whole run. Each stage counts by its number of steps."""
+    stages = zip(time_stages(timed, schedule, every), schedule.stage_ranges())
+    return sum(seconds * (end - start) for seconds, (_, start, end) in stages) / schedule.count_tokens()
+
+
+def find_quartiles(ratios: list[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(ratios if len(ratios) > 1 else 2 * ratios, n=4, method="inclusive")
+
+
+def describe_run(rt: gpt.Runtime) -> dict:
+    """Date, PyTorch version, device and number of ranks."""
+    hardware = gpt.describe_machine(rt)["hardware"]
+    return dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__, ranks=rt.world_size,
+                hardware=hardware.get("gpu", hardware["cpu"]))
+
+
+def write_report(text: str, result: dict, path: Path | None) -> None:
+    """Print the text. Write the result as JSON, if a path is given."""
+    print(text, flush=True)
+    if path:
+        gpt.write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
