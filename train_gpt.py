@@ -2343,54 +2343,36 @@ class Trainer:
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. The identity of the run, equal on all ranks. Errors in outputs, data and checkpoint end here
+    # 1. Outputs, data, and the checkpoint to continue from. Every error in them ends here
     rt = start_runtime(cfg)
     stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
-    compare_ranks(run, rt)
     with explain_files():
-        first, named = share_errors(lambda: check_outputs(cfg, run), rt) or ({}, None)
-        derived = run["config"]["derived"]
-        intro = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
-                 f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
-        print0(f"{intro}, in {Path.cwd()}", rt)  # the log, which records publish, does not name the folder
+        first, named = check_outputs(cfg, run, rt)
         make_corpus(cfg, rt)
         setup_start = time.perf_counter()
         train_data = TrainData(cfg, Schedule(cfg))
         val_data = ValData(cfg, train_data.bos)
         token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
         data_setup_s = round(time.perf_counter() - setup_start, 2)
-        shards = [*train_data.shards, *val_data.shards]
-        run["corpus_fingerprint"] = fingerprint(shards)
-        check_corpus(cfg, shards)
-        check_track(cfg, run)
-        compare_ranks(run, rt)
-        saved, resume_line = None, ""
-        if cfg.resume:
-            found = share_errors(lambda: find_checkpoint(cfg, run, named), rt)
-            saved, resume_line = share_saved(found, rt)
-    if saved and not saved.is_same_run:
-        run["resumed_from"] = dict(run_id=saved.metadata["run_id"], step=saved.metadata["progress"]["step"])
-    if saved and saved.is_same_run:
-        run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
-        if result := rt.comm.broadcast_object(find_result(run["run_id"], cfg)):
-            print0(f"{saved.path} is of a finished run, see {result}: nothing to do (without --resume it "
-                   "starts anew)", rt)
-            return
-    earlier = saved.metadata if saved else rt.comm.broadcast_object(first)
+        saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
+    if saved and saved.result:
+        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do (without --resume it "
+               "starts anew)", rt)
+        return
     with explain_memory(cfg):
-        rt = keep_choices(cfg, rt, earlier) if earlier else choose_precision(cfg, rt)
+        rt = keep_choices(cfg, rt, saved.metadata if saved else first)
     run["choices"] = describe_choices(rt)
 
     # 2. Log, checkpoints and model
     log = RunLog(cfg, rt, run, saved)
     checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
     with ExitStack() as stack, explain_memory(cfg):
-        share_errors(lambda: check_record(cfg, run) if cfg.record else None, rt)
         with explain_files():
+            share_errors(lambda: check_record(cfg, run), rt)
             stack.enter_context(log)
         stack.enter_context(checkpoints)
-        log.print(intro, to_console=False)
-        for note in (*rt.notes, *filter(None, [resume_line])):
+        log.print(describe_sizes(run), to_console=False)
+        for note in filter(None, (*rt.notes, resume_line)):
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
@@ -2401,31 +2383,17 @@ def train(cfg: Config, argv: list[str]) -> None:
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
-        compile_time_s = round(clock(rt.device) - start, 2)
+        setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
 
-        # 4. Training
-        log.start_training(trainer.progress, trainer.schedule.count_tokens(trainer.progress.step))
-        first_step, bytes_before = trainer.progress.step, rt.comm.step_bytes()
-        with stop.catch_signals():  # a signal after the last step has no effect
+        # 4. Training and result. A signal after the last step has no effect
+        log.start_training(trainer)
+        with stop.catch_signals():
             rt.comm.barrier()
             rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
             stop.collect()
             is_saved = checkpoints.wait()
-
-            # 5. Result
-            rt, progress, num_steps = trainer.rt, trainer.progress, max(1, cfg.num_iterations - first_step)
-            sent = {name: count - bytes_before[name] for name, count in rt.comm.step_bytes().items()}
-            minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, first_step, progress.step)
-            tokens_per_s = progress.tokens / progress.train_time
-            flops = tokens_per_s * derived["flops_per_token"]
-            log.finish(dict(
-                compile_time_s=compile_time_s, data_setup_s=data_setup_s,
-                train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
-                mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
-                bytes_per_step=round(sum(sent.values()) / num_steps),
-                minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
-                resumed_at=progress.resumed_at, guard_actions=progress.num_actions))
+            log.finish({**setup, **measure_run(trainer, log)})
             if not is_saved:
                 raise RunError("the last checkpoint was not written, see above", of_one_rank=True)
     print_sample(trainer.model, cfg, trainer.rt)
@@ -3559,9 +3527,11 @@ def describe_choices(rt: Runtime) -> dict:
 def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     """choose_precision(), but options that are auto take the choices of an earlier run.
 
-    earlier: metadata of a checkpoint or a result. If its choices do not exist on this machine, a record ends
-    with InputError. Another run chooses anew.
+    earlier: metadata of a checkpoint or a result, or {}. If its choices do not exist on this machine, a
+    record ends with InputError. Another run chooses anew.
     """
+    if not earlier:
+        return choose_precision(cfg, rt)
     parts = identify(earlier)
     kept = {name: parts[f"choices.{name}"] for name in CHOICE_TYPES if f"choices.{name}" in parts}
     if "compile" in kept:
@@ -4543,7 +4513,7 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
 
 # ==== COMMAND LINE =========================================================================================
 # From words to a Config: parsing, presets, --without, and checks of options that contradict each other.
-# Every error is one line with value and remedy. A new check goes into one of the generators NAME_problems().
+# Every error is one line with value and remedy. A new check goes into a find_NAME_problems().
 
 class Option(typing.NamedTuple):
     """An option of the command line: a field of the config, or GROUP_FIELD."""
@@ -4814,17 +4784,18 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def check_config(cfg: Config) -> None:
     """Raise InputError for the first contradiction in the options."""
-    for problems in (model_problems, optimizer_problems, run_problems, stage_problems, layer_problems):
-        for problem in problems(cfg):
-            raise InputError(problem)
+    for problem in itertools.chain(find_model_problems(cfg), find_optimizer_problems(cfg),
+                                   find_run_problems(cfg), find_stage_problems(cfg), find_layer_problems(cfg)):
+        raise InputError(problem)
 
 
-def not_a_multiple(name: str, value: int, unit: int, reason: str) -> Iterator[str]:
+def find_remainder(name: str, value: int, unit: int, reason: str) -> Iterator[str]:
     if value <= 0 or value % unit:
         yield f"--{name}={value} is not a multiple of {reason}: {nearest_multiples(value, unit)}"
 
 
-def model_problems(cfg: Config) -> Iterator[str]:
+def find_model_problems(cfg: Config) -> Iterator[str]:
+    """Lines about the sizes of the model."""
     width = cfg.num_heads * cfg.head_dim
     if cfg.model_dim != width:
         yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
@@ -4838,13 +4809,14 @@ def model_problems(cfg: Config) -> Iterator[str]:
         yield "--zero_init=off has no effect if layers begin with zero gains: give --output_gain=off"
     if cfg.depth == 0 and cfg.tokens_per_param != Config.tokens_per_param:
         yield f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"
-    yield from not_a_multiple("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
-    yield from not_a_multiple("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
+    yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
+    yield from find_remainder("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
                               f"qk_group_heads={cfg.qk_group_heads}")
-    yield from not_a_multiple("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
+    yield from find_remainder("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
 
 
-def optimizer_problems(cfg: Config) -> Iterator[str]:
+def find_optimizer_problems(cfg: Config) -> Iterator[str]:
+    """Lines about update rules."""
     matrix = cfg.groups["matrix"]
     if RULES[matrix.rule].keeps_norm and matrix.weight_decay:
         yield (f"--matrix_weight_decay={matrix.weight_decay} has no effect, because --matrix_rule="
@@ -4856,13 +4828,14 @@ def optimizer_problems(cfg: Config) -> Iterator[str]:
         yield f"--{name}_betas is empty: give two numbers as a,b"
 
 
-def run_problems(cfg: Config) -> Iterator[str]:
+def find_run_problems(cfg: Config) -> Iterator[str]:
+    """Lines about names, validation and fast forms."""
     for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
         if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name):
             yield (f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, "
                    "digits, '_', '-' and '.'")
-    yield from not_a_multiple("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
-    yield from not_a_multiple("val_tokens", cfg.val_tokens, cfg.val_seq_len,
+    yield from find_remainder("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
+    yield from find_remainder("val_tokens", cfg.val_tokens, cfg.val_seq_len,
                               f"val_seq_len={cfg.val_seq_len}")
     if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
         yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short")
@@ -4874,7 +4847,8 @@ def run_problems(cfg: Config) -> Iterator[str]:
                    f"of {','.join(forms)}")
 
 
-def stage_problems(cfg: Config) -> Iterator[str]:
+def find_stage_problems(cfg: Config) -> Iterator[str]:
+    """Lines about stages, lengths and batches."""
     if not cfg.stages:
         yield "--stages is empty: give at least one stage"
     for stage in cfg.stages:
@@ -4896,9 +4870,9 @@ def stage_problems(cfg: Config) -> Iterator[str]:
             if value is not None and not least <= value < 2**31:
                 yield f"--stages has {name}={value}: give {least} or more"
     for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
-        yield from not_a_multiple("seq_len", length, BLOCK, "128 tokens (one attention block)")
+        yield from find_remainder("seq_len", length, BLOCK, "128 tokens (one attention block)")
     for stage in cfg.full_stages:
-        yield from not_a_multiple("tokens_per_step", stage.tokens_per_step, stage.seq_len,
+        yield from find_remainder("tokens_per_step", stage.tokens_per_step, stage.seq_len,
                                   f"seq_len={stage.seq_len}")
     longest = max(stage.seq_len for stage in cfg.full_stages)
     if cfg.micro_batch_tokens < longest:
@@ -4912,7 +4886,8 @@ def stage_problems(cfg: Config) -> Iterator[str]:
                f"{cfg.num_iterations} and the last of several stages: give fewer, and two stages or more")
 
 
-def layer_problems(cfg: Config) -> Iterator[str]:
+def find_layer_problems(cfg: Config) -> Iterator[str]:
+    """Lines about the parts of layers."""
     if len(cfg.layers) != cfg.num_layers:
         yield (f"--layers has {len(cfg.layers)} layers, num_layers is {cfg.num_layers}: set "
                f"--num_layers={len(cfg.layers)}")
@@ -5191,6 +5166,8 @@ def check_record(cfg: Config, run: dict) -> dict:
     run: metadata of this run. Entries that are not known yet are passed over.
     """
     folder, first = record_folder(cfg), {}
+    if not cfg.record:
+        return {}
     script = folder / "train_gpt.py"
     if script.exists() and script.read_bytes() != SCRIPT:
         raise InputError(f"--record={cfg.record} belongs to another script ({script}): choose another name")
@@ -5254,6 +5231,29 @@ class LossHistory:
         if self.pending:
             (steps, losses), self.pending = self.pending, None
             self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
+
+
+def describe_sizes(run: dict) -> str:
+    derived, hardware = run["config"]["derived"], run["hardware"]
+    return (f"preset {run['config']['preset']}: {derived['num_params'] / 1e6:.2f} M parameters, "
+            f"{hardware['ranks']} x {hardware['device']}, {derived['train_tokens'] / 1e6:.2f} M training "
+            "tokens")
+
+
+def measure_run(trainer: Trainer, log: RunLog) -> dict:
+    """Speed, communication and memory of a finished run, for its result."""
+    rt, progress, start = trainer.rt, trainer.progress, log.start
+    num_steps = max(1, progress.step - start.step)  # of this process
+    sent = {name: count - log.bytes_before[name] for name, count in rt.comm.step_bytes().items()}
+    minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, start.step, progress.step)
+    tokens_per_s = progress.tokens / progress.train_time
+    flops = tokens_per_s * log.run["config"]["derived"]["flops_per_token"]
+    return dict(
+        train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+        mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+        bytes_per_step=round(sum(sent.values()) / num_steps),
+        minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
+        resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
 
 
 def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
@@ -5362,10 +5362,13 @@ class RunLog:
             self.tracker = None
             self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training continues without it")
 
-    def start_training(self, progress: Progress, num_tokens: int) -> None:
-        """Keep the files from now on. num_tokens: tokens that this process will train on."""
-        self.progress, self.new_files, self.last_token = progress, [], progress.tokens + num_tokens
-        self.start, self.val_seconds, self.shown_at = (progress.train_time, progress.tokens), 0.0, 0.0
+    def start_training(self, trainer: Trainer) -> None:
+        """Keep the files from now on, and remember the state at the start of this process."""
+        self.progress = progress = trainer.progress
+        self.new_files = []
+        self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
+        self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.step_bytes()
+        self.val_seconds = self.shown_at = 0.0
         if has_progress_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
                             dynamic_ncols=True)
@@ -5393,8 +5396,7 @@ class RunLog:
 
     def estimate_seconds(self, train_time: float) -> int:
         """Seconds until the end, from the time per token so far and the last validation."""
-        first_time, first_tokens = self.start
-        per_token = (train_time - first_time) / (self.progress.tokens - first_tokens)
+        per_token = (train_time - self.start.train_time) / (self.progress.tokens - self.start.tokens)
         num_validations = 1 + (self.cfg.num_iterations - self.progress.step) // (
             self.cfg.val_loss_every or sys.maxsize)
         training = (self.last_token - self.progress.tokens) * per_token
@@ -5500,6 +5502,7 @@ class Saved(typing.NamedTuple):
     tensors: dict[str, Tensor]
     lock: typing.BinaryIO | None = None
     is_same_run: bool = False  # it continues under the same run_id
+    result: Path | None = None  # of that run, if it is finished
 
 
 def list_steps(folder: Path) -> list[Path]:
@@ -5588,18 +5591,47 @@ def read_newest(folder: Path, is_checked: bool = True) -> Saved:
     raise problem or InputError(f"{folder} has no checkpoint: start anew without --resume")
 
 
-def check_outputs(cfg: Config, run: dict) -> tuple[dict, Saved | None]:
-    """Check all folders that this run will write. Returns (first result of its record, --resume=PATH)."""
-    folders = {"logs_dir": Path(cfg.logs_dir)}
-    if cfg.record:
-        folders["records_dir"] = record_folder(cfg)
-    if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
-        folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
-    for field, folder in folders.items():
-        check_writable(folder, f"choose another folder with --{field}")
-    path = Path(cfg.resume)
-    named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
-    return check_record(cfg, run) if cfg.record else {}, named
+def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | None]:
+    """Compare the ranks, and check all folders that this run will write.
+
+    Returns (first result of its record, the checkpoint of --resume=PATH). All ranks must call it.
+    """
+    def check() -> tuple[dict, Saved | None]:
+        folders = {"logs_dir": Path(cfg.logs_dir)}
+        if cfg.record:
+            folders["records_dir"] = record_folder(cfg)
+        if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
+            folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
+        for field, folder in folders.items():
+            check_writable(folder, f"choose another folder with --{field}")
+        path = Path(cfg.resume)
+        named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
+        return check_record(cfg, run), named
+
+    compare_ranks(run, rt)
+    first, named = share_errors(check, rt) or ({}, None)
+    print0(f"{describe_sizes(run)}, in {Path.cwd()}", rt)  # the log is published, so it lacks the folder
+    return rt.comm.broadcast_object(first), named
+
+
+def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: Saved | None
+               ) -> tuple[Saved | None, str]:
+    """Complete the identity by the data, and find the checkpoint to continue from. Returns it and a line.
+
+    Only rank 0 keeps its tensors and lock. All ranks must call it.
+    """
+    run["corpus_fingerprint"] = fingerprint(shards)
+    check_corpus(cfg, shards)
+    check_track(cfg, run)
+    compare_ranks(run, rt)
+    saved, line = share_errors(lambda: find_checkpoint(cfg, run, named), rt) or (None, "")
+    shared = rt.comm.broadcast_object((saved and saved._replace(tensors={}, lock=None), line))
+    saved, line = (saved, line) if rt.is_main else shared
+    if saved and saved.is_same_run:
+        run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
+    elif saved:
+        run["resumed_from"] = dict(run_id=saved.metadata["run_id"], step=saved.metadata["progress"]["step"])
+    return saved, line
 
 
 def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
@@ -5608,6 +5640,8 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
     auto: the highest step of the newest run that fits. Its folder is locked before the checkpoint is read.
     """
     kind = "resume of a record" if cfg.record else "resume"
+    if not cfg.resume:
+        return None, ""
     if named:
         return check_named(cfg, run, named, kind)
     root, problem, reason = Path(cfg.checkpoint_dir), "", ""
@@ -5621,6 +5655,7 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
         if not others:
             lock = lock_run(folder)
             saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
+            saved = saved._replace(result=find_result(folder.name, cfg))
             return saved, describe_resume(saved, cfg, run)
         reason = reason or f"the newest is {folder}, but {others[0]}"
     if problem:
@@ -5644,28 +5679,22 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
         raise InputError(f"{path} cannot continue --record={cfg.record} ({reason}): use the options and the "
                          "machine of the checkpoint, or start anew without --resume")
     if is_newest and not others:
-        named = named._replace(is_same_run=True, lock=lock_run(folder))
+        result = find_result(folder.name, cfg)
+        named = named._replace(is_same_run=True, lock=lock_run(folder), result=result)
     return named, describe_resume(named, cfg, run)
 
 
 def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     """The line about a checkpoint, with all differences except folders and ends."""
     others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
-    others += [f"{LOW_PRECISIONS[name]}, as before" for name in progress["lowered"] if name in LOW_PRECISIONS]
+    others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
     schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
     planned = schedule.count_tokens() - schedule.count_tokens(step)
     if planned != trained:
-        others.append(f"this run has trained on {trained} tokens, its schedule on {planned} before step {step}, "
-                      f"so tokens are {'repeated' if planned < trained else 'skipped'}")
+        others.append(f"this run has trained on {trained} tokens, its schedule on {planned} before step "
+                      f"{step}, so tokens are {'repeated' if planned < trained else 'skipped'}")
     new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
     return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
-
-
-def share_saved(found: tuple[Saved | None, str] | None, rt: Runtime) -> tuple[Saved | None, str]:
-    """The result of find_checkpoint() on all ranks. Only rank 0 keeps tensors and lock."""
-    saved, line = found or (None, "")
-    shared = rt.comm.broadcast_object((saved and saved._replace(tensors={}, lock=None), line))
-    return (saved, line) if rt.is_main else shared
 
 
 def find_result(run_id: str, cfg: Config) -> Path | None:
@@ -6228,8 +6257,8 @@ def flush_output() -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise InputError(f"the output cannot be written ({error.strerror}): free space, or write it to another "
-                         "place") from None
+        raise InputError(f"the output cannot be written ({error.strerror}): free space, or write it to "
+                         "another place") from None
 
 
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:

@@ -44,7 +44,7 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     """(step, loss, share of repeats, loss on them, loss on the rest) of a checkpoint."""
     model, cfg, rt, facts = gpt.load_model(path, {"device": "cpu"})
-    gpt.ensure_corpus(cfg, rt)
+    gpt.make_corpus(cfg, rt)
     data, step = gpt.ValData(cfg), facts["progress"]["step"]
     state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
     losses, repeats = [], []

@@ -88,7 +88,7 @@ def measure(args: Namespace) -> int:
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(args.options)[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.ensure_corpus(cfg, rt)
+    gpt.make_corpus(cfg, rt)
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
     torch.manual_seed(cfg.seed)
     rng = np.random.default_rng(cfg.seed)

@@ -38,7 +38,7 @@ def measure(variant: str, num_steps: int) -> dict:
         gpt.keep_freed_memory = lambda: None
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.ensure_corpus(cfg, rt)
+    gpt.make_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
     batches = gpt.Prefetcher(data.batches(rt, 0, num_steps + 3), rt.device)

@@ -361,7 +361,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
     if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
-        gpt.ensure_corpus(cfg, rt)
+        gpt.make_corpus(cfg, rt)
     try:
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")

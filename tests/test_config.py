@@ -142,8 +142,8 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier layer"),
         (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
         (["--layers=[{}]"], "1 layers", "--num_layers=1"),
-        (["--preset=quick", "--num_layers=5"], "quick has 4 layers", "give the others with --layers"),
-        (["--preset=frontier", "--num_layers=12"], "frontier has 11 layers", "give the others with --layers"),
+        (["--preset=quick", "--num_layers=5"], "quick has 4 layers", "give all layers with --layers"),
+        (["--preset=frontier", "--num_layers=12"], "frontier has 11 layers", "give all layers with --layers"),
         (["--depth=4", "--num_layers=6"], "--num_layers=6", "4 layers"),
         (["--depth=4", "--tokens_per_param=20", "--num_iterations=9"], "--num_iterations=9 both", "one of them"),
         (["--depth=4", "--tokens_per_param=1e308"], "--tokens_per_param=1e+308", "give at most 1000000"),
@@ -152,8 +152,8 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--grad_grid=x"], "--grad_grid=x is not a number:", "give one like 0.0\n"),
         (["--layers=[{"], "(Expecting property name", 'give one like [{"attention": "short", "mlp": true, '),
         (["--layers=" + "x" * 600], "x" * 100 + "... is not a list (Expecting value", '"value_embed": null}]\n'),
-        (["--prompt=def"], "--prompt has no meaning without --sample", "with --sample"),
-        (["--top_k=0", "--print_config"], "--top_k has no meaning without --sample", "leave it out"),
+        (["--prompt=def"], "--prompt has no effect without --sample", "with --sample"),
+        (["--top_k=0", "--print_config"], "--top_k has no effect without --sample", "leave it out"),
         (["--record=../x"], "../x", "lower-case"),
         (["--record=" + "x" * 150], "x" * 50, "at most 100"),
         (["--record=" + "x" * 300], "x" * 50, "at most 100"),
@@ -211,10 +211,10 @@ def test_the_number_of_layers_that_a_preset_has_may_be_said():
         (dict(WORLD_SIZE="0"), "WORLD_SIZE=0 in the environment is not a whole number of at least 1"),
         (dict(LOCAL_RANK="3"), "LOCAL_RANK=3 in the environment is not below LOCAL_WORLD_SIZE=1"),
         (dict(LOCAL_RANK="x"), "LOCAL_RANK=x in the environment is not a whole number"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 does not find"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 does not reach"),
         (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is not a whole number of at least 0"),
         (dict(WORLD_SIZE="two"), "WORLD_SIZE=two in the environment is not a whole number"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 does not find the others"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 does not reach the others"),
     ],
     ids=str,
 )
@@ -244,7 +244,7 @@ def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatc
     def fail(*_):
         raise OSError(28, "No space left on device", "somewhere/file.bin")
 
-    monkeypatch.setattr(gpt, "ensure_corpus", fail)
+    monkeypatch.setattr(gpt, "make_corpus", fail)
     assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "error: somewhere/file.bin: No space left on device: check the path" in err

@@ -267,7 +267,7 @@ def test_a_rule_without_a_rate_takes_one_that_suits_it():
     assert rate("track_2", matrix_rule="normuon") == rate("track_2") == 0.0125  # muon and normuon: equal units
 
 
-@pytest.mark.parametrize("preset", ["track_1", "frontier"])
+@pytest.mark.parametrize("preset", ["track_1", "frontier", "smoke_frontier", "laptop"])
 @pytest.mark.parametrize("given", [dict(matrix_rule="adamw"), dict(without="muon")], ids=str)
 def test_another_rule_brings_its_options(preset, given):
     """Learning rate, betas, decay and the multipliers of the MLP. Every other option is the preset's."""
