@@ -274,8 +274,8 @@ class OptimConfig:
                               "which also keeps the low 16 bits of bfloat16 matrices",
                               choices=("storage", "float32"))
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "debug: round gradients to multiples of this, so that sums are exact on "
-                              "any number of ranks. 0: off", 0.0)
+    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums are then exact on any "
+                              "number of ranks with equal micro-batches. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
     matrix_cooldown_frac: float = option(-1.0, "cooldown of the matrices. -1: cooldown_frac", -1.0, 1.0)
@@ -4784,8 +4784,9 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def check_config(cfg: Config) -> None:
     """Raise InputError for the first contradiction in the options."""
-    for problem in itertools.chain(find_model_problems(cfg), find_optimizer_problems(cfg),
-                                   find_run_problems(cfg), find_stage_problems(cfg), find_layer_problems(cfg)):
+    finders = (find_model_problems, find_optimizer_problems, find_run_problems, find_stage_problems,
+               find_layer_problems)
+    for problem in itertools.chain.from_iterable(find(cfg) for find in finders):
         raise InputError(problem)
 
 
@@ -5151,7 +5152,7 @@ def check_writable(folder: Path, remedy: str) -> None:
         raise InputError(f"{str(folder)[:200]} cannot be written ({reason}): {remedy}") from None
 
 
-def record_folder(cfg: Config) -> Path:
+def find_record_folder(cfg: Config) -> Path:
     """Folder of the results of this run. A record keeps the date of its first result."""
     if not cfg.record:
         return Path(cfg.logs_dir)
@@ -5165,7 +5166,7 @@ def check_record(cfg: Config, run: dict) -> dict:
 
     run: metadata of this run. Entries that are not known yet are passed over.
     """
-    folder, first = record_folder(cfg), {}
+    folder, first = find_record_folder(cfg), {}
     if not cfg.record:
         return {}
     script = folder / "train_gpt.py"
@@ -5301,7 +5302,7 @@ class RunLog:
         self.num_logged = len(self.losses.points)
         self.step_times: dict[int, float] = {}  # of steps that wait for their loss
         self.is_continued = self.run_id == earlier.get("run_id")
-        self.earlier_logs = Path(earlier["config"]["logs_dir"]) if self.is_continued else Path(cfg.logs_dir)
+        self.earlier_logs = str(earlier["config"]["logs_dir"]) if self.is_continued else cfg.logs_dir
 
     def __enter__(self) -> RunLog:
         cfg, folder = self.cfg, Path(self.cfg.logs_dir)
@@ -5309,7 +5310,7 @@ class RunLog:
             self.tracker = start_tracker(cfg, self.run_id)
         suffixes = (".txt", ".jsonl") if cfg.telemetry_every or cfg.guard == "on" else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
-            path, earlier = folder / (self.run_id + suffix), self.earlier_logs / (self.run_id + suffix)
+            path, earlier = folder / (self.run_id + suffix), Path(self.earlier_logs, self.run_id + suffix)
             folder.mkdir(parents=True, exist_ok=True)
             if self.is_continued and earlier.exists() and not path.exists():  # another --logs_dir
                 shutil.copy(earlier, path)
@@ -5432,7 +5433,7 @@ class RunLog:
         result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **self.run, train_points=points,
                       val_points=self.val_points, final_val_loss=self.val_points[-1][1], **result)
         self._close_bar()
-        folder, name = record_folder(cfg), f"{self.run_id}.json"
+        folder, name = find_record_folder(cfg), f"{self.run_id}.json"
         problem = self.write_result(folder, result)
         if problem and cfg.record and not self.write_result(Path(cfg.logs_dir), result):
             problem += f". The result is {Path(cfg.logs_dir, name)} instead"
@@ -5461,7 +5462,7 @@ class RunLog:
 
     def write_result(self, folder: Path, result: dict) -> str:
         """Write script and json into a folder. A record's log moves there. Returns the problem, or ""."""
-        is_record = bool(self.cfg.record) and folder == record_folder(self.cfg)
+        is_record = bool(self.cfg.record) and folder == find_record_folder(self.cfg)
 
         def move_logs() -> None:
             for suffix, file in self.files.items() if is_record else ():
@@ -5599,7 +5600,7 @@ def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | No
     def check() -> tuple[dict, Saved | None]:
         folders = {"logs_dir": Path(cfg.logs_dir)}
         if cfg.record:
-            folders["records_dir"] = record_folder(cfg)
+            folders["records_dir"] = find_record_folder(cfg)
         if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
             folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
         for field, folder in folders.items():

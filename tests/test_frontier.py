@@ -485,15 +485,14 @@ def test_a_micro_batch_has_the_longest_sequence_of_all_stages(lengths):
 
 @pytest.mark.parametrize("zero_init, zero", [("on", "attention mlp"), ("mlp", "mlp"), ("off", "")])
 def test_the_initial_standard_deviation_of_matrices(zero_init, zero):
-    """init_std is half the root of 1 / width, also of output projections that are not zero."""
-    cfg = gpt.make_config({**SMALL, "zero_init": zero_init, "init_scale": 0.7} if False else {**SMALL, "zero_init": zero_init})
+    """init_std divided by the root of the fan-in, except for output projections that begin with zeros."""
     torch.manual_seed(0)
-    block = gpt.GPT(cfg).blocks[1]
-    q_and_k, (v, attention_out), (up, mlp_out) = block.attention.qk, block.attention.v_proj, block.mlp.up_down
-    expected = 0.5 * 96**-0.5
-    stds = dict(q=q_and_k[0], k=q_and_k[-1], v=v, up=up, attention=attention_out, mlp=mlp_out)
-    for name, weight in stds.items():
-        assert weight.std().item() == pytest.approx(0 if name in zero.split() else expected, rel=0.03), name
+    block = gpt.GPT(gpt.make_config({**SMALL, "zero_init": zero_init, "init_std": 0.7})).blocks[1]
+    (v, attention_out), (up, mlp_out) = block.attention.v_proj, block.mlp.up_down
+    stds = {name: weight.std().item() for name, weight in dict(
+        q=block.attention.qk[0], k=block.attention.qk[-1], v=v, attention=attention_out, up=up, mlp=mlp_out).items()}
+    expected = {**dict.fromkeys(stds, 0.7 * 96**-0.5), "mlp": 0.7 * 384**-0.5, **dict.fromkeys(zero.split(), 0)}
+    assert stds == pytest.approx(expected, rel=0.03)
 
 
 def test_a_last_stage_without_steps(shards):
