@@ -4123,18 +4123,25 @@ class Shard:
         return np.frombuffer(data, dtype="<u2")
 
 
-def read_shard_header(path: str) -> tuple[int, int, int]:
-    """(tokens, vocabulary size, BOS token) of a shard. InputError if its size differs from its header."""
-    problem, header = None, np.zeros(0, dtype="<i4")
+@contextmanager
+def explain_shard(path: str):
+    """Turn an OSError into an InputError that names the shard."""
     try:
-        size = os.path.getsize(path)
-        if os.path.isfile(path):  # a pipe would wait for its writer
-            header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+        yield
     except OSError as error:
         remedy = "check the path and its permissions"
         if error.errno == errno.EMFILE:
             remedy = "raise the limit of open files with ulimit -n, or build fewer and larger shards"
         raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
+
+
+def read_shard_header(path: str) -> tuple[int, int, int]:
+    """(tokens, vocabulary size, BOS token) of a shard. InputError if its size differs from its header."""
+    problem, header = None, np.zeros(0, dtype="<i4")
+    with explain_shard(path):
+        size = os.path.getsize(path)
+        if os.path.isfile(path):  # a pipe would wait for its writer
+            header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
     elif header[2] <= 0:
@@ -4155,8 +4162,9 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
     if expected_bos not in (None, bos):
         raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
                          "of one kind with --train_files and --val_files")
-    file = open(path, "rb", buffering=0)
-    tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
+    with explain_shard(path):
+        file = open(path, "rb", buffering=0)
+        tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
         raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
                          f"{SHARD_REMEDY}")
@@ -5065,17 +5073,17 @@ def hash_script() -> str:
 
 
 def find_commit() -> str:
-    """Commit of the repository, with -dirty if this script differs. "" if git does not track it."""
+    """Commit of the repository, with -dirty if it has another script. "" if git does not track it."""
     path = Path(__file__).resolve()
 
     def git(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=path.parent)
+        return subprocess.run(["git", *words], capture_output=True, cwd=path.parent)
 
     try:
-        if git("ls-files", "--error-unmatch", path.name).returncode:
+        committed = git("show", f"HEAD:./{path.name}")
+        if committed.returncode:
             return ""
-        is_dirty = bool(git("diff", "HEAD", path.name).stdout)
-        return git("rev-parse", "HEAD").stdout.strip() + "-dirty" * is_dirty
+        return git("rev-parse", "HEAD").stdout.decode().strip() + "-dirty" * (committed.stdout != SCRIPT)
     except OSError:  # git is not installed
         return ""
 

@@ -85,7 +85,7 @@ def slow_but(values, *quick) -> list:
 
 @contextmanager
 def at_most(seconds: int):
-    """Raise TimeoutError where something takes longer, such as a wait for what never comes."""
+    """Raise TimeoutError if something takes longer. This only guards against an endless wait."""
 
     def give_up(*_):
         raise TimeoutError(f"not done after {seconds} seconds")
@@ -149,7 +149,7 @@ def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = Non
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=3000,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )
 

@@ -32,7 +32,7 @@ def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=3000,
         env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr[-2000:]

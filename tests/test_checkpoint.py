@@ -126,6 +126,9 @@ def test_a_resumed_run_is_the_run(shards, here, name, capsys):
     assert run(shards, *args, *more) == points and len(points) == 4
     assert_same_bits(tensors_of(find_step(18)), end)
     again = read_result()
+    log = Path("second", f"{result['run_id']}.txt").read_text()  # it begins with the log of the first folder
+    steps = [int(n) for n in re.findall(r"^step:(\d+)/18 train_time", log, re.M)]
+    assert steps == [*range(1, 19), *range(step + 1, 19)]
     assert (again["run_id"], again["resumed_at"], again["resumed_from"]) == (result["run_id"], [step], {})
     assert again["train_points"] == result["train_points"] and len(again["train_points"]) == 18
     assert run(shards, *args, *more) is None  # finished
@@ -213,14 +216,15 @@ def test_a_path_with_other_options_is_a_new_run(shards, here, capsys):
     """Options, data and number of steps may change. One line lists them, and the result names its origin."""
     run(shards, "--num_iterations=6", "--checkpoint_every=6")
     first = read_result()
-    points = run(shards, "--num_iterations=8", f"--resume={find_step(6)}", "--head_lr=0.01")
+    more = ["--num_iterations=8", "--tokens_per_step=1024", "--head_lr=0.01"]
+    points = run(shards, f"--resume={find_step(6)}", *more)
     assert points[-1][0] == 8 and points[0] == first["val_points"][0][:2]
     out, second = capsys.readouterr().out, read_result()
     assert second["run_id"] != first["run_id"]
     assert second["resumed_from"] == {"run_id": first["run_id"], "step": 6}
-    assert f"after step 6 as a new run {second['run_id']}: num_iterations was 6, here 8, checkpoint_every was 6, here 0, head_lr was" in out
+    assert f"after step 6 as a new run {second['run_id']}: num_iterations was 6, here 8, tokens_per_step was 512, here 1024, checkpoint_every was 6, here 0, head_lr was" in out
     # the speed counts the tokens that were trained on
-    assert second["tokens_per_s"] == pytest.approx(8 * 512 / (second["train_time_ms"] / 1000), rel=0.01)
+    assert second["tokens_per_s"] == pytest.approx((6 * 512 + 2 * 1024) / (second["train_time_ms"] / 1000), rel=0.01)
     assert len(second["train_points"]) == 8
 
 
@@ -313,7 +317,7 @@ def test_torchrun_is_stopped_with_a_checkpoint(shards, here, signum):
     agent = start(command)
     wait_for_line(agent, "step:5/")
     agent.send_signal(signum)
-    _, errors = agent.communicate(timeout=300)
+    _, errors = agent.communicate(timeout=3000)
     line = (
         f"train_gpt.py: stopped by {signum.name} after step .* of 4000: continue with: "
         "torchrun --standalone --nproc_per_node=2 "
@@ -355,7 +359,7 @@ def test_a_signal_saves_and_the_printed_command_continues(shards, here, signum, 
     child = start([sys.executable, str(SCRIPT), *TINY, *data_args(shards), *args])
     wait_for_line(child, "step:10/")
     child.send_signal(signum)
-    _, errors = child.communicate(timeout=300)
+    _, errors = child.communicate(timeout=3000)
     assert child.returncode == status and errors.count("\n") == 1
     found = re.fullmatch(
         r"train_gpt.py: stopped by (\w+) after step (\d+) of 4000: continue with: python (.*)\n", errors
@@ -367,7 +371,7 @@ def test_a_signal_saves_and_the_printed_command_continues(shards, here, signum, 
     child = start([sys.executable, *words])
     wait_for_line(child, f"step:{step // 10 * 10 + 10}/")
     child.send_signal(signum)
-    assert child.wait(300) == status
+    assert child.wait(3000) == status
     child.communicate()
     (log,) = Path("logs").glob("*.txt")  # one run
     times = [int(ms) for ms in re.findall(r"^step:\d+/4000 train_time:(\d+)ms", log.read_text(), re.M)]
@@ -389,11 +393,11 @@ def test_a_lost_terminal_saves_and_stops(shards, here):
     child = start(words, stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=take_terminal)
     os.close(its)
     shown = b""
-    with at_most(300):
+    with at_most(3000):
         while not re.search(rb"loss \d\.\d+, [\d,]+ tok/s", shown):  # the bar, long before the last step
             shown += os.read(ours, 10_000)
     os.close(ours)
-    assert child.wait(300) == 129
+    assert child.wait(3000) == 129
     (path,) = Path("checkpoints").rglob("*.pt")
     (log,) = Path("logs").glob("*.txt")
     step = gpt.read_checkpoint(path)[0]["progress"]["step"]
@@ -468,7 +472,7 @@ def test_a_file_system_without_locks_is_named(shards, here, monkeypatch, capsys)
 
 def test_logs_may_lie_beside_checkpoints(shards, here):
     """A run that wrote its result into the folder of its checkpoints waited for its own lock."""
-    with at_most(300):
+    with at_most(3000):
         run(shards, "--num_iterations=3", "--checkpoint_every=2", "--logs_dir=checkpoints")
     assert len(find_results()) == 1
 
@@ -746,6 +750,19 @@ def test_a_record_without_room_stays_in_logs_with_its_log(shards, here, monkeypa
     (result,), (log,) = Path("logs").glob("*.json"), Path("logs").glob("*.txt")
     assert result.stem == log.stem and not list(Path("records").rglob("*_seed*"))
     assert f"in logs. The result is {result} instead" in capsys.readouterr().err
+
+
+def test_a_file_is_complete_before_the_logs_move(tmp_path):
+    moved = []
+
+    def fail(_file):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        gpt.write_atomic(tmp_path / "a.json", fail, lambda: moved.append("too early"))
+    assert moved == [] and list(tmp_path.iterdir()) == []
+    gpt.write_atomic(tmp_path / "a.json", b"{}", lambda: moved.extend(path.read_bytes() for path in tmp_path.iterdir()))
+    assert moved == [b"{}"] and [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("how", ["vanish", "become a file"])

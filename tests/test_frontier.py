@@ -1,4 +1,4 @@
-"""The newest recipe against a plain float64 reading of it (frontier_reference.py), and its mechanisms."""
+"""The newest recipe against a reference in float64 (frontier_reference.py), and its mechanisms."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SMALL = dict(
 CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
     "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
 )
-WITHOUT_OPTIMIZER = CPU_FORMS - {"sparse_embedding", "fused_adamw"}  # those of a model that nobody trains
+WITHOUT_OPTIMIZER = CPU_FORMS - {"sparse_embedding", "fused_adamw"}  # of a model that is not trained
 COEFFICIENTS = dict(
     dc_pre="dc_w1",
     dc_post="dc_w2",
@@ -56,7 +56,7 @@ def make_reference(seed=0):
 
 
 def find_rows(scalar, spec, kind, shape):
-    """The rows in which the reference keeps a scalar of token gates, for several streams the rows of each."""
+    """The rows of the reference with a scalar of token gates. Several activations have rows for each."""
     near, written = [*spec.mudd_in.split(","), "x"], spec.mudd_out.split(",")
     streams = dict(mudd_v=("value", near), mudd_x=("in", near), mudd_out=("out", written))
     if scalar.name not in streams:
@@ -162,7 +162,7 @@ def test_forward_and_losses(step, fast):
         theirs = reference.loss_weights(step)
         used = [*theirs[: state.stage.num_targets - state.stage.has_prefix_target], theirs[3]]
         assert state.loss_weights == pytest.approx(used[: state.stage.num_targets], abs=1e-15)
-        assert sum(theirs) == pytest.approx(sum(state.loss_weights))  # the others are 0
+        assert sum(theirs) == pytest.approx(sum(state.loss_weights))  # other weights are 0
         loss = reference.loss(
             p, shape, batch.inputs, batch.targets, starts, batch.doc_ids, stage, theirs[:3], theirs[3], prefixes
         )
@@ -195,9 +195,9 @@ def test_schedule():
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
 @pytest.mark.parametrize("steps", slow_but([6, 40], 6))
 def test_steps(steps, fast, monkeypatch):
-    """Every parameter after some steps, tied for the first half: gradients, both rules, their masks.
+    """Every parameter after some steps, with a tied head in the first half: gradients, both rules, their masks.
 
-    At a hundredth of the recipe's rates: at the rates themselves, rounding errors grow tenfold each step.
+    Learning rates are a hundredth of the recipe's, because rounding errors would grow tenfold in each step.
     """
     monkeypatch.setattr(gpt, "GRAD_TOKENS", 128)
     last_tied = {6: 3, 40: 19}[steps]
@@ -237,7 +237,7 @@ def test_steps(steps, fast, monkeypatch):
     expected, ours = read_parameters(model, shape, p), dict(model.named_parameters())
     errors = {name: (ours[name] - expected[name]).abs().max().item() for name in ours}
     assert max(errors.values()) < 1e-9, sorted(errors.items(), key=lambda item: -item[1])[:5]
-    assert (model.embed - model.head.weight).abs().max() > 1e-4  # and they have parted
+    assert (model.embed - model.head.weight).abs().max() > 1e-4  # they are untied
 
 
 @pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
@@ -257,7 +257,7 @@ def test_the_number_of_segments_changes_no_bit(fast):
 @pytest.mark.parametrize("form", ["plain", "fused", "kernel"])
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.5, 0.25, 0.2], [0.0, 0.7]], ids=str)
 def test_cross_entropy_of_several_targets(weights, form):
-    """The sum of weighted cross-entropies of the capped logits, and its gradient, by autograd in float64."""
+    """Loss and gradient against autograd in float64: weighted cross-entropies of the capped logits."""
     torch.manual_seed(0)
     logits = (torch.randn(9, 300) * 8).requires_grad_()
     targets, weights = torch.randint(300, (9, len(weights))), torch.tensor(weights)
@@ -269,7 +269,7 @@ def test_cross_entropy_of_several_targets(weights, form):
     )
     expected = (terms * weights.double()).sum(1)
     (expected_grad,) = torch.autograd.grad(expected.sum(), logits)
-    if form == "plain":  # token by token, and with the identity as the head, so that logits are its input
+    if form == "plain":  # token by token, with the identity as the head
         losses = torch.stack(
             [gpt.head_loss(x[None], torch.eye(300), t[None], weights, cap) for x, t in zip(logits, targets)]
         )
@@ -299,7 +299,7 @@ def test_hashes():
 
 
 def test_prefixes(tmp_path):
-    """The table of prefixes against brute force, from a file as the hub has it."""
+    """The table of prefixes against brute force, from a vocabulary file in the format of the hub."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves, other bytes from 256 on
     chars = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in chars]
@@ -320,7 +320,7 @@ def test_prefixes(tmp_path):
 
 
 def test_low_bits():
-    """A bfloat16 matrix with its other 16 bits is trained like a float32 one, and shows its upper half."""
+    """A bfloat16 matrix with low bits in its state trains like a float32 one, and holds the upper half."""
     torch.manual_seed(0)
     rule, states, weights = gpt.RULES["normuon"], [], []
     start = torch.randn(2, 8, 16).bfloat16()
@@ -379,7 +379,7 @@ ABSENT = {"dropped_mlp", "momentum_warmup"}  # not in this recipe
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
 @pytest.mark.parametrize("mechanism", sorted(set(gpt.MECHANISMS) - ABSENT))
 def test_without(mechanism, fast, monkeypatch):
-    """Every mechanism can be taken from the newest recipe, and two steps of the rest are finite."""
+    """Without each mechanism of the newest recipe two steps are finite."""
     torch.manual_seed(0)
     stages = (
         gpt.Stage(1, 256, 128, 128, None, 1.0, None, "1 0.5 0.25:0", "0.25"),
@@ -396,7 +396,7 @@ def test_without(mechanism, fast, monkeypatch):
     fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
     trainer = gpt.Trainer(cfg, make_runtime(fp8=fp8, fast=fast))
     batch, _ = make_tokens(0, length=128)
-    for step in (18, 19):  # Adam's is among them
+    for step in (18, 19):  # one of them updates Adam
         assert trainer.train_step(iter([batch] * 9), trainer.schedule.at(step)).isfinite()
     assert all(param.isfinite().all() for param in trainer.model.parameters())
 
@@ -406,7 +406,7 @@ FRONTIER = ("--preset=smoke_frontier", "--micro_batch_tokens=512", "--check_rank
 
 @pytest.fixture(scope="module")
 def whole_run(shards, tmp_path_factory):
-    """The recipe with all mechanisms, without interruption."""
+    """A run of the recipe with all mechanisms, without a stop."""
     return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER)
 
 
@@ -458,7 +458,7 @@ def test_telemetry_and_guard(shards, tmp_path):
         (dict(stages=(gpt.Stage(1, 384, 128, seq_len=0),)), "seq_len=0"),
         (dict(stages=(gpt.Stage(1, 384, 128, loss_weights="1 x"),)), "loss_weights='1 x'"),
         (dict(stages=(gpt.Stage(1, 384, 128, prefix_weight="1 1"),)), "prefix_weight='1 1'"),
-        (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in="x_in"),)), "mudd_in=x_in, which adds to values, but no attention"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in="x_in"),)), "mudd_in=x_in, which adds to values"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(mudd_out="h3"),)), "mudd_out=h3: choose among x_in"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(attention_from=1),)), "attention_from=1"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(gates_from=2),)), "gates_from=2"),
@@ -466,7 +466,7 @@ def test_telemetry_and_guard(shards, tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(gpt.InputError, match=message.replace("(", r"\(")):
         gpt.make_config({**SMALL, "qk_group_heads": 1, "extension_steps": 0, **options})
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: every kernel against its plain form, and runs against those of the CPU. `./run.sh test -m gpu`."""
+"""On a CUDA device: every kernel against its plain form, and runs against runs on the CPU: `./run.sh test -m gpu`."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def test_symmetric_matmul(dtype, bound, is_compiled):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_transpose_of_a_gradient(is_compiled):
-    """d loss / d logits of 8,192 tokens, and a shape that the tiles do not divide: every byte is in its place."""
+    """The gradient of the logits of 8,192 tokens, and a shape that is no multiple of the tiles."""
     run = compiled(gpt.transpose) if is_compiled else gpt.transpose
     for shape in ((8192, 50_304), (1000, 272)):
         x = torch.randint(256, shape, dtype=torch.uint8, device=CUDA).view(torch.float8_e5m2)
@@ -63,8 +63,8 @@ def test_the_mlp_in_one_function(is_compiled):
     if not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
-    shapes = (1024, 768), (768, 3072), (768, 3072)
-    x, up, down = ((torch.randn(shape, device=CUDA) * shape[1] ** -0.25).bfloat16().requires_grad_() for shape in shapes)
+    scaled = (torch.randn(n, m, device=CUDA) * m**-0.25 for n, m in ((1024, 768), (768, 3072), (768, 3072)))
+    x, up, down = (tensor.bfloat16().requires_grad_() for tensor in scaled)
     run = compiled(gpt.FusedMLP.apply) if is_compiled else gpt.FusedMLP.apply
     y = run(x, up, down, None)
     grad = torch.randn_like(y)
@@ -78,7 +78,7 @@ def test_the_mlp_in_one_function(is_compiled):
 @pytest.mark.parametrize("use_compile", [False, True])
 @pytest.mark.parametrize("name", gpt.list_fast_forms())
 def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
-    """Of the newest recipe, forward and backward, as at the start of a run."""
+    """The comparison at the start of a run of the newest recipe, forward and backward."""
     cfg, has_bf16 = gpt.make_config({"preset": "frontier"}), gpt.supports_bfloat16(CUDA)
     needs = gpt.list_fast_forms()[name].needs
     is_fp8 = name in gpt.FP8_FORMS
@@ -90,7 +90,7 @@ def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
 
 
 def test_flex_attention_is_used_if_it_is_right():
-    """And no other form is refused."""
+    """No other form is refused."""
     cfg = smoke_config(num_heads=2, head_dim=64, model_dim=128)
     dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     use_compile, _ = gpt.choose_compile(dataclasses.replace(cfg, compile="auto"), CUDA)
@@ -104,8 +104,10 @@ def test_flex_attention_is_used_if_it_is_right():
     (torch.bfloat16, 1.0, 2**-8), (torch.float8_e5m2, FP8_SCALES.grad, 2**-3)])
 @pytest.mark.parametrize("cap, target_weights", list(zip(CAPS, [(1.0,), (1.0, 0.5, 0.25, 0.25)])))
 def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compiled):
-    """The record's vocabulary, logits beyond the cap; e5m2 has two bits of mantissa. One target, and four, of which
-    the last is often missing."""
+    """The record's vocabulary, with logits beyond the cap. e5m2 has two bits of mantissa.
+
+    One target, and four with missing ones.
+    """
     torch.manual_seed(0)
     logits = (torch.randn(2048, 50_304, device=CUDA) * 20).bfloat16()
     weights = torch.tensor(target_weights, device=CUDA)
@@ -121,7 +123,7 @@ def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compile
 @pytest.mark.parametrize("num_tokens", [1024, 49_152])
 @pytest.mark.parametrize("window", [128, 1408])
 def test_flex_attention_forward_and_backward(num_tokens, window):
-    """Documents and window against dense attention, of views as the model makes them: q, k in one tensor, v a slice."""
+    """Documents and window against dense attention. The inputs are views, as in the model."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     doc_ids = (torch.rand(num_tokens, device=CUDA) < 1 / 400).cumsum(0).int()
@@ -145,7 +147,7 @@ def test_flex_attention_forward_and_backward(num_tokens, window):
 
 
 def test_fp8_head_points_where_bfloat16_does():
-    """e4m3 has three bits of mantissa, e5m2 two; errors of 50,304 logits average out."""
+    """e4m3 has three bits of mantissa and e5m2 has two. Errors of 50,304 logits average out."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no FP8 on this device")
     torch.manual_seed(0)
@@ -177,14 +179,14 @@ def losses(result):
 
 
 def test_the_gpu_learns_what_the_cpu_learns(shards, gpu_run, tmp_path):
-    """float32, but for TF32 products (2^-11), over 20 steps of a loss that falls from 5.9 to about 2."""
+    """float32 with TF32 matmuls (2^-11). In 20 steps the loss falls from 5.9 to about 2."""
     cpu = smoke_run(shards, tmp_path, *LONGER)
     assert losses(gpu_run[0]) == pytest.approx(losses(cpu), abs=0.03)
     assert losses(cpu)[-1] < losses(cpu)[0] - 2
 
 
 def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
-    """All its mechanisms, compiled, against the CPU's plain forms; 24 steps, of which 16 with a tied head."""
+    """All mechanisms, compiled, against plain forms on the CPU, in 24 steps. The head is tied in the first 16."""
     longer, results = ["--preset=smoke_frontier", "--num_iterations=24", "--val_loss_every=8"], []
     for device in ("cpu", "cuda"):
         folder = tmp_path / device
@@ -197,8 +199,8 @@ def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
 @pytest.mark.parametrize("options", [
     ["--compile=off"], ["--fast=off"], ["--fast=rms_norm,norm_rotate,flex_attention,head_loss,sparse_embedding"],
     ["--dtype=bfloat16"]], ids=str)
-def test_the_same_run_otherwise(shards, gpu_run, tmp_path, options):
-    """Eager with blocked attention. In plain forms. Without our kernels. In bfloat16, with an FP8 head if the card has one."""
+def test_other_forms_learn_equally(shards, gpu_run, tmp_path, options):
+    """Eager with blocked attention, plain forms, no Triton kernels, bfloat16 with an FP8 head if the GPU has FP8."""
     if options == ["--dtype=bfloat16"] and not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     other = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", *options)
@@ -216,7 +218,7 @@ def test_checkpoints_go_from_gpu_to_cpu_and_back(shards, gpu_run, tmp_path):
         assert losses(result) == pytest.approx(losses(gpu_run[0]), abs=0.03)
 
 
-def test_text_from_the_gpu_is_that_of_the_cpu(gpu_run):
+def test_gpu_and_cpu_write_one_text(gpu_run):
     checkpoint = next(gpu_run[1].rglob("step_000020.pt"))
     options = [f"--sample={checkpoint}", "--prompt=abc", "--temperature=0", "--max_new_tokens=20"]
     texts = [launch([str(ROOT / "train_gpt.py"), *options, f"--device={device}"], gpu_run[1])
@@ -225,8 +227,8 @@ def test_text_from_the_gpu_is_that_of_the_cpu(gpu_run):
     assert texts[0].stdout == texts[1].stdout
 
 
-def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
-    """Documents of 8,192 tokens, whole or one at a time: the same loss, as none sees another."""
+def test_a_validation_sequence_of_262144_tokens_is_the_sum_of_its_documents():
+    """Documents of 8,192 tokens have one loss in one sequence and separately, because none sees another."""
     cfg = smoke_config(num_layers=4, num_heads=2, head_dim=64, model_dim=128,
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
@@ -254,8 +256,8 @@ def test_a_validation_sequence_of_262144_is_the_sum_of_its_documents():
     assert whole == pytest.approx(parts, rel=1e-4)
 
 
-def test_out_of_memory_ends_with_its_line(shards, tmp_path):
-    """1 % of the memory, and a model that needs more."""
+def test_out_of_memory_ends_with_one_line(shards, tmp_path):
+    """A model that needs more than the 300 MB that the process may allocate."""
     script = tmp_path / "little_memory.py"
     script.write_text(f"import sys, torch\nsys.path.insert(0, {str(ROOT)!r})\nimport train_gpt\n"
                       "torch.cuda.set_per_process_memory_fraction(300e6 / torch.cuda.mem_get_info()[1])\n"
@@ -277,7 +279,7 @@ def test_two_gpus_learn_what_one_learns(shards, gpu_run, tmp_path):
 
 
 def test_blocked_attention_runs_without_triton(monkeypatch):
-    """As on Windows: 49,152 tokens forward and backward, in bounded memory."""
+    """49,152 tokens forward and backward in bounded memory, as on Windows."""
     monkeypatch.setattr(gpt, "triton", None)
     use_compile, note = gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)
     assert not use_compile and "Triton is not installed" in note

@@ -25,7 +25,8 @@ def text(tmp_path_factory) -> Path:
     """Real text. On the progressions of other tests the loss is nearly 0, and its noise is larger than its mean."""
     folder = tmp_path_factory.mktemp("text")
     files = itertools.islice(text_tool.read_torch_source(), 0, None, 8)
-    text_tool.write_corpus(files, folder, "every eighth file", text_tool.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+    encoding = text_tool.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+    text_tool.write_corpus(files, folder, "every eighth file", *encoding)
     return folder
 
 
@@ -163,7 +164,7 @@ def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
-    """Both restore the same step, and --check_ranks_every compares their parameters after each step."""
+    """Both restore one step, and --check_ranks_every compares their parameters after each step."""
     options = ["--tokens_per_step=1024"]
     expected = clean(*options)
     monkeypatch.chdir(tmp_path)
@@ -225,7 +226,7 @@ def make_guard(text):
 
 
 def test_the_learning_rate_is_scaled_until_a_step(text):
-    """Steps of Adam and of matrices are proportional to their learning rates. From step 5 on the scale has no effect."""
+    """Steps of Adam and of matrices are proportional to their learning rates. The scale ends at step 5."""
     changes = {}
     for step, scale in ((4, 1.0), (4, 0.5), (5, 0.5)):
         _, trainer = make_guard(text)

@@ -7,18 +7,22 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
+    BOS,
     SCRIPT,
     STEP_LINE,
     VAL_LINE,
+    VOCAB,
     data_args,
     gpt,
     make_runtime,
@@ -137,7 +141,7 @@ def test_steps_are_in_the_log_and_the_final_validation_alone_on_the_console(shar
 def test_a_closed_console(closed, shards, tmp_path):
     """As cron and service managers start programs. What is opened next would get the number of a closed one."""
     words = [sys.executable, str(SCRIPT), "--preset=smoke", "--device=cpu", "--num_iterations=2", *data_args(shards)]
-    done = subprocess.run(f"{shlex.join(words)} {closed}", shell=True, cwd=tmp_path, capture_output=True, timeout=300)
+    done = subprocess.run(f"{shlex.join(words)} {closed}", shell=True, cwd=tmp_path, capture_output=True, timeout=3000)
     assert done.returncode == 0 and done.stderr == b""
     (result,) = (tmp_path / "logs").glob("*.json")
     assert json.loads(result.read_text())["val_points"][-1][0] == 2
@@ -273,43 +277,41 @@ def test_seeds_around_midnight_are_one_record(shards, tmp_path, monkeypatch):
     assert folder.name == "2026-11-25_mine" and len(list(folder.glob("*.json"))) == 2
 
 
+def make_repository(folder, *names) -> str:
+    """Commit files of a folder. Returns the commit."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", *names], ["commit", "-qm", "a commit"]):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
 def test_an_edit_during_the_run_changes_nothing(shards, tmp_path):
-    """The hash and the copy of the script are of the bytes that run. The commit is of the start, too."""
+    """The hash and the copy of the script are of the bytes that run, even if it is edited while PyTorch is imported."""
     script = tmp_path / "train_gpt.py"
     shutil.copy(SCRIPT, script)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    for words in (["add", "train_gpt.py"], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    first = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
-    words = ["--preset=smoke", "--device=cpu", "--num_iterations=2", "--record=edited", *data_args(shards)]
-    process = subprocess.Popen([sys.executable, str(script), *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    process.stdout.readline()  # "preset smoke: ...": before data, measurements and the model
-    script.write_bytes(SCRIPT.read_bytes() + b"\n# edited\n")
-    subprocess.run([*git, "commit", "-qam", "second"], cwd=tmp_path, check=True)
-    process.communicate(timeout=300)
-    assert process.returncode == 0
+    # the script imports it after PyTorch. On a CPU it is optional
+    (tmp_path / "triton.py").write_text(f"open({str(script)!r}, 'a').write('# edited')\nraise ImportError")
+    commit = make_repository(tmp_path, "train_gpt.py")
+    done = run_script(["--preset=smoke", "--num_iterations=2", "--record=edited", *data_args(shards)], tmp_path, script=script)
+    assert done.returncode == 0, done.stderr
+    assert script.read_bytes() == SCRIPT.read_bytes() + b"# edited"
     (path,) = tmp_path.glob("records/try/*/*.json")
     result = json.loads(path.read_text())
     assert result["script_sha256"] == hashlib.sha256(SCRIPT.read_bytes()).hexdigest()
     assert (path.parent / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
-    assert result["git_commit"] == first
+    assert result["git_commit"] == commit
 
 
-@pytest.mark.parametrize("change, commit", [("none", "{head}"), ("edit", "{head}-dirty"), ("untracked", "")])
-def test_the_commit_is_of_the_script(tmp_path, monkeypatch, change, commit):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+@pytest.mark.parametrize("change, expected", [("none", "{head}"), ("edit", "{head}-dirty"), ("untracked", "")])
+def test_the_commit_is_of_the_script(tmp_path, monkeypatch, change, expected):
     script = tmp_path / "train_gpt.py"
-    script.write_text("1\n")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    script.write_bytes(gpt.SCRIPT)
     (tmp_path / "other").write_text("")
-    subprocess.run(["git", "add", "other" if change == "untracked" else "train_gpt.py"], cwd=tmp_path, check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], cwd=tmp_path, check=True)
+    head = make_repository(tmp_path, "other" if change == "untracked" else "train_gpt.py")
     if change == "edit":
-        script.write_text("2\n")
+        monkeypatch.setattr(gpt, "SCRIPT", gpt.SCRIPT + b"\n")
     monkeypatch.setattr(gpt, "__file__", str(script))
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
-    assert gpt.find_commit() == commit.format(head=head)
+    assert gpt.find_commit() == expected.format(head=head)
 
 
 def test_a_record_on_other_data_needs_a_track(shards, tmp_path, monkeypatch, capsys):
@@ -605,3 +607,47 @@ def test_losses_are_read_late_on_a_gpu(device, batch):
     assert lengths == (list(range(1, 26)) if batch == 1 else [0] * 19 + [10] * 6)
     history.flush()
     assert history.points == [[step, float(step)] for step in range(1, 26)]
+
+
+@pytest.mark.parametrize("variables, expected", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")])
+def test_waiting_threads_release_their_core_soon(variables, expected):
+    """Whatever else runs at the start: other processes may come later. The environment overrules it."""
+    code = "import atexit, os, runpy, sys; atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); "
+    code += "sys.argv[1:] = ['--list_presets']; runpy.run_path(sys.argv[0], run_name='__main__')"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = [{str(SCRIPT)!r}]; {code}"],
+                          capture_output=True, text=True, env={**env, **variables})  # fmt: skip
+    assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+@pytest.mark.parametrize("hard, status", [(None, 0), (50, 2)])
+def test_more_shards_than_open_files(hard, status, tmp_path):
+    """The limit is raised as far as allowed. If that is too little, the line names the limit."""
+    tokens = np.full(600, 97, np.uint16)
+    tokens[0] = BOS
+    for number in range(80):
+        gpt.write_shard(tmp_path / f"train_{number:03}.bin", tokens, VOCAB, BOS)
+    gpt.write_shard(tmp_path / "val_0.bin", np.tile(tokens, 10), VOCAB, BOS)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    words = ["--preset=smoke", "--device=cpu", "--num_layers=1", "--num_iterations=20", "--val_loss_every=0", "--warmup_iterations=0"]
+    done = subprocess.run([sys.executable, str(SCRIPT), *words, "--max_doc_len=600", *data_args(tmp_path)], cwd=tmp_path, preexec_fn=limit,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert bool(re.search(r"train_0\d\d.bin cannot be read \(Too many open files\): raise the limit of open files with ulimit -n", done.stderr)) == bool(hard)
+
+
+def test_shards_of_another_bos_are_refused(tmp_path):
+    """Documents begin with it, and masks are made with one number for all shards."""
+    for name, bos in (("train_0", BOS), ("train_1", 97), ("val_0", 97)):
+        tokens = np.full(30_000, 98, np.uint16)
+        tokens[::100] = bos
+        gpt.write_shard(tmp_path / f"{name}.bin", tokens, VOCAB, bos)
+    cfg = smoke_config(tmp_path)
+    with pytest.raises(gpt.InputError, match="train_1.bin has BOS token 97, the other shards have 256"):
+        gpt.TrainData(cfg, gpt.Schedule(dataclasses.replace(cfg, num_iterations=20)))
+    with pytest.raises(gpt.InputError, match="val_0.bin has BOS token 97, the other shards have 256"):
+        gpt.ValData(cfg, BOS)
+    assert gpt.ValData(cfg, 97).batch(0).doc_ids.max() == 41  # of 4,096 tokens in documents of 100

@@ -1,4 +1,4 @@
-"""Whole runs of train() against a second writing of them, in float64 (reference_run.py): every loss."""
+"""Whole runs of train() against an independent implementation in float64 (reference_run.py)."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ NEWEST = dict(
 
 
 def write_data(folder):
-    """Four training shards and two of validation; names of the tokens, some of which begin with others."""
+    """Write four training shards, two validation shards, and a vocabulary in which some names begin with others."""
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 1500), ("train_1", 900), ("train_2", 1900), ("train_3", 2200),
                        ("val_0", 300), ("val_1", 400)):  # fmt: skip
@@ -90,7 +90,7 @@ def write_data(folder):
 
 
 def make_record_32(cfg, generator):
-    """Parameters of record 32 with the reference's names; no path is closed by a zero."""
+    """Parameters of record 32 by the reference's names. None is zero, so every path has a gradient."""
     def normal(mean, std, *size):
         return mean + std * torch.randn(size, generator=generator, dtype=torch.float64)
 
@@ -113,7 +113,7 @@ def make_record_32(cfg, generator):
 
 
 def read_record_32(model, p):
-    """The same by the model's names, in its layout."""
+    """These parameters by the model's names, in its layout."""
     values = {"embed": p["embed"], "head.weight": p["head"]}
     values.update({f"value_embeds.{i}": p[f"ve.{i}"] for i in model.value_embeds})
     numbers = dict(resid="a", x0="b", skip="skip", v_scale="s0", ve_scale="s1")
@@ -130,7 +130,7 @@ def read_record_32(model, p):
 
 @pytest.fixture
 def float64(monkeypatch):
-    """New tensors and activations in float64; the choice of precision itself goes on as it is."""
+    """New tensors and activations in float64. Other choices of the start are unchanged."""
     choose_precision = gpt.choose_precision
     monkeypatch.setattr(gpt, "choose_precision", lambda *args: dataclasses.replace(
         choose_precision(*args), dtype=torch.float64))  # fmt: skip
@@ -181,7 +181,7 @@ def test_whole_run(recipe, fast, tmp_path, monkeypatch, float64):
     else:
         p, read = make_record_32(cfg, generator), read_record_32
     shards = [sequence.shard for sequence in gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences]
-    assert shards[-1] < max(shards) == 3  # all are used up, and the second epoch begins
+    assert shards[-1] < max(shards) == 3  # the second epoch has begun
     (losses, points), (expected_losses, expected_points) = run_both(cfg, p, read, monkeypatch)
     assert [step for step, _ in points] == [step for step, _ in expected_points]
     assert losses == pytest.approx(expected_losses, abs=1e-8)

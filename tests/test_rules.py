@@ -32,12 +32,12 @@ def test_the_table():
     (dict(depth=-4), "depth=-4 is too small"),
     (dict(num_layers=0, matrix_rule="muonh"), "num_layers=0 is too small")])
 def test_options_that_do_nothing_or_cannot_be_are_refused(changes, complaint):
-    """The last three before other options are computed from them."""
+    """The last three are refused before other options are computed from them."""
     with pytest.raises(gpt.InputError, match=complaint):
         smoke_config(**changes)
 
 
-def test_gates_and_gains_are_on_no_sphere():
+def test_gates_and_gains_have_adamw():
     cfg = smoke_config(matrix_rule="normuonh", norm_gain="on")
     rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
     matrices = {name for name in rules if name.endswith((".qk", ".v_proj", ".up_down"))}
@@ -56,7 +56,7 @@ def make_block(**gains):
 
 
 @pytest.mark.recipe
-def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes():
+def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
     """The branch is quadratic in the first gain, whose gradient at 0 is exactly 0. It is linear in the second."""
     block, run = make_block(norm_gain="on", output_gain="on")
     for sleeper, other in (("mlp_gain_in", "mlp_gain_out"), ("mlp_gain_out", "mlp_gain_in")):
@@ -69,7 +69,7 @@ def test_a_zero_gain_before_relu_squared_sleeps_for_ever_and_one_after_it_wakes(
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
-def test_gains_do_what_they_say(gain):
+def test_gains_multiply_inputs_or_outputs(gain):
     """Norm gains multiply the inputs of attention and MLP, output gains multiply the outputs."""
     block, run = make_block(output_gain="on", norm_gain="on")
     block.mlp_gain_out.data.fill_(1.0)
@@ -84,7 +84,7 @@ def lr_factors(cfg, group, *steps):
     return [gpt.Schedule(cfg).at(step).lr[group] / cfg.groups[group].lr for step in steps]
 
 
-def test_matrices_have_a_schedule_of_their_own():
+def test_matrices_have_a_separate_schedule():
     cfg = smoke_config(num_iterations=100, lr_warmup_frac=0.1, cooldown_frac=0.3, matrix_cooldown_frac=1.0,
                        final_lr_frac=0.0)
     for group in set(cfg.groups) - {"matrix"}:
@@ -143,7 +143,7 @@ def lion(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArg
 
 
 def test_a_new_rule_is_one_function(shards, tmp_path):
-    """As README says: known on the command line, with its defaults, its state in checkpoints, and it learns."""
+    """The example of the README: an option with its defaults, a state in checkpoints, and it learns."""
     place = "def nesterov_momentum("
     source = SCRIPT.read_text()
     assert source.count(place) == 1
@@ -155,8 +155,8 @@ def test_a_new_rule_is_one_function(shards, tmp_path):
     losses = [float(match[2]) for match in VAL_LINE.findall(done.stdout)]
     # from ln 384. The frequencies of bytes alone give ln 26 = 3.26
     assert losses[0] == pytest.approx(5.9506, abs=1e-3) and losses[-1] < 2.6
-    facts, tensors = gpt.read_checkpoint(next(tmp_path.glob("checkpoints/*/step_000024.pt")))
-    options = {name: facts["config"][name] for name in ("matrix_lr", "matrix_betas", "matrix_weight_decay")}
+    metadata, tensors = gpt.read_checkpoint(next(tmp_path.glob("checkpoints/*/step_000024.pt")))
+    options = {name: metadata["config"][name] for name in ("matrix_lr", "matrix_betas", "matrix_weight_decay")}
     assert options == dict(matrix_lr=0.0003, matrix_betas=[0.9, 0.99], matrix_weight_decay=0)
     assert tensors["blocks.1.attention.qk/momentum"].abs().max() > 0
 
@@ -183,7 +183,7 @@ def test_the_muonh_preset():
         assert not gain_out.any() and (gain_in == 1).all()
 
 
-WORKED = {  # depth: width, parameters in millions, tokens a step, decay, steps at 12 and at 8 tokens per parameter
+PUBLISHED = {  # depth: width, parameters in millions, tokens a step, decay, steps at 12 and at 8 tokens per parameter
     4: (256, 11.5, 2**18, 0.520, 528, 352),  # 1.890 before the clamp
     8: (512, 41.9, 2**18, 0.520, 1920, 1280),
     12: (768, 110.1, 2**19, 0.280, 2520, 1680),
@@ -195,10 +195,10 @@ WORKED = {  # depth: width, parameters in millions, tokens a step, decay, steps 
 }
 
 
-@pytest.mark.parametrize("depth", WORKED)
-def test_depth_makes_the_worked_values(depth):
+@pytest.mark.parametrize("depth", PUBLISHED)
+def test_depth_has_the_published_values(depth):
     """The published depth recipe, with its vocabulary of 32,768."""
-    width, millions, batch, decay, steps_at_12, steps_at_8 = WORKED[depth]
+    width, millions, batch, decay, steps_at_12, steps_at_8 = PUBLISHED[depth]
     options = dict(preset="track_1", depth=depth, vocab_size=32_768)
     cfg = gpt.make_config(options)
     matrix = cfg.groups["matrix"]
@@ -252,7 +252,7 @@ def test_depth_with_other_rules_and_batches():
     assert adam.adam_eps == pytest.approx(1e-10 * 49_152)
 
 
-def test_a_rule_without_a_rate_takes_one_that_suits_it():
+def test_a_rule_has_a_default_learning_rate():
     """The rule's rate, times 12 / depth in deeper models if norms are kept. An explicit rate stays."""
     def rate(preset, **options):
         return gpt.make_config({"preset": preset, **options}).groups["matrix"].lr

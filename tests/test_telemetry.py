@@ -33,7 +33,7 @@ def measured_lines(cwd=".") -> list[dict]:
 def make_log(trainer, lines: list) -> gpt.RunLog:
     """The log of a run without files, whose events are appended to lines."""
     log = gpt.RunLog(trainer.cfg, trainer.rt, gpt.describe_run(trainer.cfg, trainer.rt, []))
-    log.progress, log.write_event = trainer.progress, lambda _event, _step, **entries: lines.append(entries)
+    log.write_event = lambda _event, _step, **entries: lines.append(entries)
     return log
 
 
@@ -91,7 +91,7 @@ def test_the_numbers(shards, fast):
     assert set(tables) == ({f"value_embeds.{i}" for i in range(2)} if fast else set())
 
     log = make_log(trainer, lines)
-    log.start_training(trainer.progress, 3)
+    log.start_training(trainer)
     telemetry = gpt.Telemetry(trainer, log)
     data = gpt.TrainData(cfg, trainer.schedule)
     batches, losses = gpt.Prefetcher(data.batches(rt, 0, 3), torch.device("cpu")), []
@@ -164,7 +164,7 @@ def test_the_slope_of_the_loss(measured):
     assert all(line["loss_slope_per_1000_steps"] < 0 for line in lines)
     trainer, lines = gpt.Trainer(smoke_config(telemetry_every=4), make_runtime()), []
     log = make_log(trainer, lines)
-    log.start_training(trainer.progress, 4)
+    log.start_training(trainer)
     telemetry = gpt.Telemetry(trainer, log)
     for step, loss in enumerate((3.0, 2.9, 2.8, 2.7), 1):
         measure_step(trainer, log, telemetry, step, lambda loss=loss: torch.tensor(loss))
