@@ -5422,10 +5422,11 @@ class RunLog:
             self.check_loss("training", step, loss)
 
     def check_loss(self, kind: str, step: int, loss: float) -> None:
-        """Raise RunError if a loss is not finite. With --guard=on the guard decides."""
-        if not math.isfinite(loss) and self.cfg.guard == "off":
-            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates, or give "
-                           "--guard=on")
+        """Raise RunError if a loss is not finite. With --guard=on only the last validation counts."""
+        is_last = kind == "validation" and step == self.cfg.num_iterations
+        if not math.isfinite(loss) and (self.cfg.guard == "off" or is_last):
+            remedy = ", or give --guard=on" if self.cfg.guard == "off" else ""
+            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates{remedy}")
 
     def flush_losses(self) -> None:
         """Log all steps so far. All ranks must call it."""
@@ -5514,6 +5515,10 @@ class Saved(typing.NamedTuple):
     result: Path | None = None  # of that run, if it is finished
 
 
+class OtherFormat(InputError):
+    """A checkpoint of another version of this script."""
+
+
 def list_steps(folder: Path) -> list[Path]:
     """Checkpoints of a folder, the highest step first."""
     return sorted((path for path in folder.glob("step_*.pt") if re.fullmatch(r"step_[0-9]+\.pt", path.name)),
@@ -5554,7 +5559,6 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
 
     Nothing in the file is executed. is_checked: compare the checksums, which reads all of it.
     """
-    remedy = "name another one, or give --resume=auto for the newest that can be read"
     try:
         if not path.is_file():
             raise OSError("it is not a file" if path.exists() else "it does not exist")
@@ -5563,9 +5567,10 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
             raise OSError(f"it is damaged: the checksum of {damaged} differs")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-            remedy = "continue it with the train_gpt_*.py beside its log, or start anew without --resume"
             name = content.get("format") if isinstance(content, dict) else None
-            raise ValueError(f"its format is {str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}")
+            raise OtherFormat(f"{str(path)[:200]} cannot be read as a checkpoint (its format is "
+                              f"{str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}): continue it with the "
+                              "train_gpt_*.py beside its log, or start anew without --resume")
         metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
         for name, kind in METADATA_TYPES.items():
             if not has_type(metadata[name], kind):
@@ -5580,13 +5585,16 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
             train_points=any(len(point) != 2 for point in metadata["train_points"]))
         for name in [name for name, is_wrong in problems.items() if is_wrong]:
             raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
-        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-            raise ValueError("some entries are not tensors")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or "/" not in name and not tensor.is_floating_point():
+                raise ValueError(f"its {name} is not a tensor of floating-point numbers")
         return metadata, tensors
+    except OtherFormat:
+        raise
     except Exception as error:  # any error that a damaged file causes in its readers
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
-                         f": {remedy}") from None
+                         ": name another one, or start anew without --resume") from None
 
 
 def read_newest(folder: Path, is_checked: bool = True) -> Saved:
@@ -5658,13 +5666,15 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
     for folder in [folder for folder in reversed(folders) if RUN_ID.fullmatch(folder.name)]:
         try:
             others = differences(read_newest(folder, is_checked=False).metadata, run, kind)
+        except OtherFormat:
+            others = ["it has the format of another script"]
         except InputError as error:
             problem = problem or str(error)
             continue
         if not others:
             lock = lock_run(folder)
             saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
-            saved = saved._replace(result=find_result(folder.name, cfg))
+            saved = saved._replace(result=find_result(saved.metadata, cfg))
             return saved, describe_resume(saved, cfg, run)
         reason = reason or f"the newest is {folder}, but {others[0]}"
     if problem:
@@ -5688,7 +5698,7 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
         raise InputError(f"{path} cannot continue --record={cfg.record} ({reason}): use the options and the "
                          "machine of the checkpoint, or start anew without --resume")
     if is_newest and not others:
-        result = find_result(folder.name, cfg)
+        result = find_result(metadata, cfg)
         named = named._replace(is_same_run=True, lock=lock_run(folder), result=result)
     return named, describe_resume(named, cfg, run)
 
@@ -5706,10 +5716,12 @@ def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
 
 
-def find_result(run_id: str, cfg: Config) -> Path | None:
-    """The result of a finished run."""
-    folders = (Path(cfg.logs_dir), *Path(cfg.records_dir, cfg.track).glob("*"))
-    return next((path for folder in folders if (path := folder / f"{run_id}.json").exists()), None)
+def find_result(metadata: dict, cfg: Config) -> Path | None:
+    """The result of the run of a checkpoint, if it is finished."""
+    logs = cfg.logs_dir, str(metadata["config"]["logs_dir"])
+    folders = [*logs, *Path(cfg.records_dir, cfg.track).glob("*")]
+    paths = [Path(folder, f"{metadata['run_id']}.json") for folder in folders]
+    return next((path for path in paths if path.exists()), None)
 
 
 def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
@@ -5772,7 +5784,7 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
             else:
                 bucket.values.copy_(full)
         bucket.clear()
-    left = [name for name in tensors if name.partition("/")[0] in optimizer.bucket_of]
+    left = [name for name in tensors if not name.startswith(("fp8/", "random/"))]
     problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
     if problem:
         others = ", ".join(differences(metadata, run, "resume")[:5]) or "another script"
@@ -6180,13 +6192,15 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
         rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
         with torch.device("meta"):
             model = GPT(cfg, rt)
-        for name, param in model.named_parameters():
-            if problem := check_entry(tensors, name, param.shape):
-                raise InputError(f"it {problem}")
+        params = dict(model.named_parameters())
+        problems = [check_entry(tensors, name, param.shape) for name, param in params.items()]
+        problems += [f"also has {name}" for name in tensors if "/" not in name and name not in params]
+        for problem in filter(None, problems):
+            raise InputError(f"it {problem}")
     except InputError as error:
         raise InputError(f"{path} does not fit this script ({error}): use the script beside its log"
                          ) from None
-    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, strict=False,
+    model.load_state_dict({name: tensors[name] for name in params}, strict=False,
                           assign=True)  # buffers are made below
     model.make_buffers()
     model.split_layers(1)  # of the loaded parameters

@@ -1,12 +1,12 @@
-"""Draw record folders, or what runs with --telemetry_every have measured, as PNG and SVG.
+"""Draw record folders, or the telemetry of runs, as PNG and SVG.
 
     python records/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
     python records/plot.py logs/*.jsonl --out=runs
 
-Of folders: validation loss against training time and against tokens, a line for every run, a colour for
-every folder, the target dashed. Of runs: four panels for each, with losses, gradient norms and update
-ratios by group of parameters, and where the time of a step goes. The pictures of the leaderboard are drawn
-by make_leaderboard.py with plot_ladder() and plot_times() of this file.
+Folders: validation loss against training time and against tokens, with a line for each run, a color for each
+folder, and a dashed target. Runs with --telemetry_every: four panels each, with losses, gradient norms and
+update ratios by parameter group, and the parts of the step time. make_leaderboard.py draws its pictures with
+plot_ladder() and plot_times().
 """
 
 import csv
@@ -33,8 +33,8 @@ plt.rcParams.update({
     "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titleweight": "bold",
     "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#e5e7eb"})
 INK, GREY = "#1f2937", "#6b7280"
-ON_WHITE = dict(facecolor="white", edgecolor="none", pad=0.5)  # a label hides the grid behind it
-COLOURS = BLUE, RED, GREEN, ORANGE, PINK, SKY = (  # told apart by who sees few colours, too
+ON_WHITE = dict(facecolor="white", edgecolor="none", pad=0.5)  # labels hide the grid
+COLOURS = BLUE, RED, GREEN, ORANGE, PINK, SKY = (  # safe for color blindness
     "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 TITLES = "Loss", "Gradient norm", "Update over weight", "Milliseconds of a step"
 PUBLISHED = results.RECORDS / "published.csv"
@@ -49,25 +49,25 @@ class Published(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A recipe of the picture at the top of the README: its runs here, and what is published of it."""
+    """A recipe in the picture at the top of the README: its record here and its published record."""
 
     record: results.Record
     label: str
     colour: str
     place: tuple[float, float]  # of the label: seconds, loss
-    published: int | None = None  # the number of its published record
-    name: str = ""  # of that, with a place for its minutes
+    published: int | None = None  # number of the published record
+    name: str = ""  # label of the published record, with a placeholder for its minutes
 
 
 def read_published() -> list[Published]:
-    """The published records whose day is known, in their order."""
+    """The published records with a known day, in order."""
     with PUBLISHED.open(newline="") as file:
         return [Published(int(row["record"]), date.fromisoformat(row["date"]), float(row["minutes"]))
                 for row in csv.DictReader(file)]
 
 
 def count_tokens(folder: Path, result: dict) -> list[float]:
-    """Millions of training tokens seen at each validation of a run, as its own script counts."""
+    """Millions of training tokens at each validation of a run, counted by its script."""
     script = results.load_script(folder)
     if hasattr(script, "config_from_dict"):
         cfg = script.config_from_dict(result["config"])
@@ -81,7 +81,7 @@ def count_tokens(folder: Path, result: dict) -> list[float]:
 
 
 def save(figure: plt.Figure, out: Path) -> None:
-    """Write a figure as PNG and SVG: the same bytes whenever it is drawn."""
+    """Write a figure as PNG and SVG. The bytes are reproducible."""
     for kind, options in (("svg", dict(metadata={"Date": None, "Creator": None})),
                           ("png", dict(metadata={"Software": None}, dpi=160))):
         picture = io.BytesIO()
@@ -110,7 +110,7 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
 
 
 def read_events(path: Path, kind: str) -> list[dict]:
-    """The events of a kind in the jsonl of a run; RecordError if there is none."""
+    """The events of a kind in the jsonl of a run. RecordError if there are none."""
     try:
         events = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -122,14 +122,14 @@ def read_events(path: Path, kind: str) -> list[dict]:
 
 
 def plot_runs(paths: list[Path], out: Path) -> None:
-    """What telemetry has measured: four panels for every run, all with the same scales."""
+    """Telemetry of runs: four panels for each run, with common scales."""
     figure, rows = plt.subplots(2 * len(paths), 2, figsize=(8, 5.6 * len(paths)), squeeze=False,
                                 layout="constrained")
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
     first = list(rows[:2].flat)
     for index, path in enumerate(paths):
         losses, norms, ratios, seconds = panels = list(rows[2 * index : 2 * index + 2].flat)
-        for panel, start in zip(panels, first if index else ()):  # before anything is drawn
+        for panel, start in zip(panels, first if index else ()):  # before drawing
             panel.sharex(start)
             panel.sharey(start)
         measured, validations = (read_events(path, kind) for kind in ("telemetry", "validation"))
@@ -147,9 +147,9 @@ def plot_runs(paths: list[Path], out: Path) -> None:
                          label=part)
         seconds.set_yscale("log")
         for panel, title in zip(panels, TITLES):
-            panel.set_title(title, pad=28)  # the legend stands between
+            panel.set_title(title, pad=28)  # leaves space for the legend
             panel.set_xlabel("step")
-            add_legend(panel).set_in_layout(False)  # one that is wide makes no panel narrower
+            add_legend(panel).set_in_layout(False)  # a wide legend does not shrink the panel
         if len(paths) > 1:
             losses.set_ylabel(path.stem)
     save(figure, out)
@@ -157,8 +157,8 @@ def plot_runs(paths: list[Path], out: Path) -> None:
 
 def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, label: str | None = None,
                linestyle: str = "-") -> None:
-    """Loss against training time: the median of the seeds, in a band that holds all of them."""
-    validations = list(zip(*(result["val_points"] for result in record.results)))[1:]  # but for the start
+    """Loss against training time: the median of the seeds, in a band that contains all of them."""
+    validations = list(zip(*(result["val_points"] for result in record.results)))[1:]  # without step 0
     losses = [[loss for _, loss, _ in seeds] for seeds in validations]
     seconds = [statistics.median(ms / 1000 for _, _, ms in seeds) for seeds in validations]
     panel.fill_between(seconds, [min(seeds) for seeds in losses], [max(seeds) for seeds in losses],
@@ -168,14 +168,14 @@ def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, label: str 
 
 
 def add_legend(panel: plt.Axes) -> matplotlib.legend.Legend:
-    """Above the panel, where no curve goes."""
+    """Add a legend above the panel."""
     return panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, fontsize=8,
                         borderaxespad=0.1, labelspacing=0.2, columnspacing=1.2, handlelength=1.1,
                         handletextpad=0.5)
 
 
 def plot_times(records: dict[str, results.Record], out: Path) -> None:
-    """Loss against training time: a line for every record, by name, in a band of its seeds."""
+    """Loss against training time: a line for each record, by name, in a band of its seeds."""
     figure, panel = plt.subplots(figsize=(8, 4), layout="constrained")
     for (name, record), colour in zip(records.items(), itertools.cycle(COLOURS)):
         draw_seeds(panel, record, colour, f"{name} ({len(record.results)} seeds)")
@@ -185,16 +185,15 @@ def plot_times(records: dict[str, results.Record], out: Path) -> None:
 
 
 def plot_ladder(curves: list[Curve], target: float, out: Path) -> None:
-    """Two panels: published minutes against the day of the record; loss against training time here.
+    """Two panels: published minutes against the day of the record, and loss against training time here.
 
-    Curves of another machine than the first one's are dashed.
+    Curves of another machine than the first curve's are dashed.
     """
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.9), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     draw_published(panels[0], curves)
     for curve in curves:
-        is_elsewhere = (results.describe_machine(curve.record.results[0])
-                        != results.describe_machine(curves[0].record.results[0]))
+        is_elsewhere = results.find_differences(curve.record, curves[0].record, "times")
         draw_seeds(panels[1], curve.record, curve.colour, linestyle="--" if is_elsewhere else "-")
         panels[1].text(*curve.place, curve.label, color=curve.colour, va="center", fontweight="bold",
                        bbox=ON_WHITE)
@@ -208,7 +207,7 @@ def plot_ladder(curves: list[Curve], target: float, out: Path) -> None:
 
 
 def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
-    """Minutes to 3.28 by day, those marked that this file has as presets."""
+    """Minutes to 3.28 by day. Records with a preset in this repository are marked."""
     published = read_published()
     days, minutes = [record.day for record in published], [record.minutes for record in published]
     panel.step(days, minutes, where="post", color=GREY)
@@ -224,7 +223,7 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
         if curve.published:
             _, day, minutes = by_number[curve.published]
             panel.plot(day, minutes, "o", color=curve.colour, markersize=8, markeredgecolor="white")
-            is_last = day == days[-1]  # its label stands below and to the left
+            is_last = day == days[-1]  # its label is below and to the left
             panel.annotate(curve.name.format(minutes), (day, minutes), color=curve.colour,
                            xytext=(6, -10) if is_last else (3, 9), textcoords="offset points",
                            ha="right" if is_last else "left", va="top" if is_last else "bottom",
@@ -232,10 +231,10 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
 
 
 def main() -> None:
-    """Draw the curves of folders or of runs."""
+    """Draw folders or runs."""
     parser = results.Parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
-    parser.add_argument("--out", type=Path, default=Path("curves"), help="where, without ending")
+    parser.add_argument("--out", type=Path, default=Path("curves"), help="path of the pictures")
     args = parser.parse_args()
     if not args.out.name:
         raise results.RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")
@@ -244,7 +243,15 @@ def main() -> None:
         plot_runs(args.paths, out)
     else:
         records = [results.read_record(folder) for folder in args.paths]
-        plot_curves(records, results.find_own_target(records[0]), out)
+        for record in records[1:]:
+            if machines := results.check_comparable(record, records[0], "losses"):
+                results.warn(f"seconds of {record.folder} are of another machine ({machines})")
+        target = None
+        try:
+            target, _ = results.find_own_target(records[0])
+        except results.RecordError as error:
+            results.warn(f"no target is drawn: {error}")
+        plot_curves(records, target, out)
     print(f"{out}.png and {out}.svg")
 
 

@@ -1,18 +1,19 @@
-"""Run a record's script again and compare: on the recorded CPU and PyTorch the losses are the same bits.
+"""Repeat runs of records and compare. On the recorded CPU and PyTorch all losses are equal bits.
 
-    python records/replay.py records/laptop/2026-11-21_ladder/muon    # every run of the folder
-    python records/replay.py --random=1 --most_seconds=45    # one of records/ that took no longer
-    python records/replay.py --all                           # all of records/, hours
+    python records/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
+    python records/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
+    python records/replay.py --all                           # all of records/, takes hours
 
-The script runs where it lies, with the argv of its json; its new result goes to a temporary folder. On
-another machine, or another version, bits may differ, so the record is passed over with a line that says why,
-and --random chooses among the others; --force runs it all the same. Exits with status 1 where a loss
-differs, and where nothing was replayed.
+The record's script runs in the root of the repository with the recorded options, always from the first step.
+--resume, --time_limit, --checkpoint_every and --tracker are dropped. The result goes to a temporary folder.
+If a record was started in another folder, its options must contain absolute paths of the data.
+
+Bits may differ on another machine or with another PyTorch. A line names these runs, and only --force runs
+them. A run on other data is always passed over. The exit status is 1 if a loss differs, and if nothing was
+replayed.
 """
 
-import dataclasses
 import functools
-import json
 import math
 import random
 import statistics
@@ -26,64 +27,88 @@ from tqdm import tqdm
 
 import train_gpt as gpt
 
+DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that a replay does not repeat
+
 
 @functools.cache
 def describe_here(device: str, dtype: str) -> dict:
-    """This machine as results.describe_machine() has it, with the activations that such a config gets."""
+    """Metadata of a run with these options on this machine. The dtype is the choice of this checkout.
+
+    The script of a record may choose another one, so replay() compares the choices of its run again.
+    """
     cfg = gpt.make_config(dict(device=device, dtype=dtype))
     rt = gpt.start_runtime(cfg, is_alone=True)
-    rt = dataclasses.replace(rt, dtype=gpt.choose_dtype(cfg, rt.device)[0])
-    return results.describe_machine(gpt.describe_machine(rt))
+    choices = dict(dtype=str(gpt.choose_dtype(cfg, rt.device)[0]).removeprefix("torch."))
+    return {**gpt.describe_machine(rt), "choices": choices}
 
 
 def find_differences(result: dict) -> str:
-    """What of this machine is not as recorded, where that may change bits. What an older result does not
-    say, its SIMD, is passed over."""
+    """Differences between the recorded machine and this one that can change bits."""
     try:
         here = describe_here(result["config"]["device"], result["config"]["dtype"])
     except gpt.InputError as error:
         return str(error)
-    there = results.describe_machine(result)
-    unknown = {key for key in ("activations", "simd") if there[key] is None}
-    return ", ".join(f"{key} {there[key]}, here {here[key]}" for key in here
-                     if here[key] != there[key] and key not in unknown)
+    return ", ".join(gpt.differences(result, here, "replay"))
 
 
-def replay(folder: Path, result: dict) -> tuple[bool, str]:
-    """(whether all validation losses came out as recorded, a line that says so)."""
+def keep_options(argv: list[str]) -> list[str]:
+    """Remove the DROPPED options, in the forms --name=value and --name value."""
+    kept, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") in DROPPED:
+            if not equals:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
+
+
+def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | None, str]:
+    """(whether all validation losses are equal, a line that reports it). None if the runs differ in kind."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(results.find_script(folder)), *result["argv"],
+        command = [sys.executable, str(results.find_script(folder)), *keep_options(result["argv"]),
                    *(f"--{name}={out}" for name in ("records_dir", "logs_dir", "checkpoint_dir")
                      if name in result["config"])]
         done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
         (path,) = Path(out).rglob("*.json")
-        ours = [[step, loss] for step, loss, _ in json.loads(path.read_text())["val_points"]]
-    theirs = [[step, loss] for step, loss, _ in result["val_points"]]
+        new = results.read_result(path)
+    found = gpt.differences(result, new, "replay")
+    if "other data" in found or found and not is_forced:
+        return None, f"passed over ({', '.join(found)})"
+    if new.get("resumed_at"):
+        return False, f"is no replay: the new run was resumed at {new['resumed_at']}"
+    resumed = result.get("resumed_at")
+    start = f"resumed at {resumed}: replayed from the start, " if resumed else ""
+    ours, theirs = ([(step, loss) for step, loss, _ in run["val_points"]] for run in (new, result))
     if ours == theirs:
-        return True, f"{theirs[-1][1]!r} again, bit for bit"
-    step = next((a[0] for a, b in zip(ours, theirs) if a != b), min(len(ours), len(theirs)))
-    return False, f"ends at {ours[-1][1]!r} instead of {theirs[-1][1]!r}; they part at step {step} or before"
+        return True, f"{start}{theirs[-1][1]!r} again, bit for bit"
+    if len(ours) != len(theirs):
+        return False, f"{start}has {len(ours)} validations instead of {len(theirs)}"
+    step = next(a[0] for a, b in zip(ours, theirs) if a != b)
+    return False, (f"{start}ends at {ours[-1][1]!r} instead of {theirs[-1][1]!r}, differs first in the "
+                   f"validation at step {step}" + f" ({', '.join(found)})" * bool(found))
 
 
 def main() -> int:
-    """Replay what is asked for."""
+    """Replay the chosen runs."""
     parser = results.Parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders")
     parser.add_argument("--random", type=results.at_least(1), default=0,
-                        help="so many runs of records/, chosen among those that this machine can replay")
+                        help="number of random runs of records/ that fit this machine")
     parser.add_argument("--most_seconds", type=results.at_least(0, float), default=math.inf,
-                        help="of recorded training time")
+                        help="longest recorded training time")
     parser.add_argument("--all", action="store_true", help="every run of records/")
-    parser.add_argument("--force", action="store_true", help="also where the machine is another")
+    parser.add_argument("--force", action="store_true", help="also run records of other machines")
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="instead of records/")
     args = parser.parse_args()
     if not (args.folders or args.all or args.random):
         raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
 
     def list_runs(records: list[results.Record]) -> list[tuple[results.Record, dict, str]]:
-        """(record, result, what of this machine differs) of every run that was short enough."""
+        """(record, result, differences of this machine) of each run within --most_seconds."""
         return [(record, result, "" if args.force else find_differences(result)) for record in records
                 for result in record.results if result["train_time_ms"] <= 1000 * args.most_seconds]
 
@@ -95,21 +120,20 @@ def main() -> int:
             print(f"--random={args.random}: this machine can replay {len(fitting)} of {len(kept)} runs in "
                   f"{args.records_dir}")
         chosen += kept if args.all else random.sample(fitting, min(args.random, len(fitting)))
-    num_replayed = num_failed = 0
+    outcomes, lines = [], [f"passed over ({differences})" for *_, differences in kept if differences]
     for record, result, differences in tqdm(chosen, unit="run", disable=len(chosen) <= 1 or None):
-        if differences:
-            line = f"passed over ({differences})"
-        else:
-            is_same, line = replay(record.folder, result)
-            num_replayed, num_failed = num_replayed + 1, num_failed + (not is_same)
+        is_equal, line = (None, f"passed over ({differences})") if differences else (
+            replay(record.folder, result, args.force))
+        outcomes.append(is_equal)
+        lines.append(line)
         tqdm.write(f"{record.name}, seed {result['seed']}: {line}")
-    if not num_replayed:
-        reasons = [differences for *_, differences in chosen or kept]
-        why = (f"none of {len(reasons)} runs is of this machine and version ({statistics.mode(reasons)}): "
-               "--force runs them all the same" if reasons else
+    if all(is_equal is None for is_equal in outcomes):
+        why = (f"none of {len(chosen or kept)} runs fits this machine and its data "
+               f"({statistics.mode(lines)}): --force runs them on another machine" if lines else
                f"no run took at most {args.most_seconds:g} s: give more with --most_seconds")
-        print(f"replay.py: error: nothing was replayed: {why}", file=sys.stderr)
-    return 1 if num_failed or not num_replayed else 0
+        results.warn(f"error: nothing was replayed: {why}")
+        return 1
+    return int(False in outcomes)
 
 
 if __name__ == "__main__":

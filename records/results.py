@@ -1,6 +1,6 @@
-"""What the tools share: their command line; reading results, their statistics, running what is missing.
+"""Shared by the tools: command line, results, their comparison and statistics, and missing runs.
 
-SciPy is imported where it is used: tools that need only the command line run without it.
+Functions that need SciPy import it themselves, so tools that only parse a command line run without it.
 """
 
 import argparse
@@ -28,24 +28,27 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # train_gpt.py
+sys.path.insert(0, str(ROOT))
+import train_gpt as gpt  # noqa: E402
+
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
+FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
 
 
 class RecordError(Exception):
-    """Records that cannot be used as asked: the line says which and what to do."""
+    """An error of the user. Its line names the records and the remedy."""
 
 
 class Record(NamedTuple):
     """The results of a folder: one script, one config, several seeds."""
 
     folder: Path
-    results: list[dict]  # one for each seed, in their order
-    num_replays: int  # further results of the same seeds
+    results: list[dict]  # one per seed, in order of the seeds
+    num_replays: int  # further results of these seeds
 
     @property
     def name(self) -> str:
-        """The folder below records/: laptop/2026-11-21_first, or laptop/2026-11-21_ladder/muon."""
+        """The folder below records/, as laptop/2026-11-21_first or laptop/2026-11-21_ladder/muon."""
         return self.folder.resolve().relative_to(find_script(self.folder).parents[2]).as_posix()
 
     @property
@@ -53,22 +56,40 @@ class Record(NamedTuple):
         """Final validation loss by seed."""
         return {result["seed"]: result["final_val_loss"] for result in self.results}
 
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Training time by seed."""
+        return {result["seed"]: result["train_time_ms"] / 1000 for result in self.results}
+
+    @property
+    def incidents(self) -> str:
+        """Runs that were resumed and runs in which the guard acted, as 'seed 1 resumed at [4]'."""
+        found = []
+        for result in self.results:
+            if result.get("resumed_at"):
+                found.append(f"seed {result['seed']} resumed at {result['resumed_at']}")
+            if result.get("guard_actions"):
+                found.append(f"seed {result['seed']} with {result['guard_actions']} guard actions")
+        return ", ".join(found)
+
 
 def find_script(folder: Path) -> Path:
-    """The script of a record folder; that of a rung stands once, in the folder of its ladder."""
+    """The script of a record folder. All rungs of a ladder share the script in the ladder's folder."""
     own = folder.resolve() / "train_gpt.py"
     return own if own.exists() else own.parents[1] / "train_gpt.py"
 
 
 def read_ladder(folder: Path) -> dict[str, dict]:
-    """The rungs that a folder's ladder.toml lists, {name: preset, change, has_more_seeds, sets_target};
-    empty where it has none."""
+    """The rungs of a folder's ladder.toml as {name: preset, change, has_more_seeds, sets_target}.
+
+    Empty if the folder has none.
+    """
     path = folder / "ladder.toml"
     return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 def load_script(folder: Path) -> ModuleType:
-    """The script of a record folder as a module, loaded once; it does nothing at import."""
+    """Import the script of a record folder once. The import has no side effects."""
     path = find_script(folder)
     name = f"_{hashlib.sha256(path.read_bytes()).hexdigest()}"
     if name not in sys.modules:
@@ -79,7 +100,7 @@ def load_script(folder: Path) -> ModuleType:
 
 
 def read_result(path: Path) -> dict:
-    """The json of a run; older scripts left the type of its activations only in its log."""
+    """Read the json of a run. Older scripts wrote the dtype of the activations only to the log."""
     result, log = json.loads(path.read_bytes()), path.with_suffix(".txt")
     chosen = re.search(r"^activations: (\w+)", log.read_text(), re.MULTILINE) if log.exists() else None
     if chosen:
@@ -91,63 +112,70 @@ def fail(line: str) -> NoReturn:
     raise RecordError(line)
 
 
+def warn(line: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+
+
 def leave_out(line: str) -> None:
-    """Say which run a tool goes on without."""
-    print(f"{Path(sys.argv[0]).name}: left out: {line}", file=sys.stderr)
+    """Name a run that the tool ignores."""
+    warn(f"left out: {line}")
 
 
 def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
-    """Read a record folder or a rung's; RecordError if there is none. refuse gets a line for each run that
-    is not of the first one's kind, and is left out where that returns."""
+    """Read a record folder or a rung. RecordError if it holds no result.
+
+    refuse() gets a line for each result that does not fit the rest. If it returns, the result is left out.
+    """
     script, kept, paths = find_script(folder), [], sorted(folder.glob("*.json"))
     digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.exists() else None
     for path in paths if digest else ():
         try:
             result = read_result(path)
-            misfit = find_misfit(result, kept[0] if kept else result, digest)
+            misfit = find_misfit(result, kept, digest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            misfit = f"holds what is no result ({type(error).__name__}: {error})"
-        if not misfit:
+            misfit = f"holds a file that is no result ({type(error).__name__}: {error})"
+        if misfit:
+            refuse(f"{folder} {misfit}: {path.name} needs another folder, move its files")
+        else:
             kept.append(result)
-            continue
-        refuse(f"{folder} {misfit}: {path.name}; put its files into a folder of their own")
     if not kept:
-        raise RecordError(f"{folder} holds no result: give a folder that a run with --record has left, "
-                          "or that of a rung")
+        raise RecordError(f"{folder} holds no result: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
     for result in kept:
-        by_seed.setdefault(result["seed"], result)
+        first = by_seed.setdefault(result["seed"], result)
+        if first["final_val_loss"] != result["final_val_loss"]:  # only on a GPU: see find_misfit()
+            warn(f"warning: {folder} has two losses of seed {result['seed']}, {first['final_val_loss']!r} "
+                 f"and {result['final_val_loss']!r}: the first one counts")
     return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(kept) - len(by_seed))
 
 
-def find_misfit(result: dict, first: dict, digest: str) -> str:
-    """Why a run is not of the kind of a folder's first run and script; empty where it is."""
+def find_misfit(result: dict, kept: list[dict], digest: str) -> str:
+    """The reason why a result does not belong to a folder with these results and this script, or ""."""
+    facts = {name: result[name] for name in FACTS}  # a KeyError names a missing one
+    seed, loss = facts["seed"], result["final_val_loss"]
+    if not math.isfinite(loss):
+        return f"holds a diverged run: seed {seed} ends at a loss of {loss}"
     if result["script_sha256"] != digest:
-        return f"mixes scripts: seed {result['seed']} is of another train_gpt.py than the folder's"
-    for what, facts in (("configs", settings), ("machines", describe_machine), ("data", describe_data)):
-        here, there = facts(result), facts(first)
-        others = sorted(key for key in here | there if here.get(key) != there.get(key))
-        if others:
-            return (f"mixes {what}: seed {result['seed']} differs from seed {first['seed']} in "
-                    f"{', '.join(others[:5])}")
+        return f"mixes scripts: seed {seed} ran another train_gpt.py than the folder's"
+    for other in kept:  # each of them, because facts that one of two results lacks are not compared
+        found = gpt.differences(other, result, "record")
+        if found:
+            return f"mixes runs: seed {seed} differs from seed {other['seed']}: {', '.join(found[:5])}"
+        is_equal, is_gpu = other["final_val_loss"] == loss, result["hardware"].get("device") == "cuda"
+        if other["seed"] != seed and is_equal:
+            return f"holds one run under two seeds: {other['seed']} and {seed} both end at {loss!r}"
+        if other["seed"] == seed and not is_equal and not is_gpu:
+            return (f"has two losses of seed {seed}, {other['final_val_loss']!r} and {loss!r}, which are "
+                    "equal bits on a CPU")
     return ""
-
-
-def describe_data(result: dict) -> dict:
-    return {"corpus_fingerprint": result.get("corpus_fingerprint")}
-
-
-def settings(result: dict) -> dict:
-    """What runs of one record share: the config but for the seed and for what a run leaves behind."""
-    free = {"seed", "records_dir", "logs_dir", "checkpoint_dir", "checkpoint_every", "resume", "time_limit",
-            "telemetry_every", "print_every"}  # the last is of older scripts
-    return {name: value for name, value in result["config"].items() if name not in free}
 
 
 def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], None] = fail
                ) -> list[Record]:
-    """All records of a track (of all tracks: *), rungs among them, by folder name; refuse as in
-    read_record(), for a whole folder too."""
+    """All records and rungs of a track (of all tracks: *), by folder name.
+
+    refuse() is called as in read_record(), and for whole folders.
+    """
     paths, records = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")], []
     for folder in sorted({path.parent for path in paths}):
         try:
@@ -157,8 +185,13 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
     return records
 
 
+def find_done(folder: Path) -> set[int]:
+    """Seeds with a result in a folder."""
+    return set(read_record(folder).losses) if list(folder.glob("*.json")) else set()
+
+
 def find_target(track: str, records: list[Record]) -> float | None:
-    """The loss to reach: published, or the mean of the runs that set it, to two decimals."""
+    """The loss to reach: published, or the mean of the record that sets it, rounded to two decimals."""
     if track in PUBLISHED_TARGETS:
         return PUBLISHED_TARGETS[track]
     setting = find_setting(records)
@@ -166,18 +199,32 @@ def find_target(track: str, records: list[Record]) -> float | None:
 
 
 def find_setting(records: list[Record]) -> Record | None:
-    """The record that sets its track's target: the rung marked sets_target, or named target, in the newest
-    ladder that has either."""
-    return next((record for record in reversed(records) if record.folder.name == "target"
-                 or read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target")), None)
+    """The record that sets the target of its track. None if the target is published.
+
+    It is the rung marked sets_target, or named target, in the newest ladder with either.
+    """
+    return next((record for record in reversed(records)
+                 if record.results[0]["track"] not in PUBLISHED_TARGETS
+                 and (record.folder.name == "target"
+                      or read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target"))
+                 ), None)
 
 
-def find_own_target(record: Record) -> float | None:
-    """The loss for a record to reach: its ladder's, where that has a target, or its track's."""
+def find_own_target(record: Record) -> tuple[float | None, bool]:
+    """(loss for a record to reach, whether the record itself sets it): its ladder's, else its track's.
+
+    RecordError if the record that sets it ran on other data.
+    """
     track, folder = record.results[0]["track"], record.folder.resolve()
     records = read_track(track, find_script(folder).parents[2], leave_out)
     siblings = [other for other in records if other.folder.resolve().parent == folder.parent]
-    return find_target(track, siblings if find_setting(siblings) else records)
+    setting = find_setting(siblings) or find_setting(records)
+    if setting is None:
+        return find_target(track, []), False
+    if find_differences(record, setting, "losses"):
+        raise RecordError(f"{record.folder} ran on other data than {setting.folder}, which sets the target: "
+                          "give --target=LOSS")
+    return find_target(track, [setting]), setting.folder.resolve() == folder
 
 
 class Summary(NamedTuple):
@@ -185,15 +232,15 @@ class Summary(NamedTuple):
 
     n: int
     mean: float
-    sd: float  # of one run; nan of one
-    p: float  # one-sided t-test: the chance of so low a mean if the true one were the target
+    sd: float  # nan if n is 1
+    p: float  # one-sided t-test: the probability of a mean this low if the true mean is the target
 
 
 def summarize(values: list[float], target: float | None = None) -> Summary:
-    """Mean, standard deviation and, against a target, the p of a mean below it."""
+    """Mean, standard deviation and, with a target, p of a mean below it. Equal values have no p."""
     sd = statistics.stdev(values) if len(values) > 1 else math.nan
     p = math.nan
-    if target is not None and len(values) > 1:
+    if target is not None and sd > 0:
         from scipy import stats
 
         p = float(stats.ttest_1samp(values, target, alternative="less").pvalue)
@@ -201,71 +248,135 @@ def summarize(values: list[float], target: float | None = None) -> Summary:
 
 
 class Effect(NamedTuple):
-    """A paired difference over the seeds two records share, with its 95 % confidence interval."""
+    """A paired difference over the seeds that two records share, with its 95 % confidence interval."""
 
     n: int
     mean: float
     low: float
     high: float
     p: float  # two-sided
+    machines: str = ""  # differences of the machines, if losses are compared
 
 
-def compare(ours: dict[int, float], theirs: dict[int, float]) -> Effect:
-    """Ours minus theirs, paired by seed; bounds are nan for a single pair."""
-    seeds = sorted(ours.keys() & theirs.keys())
+def find_differences(ours: Record, theirs: Record, kind: str) -> list[str]:
+    """gpt.differences() between two records. kind: losses or times.
+
+    A dtype chosen by auto counts as a property of the machine: processors of one name differ in whether they
+    multiply bfloat16.
+    """
+    runs = theirs.results[0], ours.results[0]
+    found = gpt.differences(*runs, kind)
+    before, here = (gpt.identify(run).get("choices.dtype") for run in runs)
+    is_auto = all(run["config"].get("dtype", "auto") == "auto" for run in runs)
+    if kind == "times" and is_auto and before and here and before != here:
+        found.append(f"the machine's dtype was {before}, here {here}")
+    return found
+
+
+def check_comparable(ours: Record, theirs: Record, kind: str) -> str:
+    """Return how the machines of two records differ. RecordError if their losses or times (kind) are not
+    comparable: losses on other data, times also on another machine."""
+    found = find_differences(ours, theirs, kind)
+    if found:
+        remedy = "run both on one machine" if kind == "times" else "train both on one text"
+        raise RecordError(f"{ours.folder} is not comparable with {theirs.folder} ({', '.join(found)}): "
+                          f"{remedy}")
+    return ", ".join(find_differences(ours, theirs, "times"))
+
+
+def compare(ours: Record, theirs: Record, kind: str = "losses") -> Effect:
+    """Ours minus theirs, paired by seed. kind: losses (final validation) or times (training seconds).
+
+    RecordError if the records are not comparable. Interval and p are nan if the differences do not vary.
+    """
+    machines = check_comparable(ours, theirs, kind)
+    left, right = (record.losses if kind == "losses" else record.seconds for record in (ours, theirs))
+    seeds = sorted(left.keys() & right.keys())
     if not seeds:
-        raise RecordError("the two records share no seed: run the same seeds of both")
-    differences = [ours[seed] - theirs[seed] for seed in seeds]
-    mean = statistics.mean(differences)
-    if len(seeds) == 1:
-        return Effect(1, mean, math.nan, math.nan, math.nan)
+        raise RecordError(f"{ours.folder} and {theirs.folder} share no seed: run one seed of both")
+    gaps = [left[seed] - right[seed] for seed in seeds]
+    mean = statistics.mean(gaps)
+    if len(set(gaps)) == 1:
+        return Effect(len(seeds), mean, math.nan, math.nan, math.nan, machines)
     from scipy import stats
 
-    test = stats.ttest_1samp(differences, 0.0)
+    test = stats.ttest_1samp(gaps, 0.0)
     interval = test.confidence_interval(0.95)
-    return Effect(len(seeds), mean, float(interval.low), float(interval.high), float(test.pvalue))
+    return Effect(len(seeds), mean, float(interval.low), float(interval.high), float(test.pvalue), machines)
+
+
+def holm(effects: list[Effect | None]) -> list[float]:
+    """Adjust the p-values of a table by Holm's method. nan for rows without a test."""
+    values = [effect.p if effect else math.nan for effect in effects]
+    order = sorted((row for row, p in enumerate(values) if not math.isnan(p)), key=values.__getitem__)
+    adjusted, largest = [math.nan] * len(values), 0.0
+    for place, row in enumerate(order):
+        adjusted[row] = largest = max(largest, min(1.0, (len(order) - place) * values[row]))
+    return adjusted
+
+
+def judge(effect: Effect, p: float) -> str:
+    """The verdict on a change of the loss, from a p that is adjusted for the whole table by holm()."""
+    if math.isnan(p):
+        return "one seed: no test possible" if effect.n == 1 else "no test possible"
+    if p >= 0.05:
+        return "no effect shown"
+    return "helps" if effect.mean < 0 else "hurts"
 
 
 def find_crossing(result: dict, target: float) -> tuple[float, float] | None:
-    """(step, seconds) at which a run's validation loss falls to the target, interpolated; or None."""
+    """(step, seconds) at which the validation loss of a run falls to the target, or None.
+
+    It is interpolated between validations. Without a pair around the target, it is the last validation if
+    its loss is not above the target.
+    """
     points = result["val_points"]
     for (step0, loss0, ms0), (step1, loss1, ms1) in zip(points, points[1:]):
         if loss1 <= target < loss0:
             share = (loss0 - target) / (loss0 - loss1)
             return step0 + share * (step1 - step0), (ms0 + share * (ms1 - ms0)) / 1000
-    return None
+    step, loss, milliseconds = points[-1]
+    return (step, milliseconds / 1000) if loss <= target else None
 
 
-def describe_machine(result: dict) -> dict:
-    """What must agree for times to be comparable, and on a CPU for losses to be the same bits."""
-    keys = ("device", "ranks", "cpu", "threads", "gpu", "activations", "simd")
-    hardware = {key: result["hardware"].get(key) for key in keys}
-    return {**hardware, "torch": result["versions"]["torch"]}
+def format_machine(result: dict) -> str:
+    """The machine of a run: '2 threads of AMD EPYC, bfloat16, PyTorch 2.13.0', or '8 x NVIDIA H100, ...'."""
+    facts = gpt.identify(result)
+    if "machine.gpu" in facts:
+        known = [f"{facts['machine.ranks']} x {facts['machine.gpu']}"]
+    else:
+        known = [f"{facts['machine.threads']} threads of {facts['machine.cpu']}", facts.get("machine.simd")]
+    return ", ".join(filter(None, [*known, facts.get("choices.dtype"), f"PyTorch {facts['machine.torch']}"]))
+
+
+def count_threads(jobs: int) -> int | None:
+    """Threads of each of several runs in parallel. None for a single job: the default."""
+    return max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
 
 
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
                 source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None,
                 jobs: int = 1) -> None:
-    """Run a script for every (name, seed, options) whose seed is not done yet, with a bar.
+    """Run a script for each (name, seed, options) whose seed is not done yet, with a progress bar.
 
-    The script is run from a copy: an edit meanwhile must not change the later runs. After each run its name
-    goes to keep. So many jobs at a time share the processors: for losses, not for times.
+    A copy of the script runs, so that an edit in the meantime does not change later runs. keep() gets the
+    name after each run. With several jobs the runs share the processors: their times mean nothing.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
     environment, has_failed = dict(os.environ), threading.Event()
-    if jobs > 1:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+    if threads := count_threads(jobs):
+        environment["OMP_NUM_THREADS"] = str(threads)
 
     def run(name: str, seed: int, options: list[str]) -> None:
-        if has_failed.is_set():  # nothing runs after that
+        if has_failed.is_set():  # start no further run
             return
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
         bar.set_description(f"{name}, seed {seed}")
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
         if done.returncode:
             has_failed.set()
-            raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}; the same command "
-                              f"of {program} goes on from here. It said: {' '.join(done.stderr.split())}")
+            raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}: "
+                              f"{' '.join(done.stderr.split())} (start {program} again to go on from here)")
         if keep:
             keep(name)
         bar.update()
@@ -283,7 +394,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose help is a module's docstring, and whose errors are one line."""
+    """A command line with a module's docstring as its help. Errors are one line."""
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -294,7 +405,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(low: float, kind: type = int) -> Callable[[str], float]:
-    """A type of an option: a number of this kind that is not below the least one."""
+    """The type of an option with a lower bound."""
 
     def parse(text: str) -> float:
         try:
@@ -310,7 +421,7 @@ def at_least(low: float, kind: type = int) -> Callable[[str], float]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; RecordError names it where that fails."""
+    """Write a file atomically. RecordError names it on failure."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(data)
@@ -324,13 +435,16 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def run_guarded(body: Callable[[], int | None]) -> int:
-    """Do it; returns the exit status. What concerns the user ends with status 2 and one line, a reader that
-    has enough of the output, such as head, with 141 and none, as SIGPIPE would end it."""
+    """Run a tool and return its exit status.
+
+    An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
+    gives 141, the status of SIGPIPE, without a line.
+    """
     status, line = 0, ""
     try:
         try:
             status = body() or 0
-        except SystemExit as end:  # argparse's: of --help, or with its line printed
+        except SystemExit as end:  # from argparse, which has printed its line or the help
             status = end.code
         sys.stdout.flush()
     except RecordError as error:
@@ -343,9 +457,9 @@ def run_guarded(body: Callable[[], int | None]) -> int:
     except UnicodeError as error:
         status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
     if line:
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+        warn(f"error: {line}")
     try:
         sys.stdout.flush()
-    except OSError:  # what is left cannot be written; the interpreter would try again, and complain
+    except OSError:  # the interpreter would flush the rest again at exit, and print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

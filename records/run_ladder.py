@@ -1,15 +1,15 @@
-"""Run a laptop ladder: every rung over several seeds, with the script that its folder has frozen.
+"""Run a laptop ladder: each rung over several seeds, with the frozen script of its folder.
 
-    python records/run_ladder.py                 # what the committed ladder lacks; all of it takes two hours
+    python records/run_ladder.py                 # missing runs of the committed ladder. All take two hours
     python records/run_ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
     python records/run_ladder.py --ladder=records/laptop/2026-11-22_frontier
 
     python records/run_ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
 
-Seed by seed over all rungs, so that a machine whose speed drifts is unfair to none. What a rung already has
-is not run again: after an interruption, which costs the run it meets, the same command goes on. A run that
-would not fit goes into no rung: runs with --extra make a ladder of their own below --logs_dir, and a rung of
-another machine is refused before anything is run.
+The order is seed by seed over all rungs, so that a drift of the machine's speed affects all rungs equally.
+Finished runs are kept. After an interruption the command continues with the interrupted run. Runs with
+--extra make a separate ladder below --logs_dir. A rung of another machine is refused before the first run.
+Choose the number of seeds before you see a result.
 """
 
 import hashlib
@@ -27,8 +27,10 @@ LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
 
 def read_presets(ladder: Path) -> tuple[dict[str, str], set[str]]:
-    """(preset of each rung in order, rungs over more seeds): of ladder.toml; or of the script's LADDER, the
-    first and the last."""
+    """(preset of each rung in order, rungs with more seeds), from ladder.toml or from the script's LADDER.
+
+    In a LADDER the first and the last rung have more seeds.
+    """
     rungs = results.read_ladder(ladder)
     if rungs:
         return ({name: rung["preset"] for name, rung in rungs.items()},
@@ -39,30 +41,25 @@ def read_presets(ladder: Path) -> tuple[dict[str, str], set[str]]:
 
 def plan_runs(presets: dict[str, str], ends: set[str], seeds: int, end_seeds: int
               ) -> list[tuple[str, str, int]]:
-    """(rung, preset, seed) of every run in order: some rungs over more seeds."""
+    """(rung, preset, seed) of each run in order. The rungs in ends have more seeds."""
     return [(name, preset, seed) for seed in range(max(seeds, end_seeds))
             for name, preset in presets.items() if seed < (end_seeds if name in ends else seeds)]
 
 
-def find_done(rung: Path) -> set[int]:
-    """Seeds of which a rung has a result."""
-    return set(results.read_record(rung).losses) if list(rung.glob("*.json")) else set()
-
-
 def strip_log(log: str, result: dict) -> str:
-    """A log with the facts of its run in the place of the script, where it begins with that."""
+    """Replace a script at the start of a log by the metadata of the run."""
     rule = f"\n{'=' * 100}\n"
     head, *facts, lines = log.split(rule)
     if not facts:
         return log
     if hashlib.sha256(head.encode()).hexdigest() != result["script_sha256"]:
-        raise results.RecordError("a log begins with another script than its result names: run it again")
+        raise results.RecordError("the script in a log is not the script of its result: run it again")
     facts = {key: result[key] for key in ("script_sha256", "argv")} | json.loads(*facts)
     return f"{json.dumps(facts, indent=1)}{rule}{lines}"
 
 
 def keep_run(place: Path, rung: Path) -> None:
-    """Move the run that a place holds to its rung: first the log, then the json, with which it counts."""
+    """Move the run in a folder to its rung. The json is last, because a run counts once it exists."""
     (path,) = place.glob("records/*/*/*.json")
     log = path.with_suffix(".txt")
     log.write_text(strip_log(log.read_text(), json.loads(path.read_text())))
@@ -73,9 +70,9 @@ def keep_run(place: Path, rung: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Run the missing seeds."""
     parser = results.Parser(__doc__)
-    parser.add_argument("--seeds", type=results.at_least(1), default=3, help="seeds of every rung")
+    parser.add_argument("--seeds", type=results.at_least(1), default=3, help="seeds of each rung")
     parser.add_argument("--end_seeds", type=results.at_least(1), default=8,
                         help="seeds of the first and the last rung")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
@@ -83,7 +80,7 @@ def main() -> None:
     parser.add_argument("--extra", type=shlex.split, default="",
                         help="further options of train_gpt.py, for trials")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "trials",
-                        help="where trials go (default %(default)s)")
+                        help="folder of the trials (default %(default)s)")
     args = parser.parse_args()
     script = args.ladder / "train_gpt.py"
     frozen = results.load_script(args.ladder) if script.exists() else None
@@ -102,7 +99,7 @@ def main() -> None:
         for file in (script, args.ladder / "ladder.toml"):
             if file.exists():
                 shutil.copy(file, ladder)
-    done = {name: find_done(ladder / name) for name in only}
+    done = {name: results.find_done(ladder / name) for name in only}
     runs = [(name, seed, [f"--preset={preset}", f"--record={name}", *args.extra])
             for name, preset, seed in plan_runs(presets, ends, args.seeds, args.end_seeds)
             if name in only and seed not in done[name]]
@@ -111,7 +108,7 @@ def main() -> None:
         if differences:
             raise results.RecordError(f"{ladder / name} is of another machine ({differences}): copy "
                                       f"{script} into a folder for this one and give --ladder=FOLDER")
-    # beside the rungs, so that a move is one step; the script finds data/ and leaves its records below
+    # on the file system of the rungs, so that a move is atomic. The script reads data/ and writes records/
     with tempfile.TemporaryDirectory(dir=ladder, suffix=".partial") as place:
         Path(place, "data").symlink_to(results.ROOT / "data")
         results.run_missing(runs, done.__getitem__, source, "run_ladder.py", Path(place),

@@ -1,16 +1,20 @@
-"""Is it a record? Statistics of record folders over their seeds.
+"""Test record folders over their seeds.
 
     ladder=records/laptop/2026-11-21_ladder
     python records/validate.py $ladder/sigmoid_skips
     python records/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
 
-Per folder: runs, mean, standard deviation and best of the final validation loss, the one-sided t-test of the
-mean against the track's target, training time. With --baseline also the difference to that folder, paired by
-seed, with its 95 % confidence interval; both must have run on the same machine. Exits with status 1 where a
-folder's mean is not below the target at p < 0.01; where there is nothing to test, of one seed or without a
-target, it says so and ends with 0.
+Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
+the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
+which the guard acted are named. --baseline adds the differences to that folder in loss and time, paired by
+seed, with 95 % confidence intervals. Both must have run on one corpus. On different machines only the
+losses are compared, and the line names the machines' differences.
+
+The exit status is 1 if the mean of a folder is not below the target at p < 0.01. It is 0 if a folder cannot
+be tested: one seed, no target, or the record that sets the target.
 """
 
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -18,35 +22,39 @@ from pathlib import Path
 import results
 
 
-def format_record(record: results.Record, target: float | None) -> tuple[str, bool | None]:
-    """The line of a folder, and whether it is below its target at p < 0.01, None where nothing is tested."""
+def format_record(record: results.Record, target: float | None, sets_target: bool = False
+                  ) -> tuple[str, bool | None]:
+    """The line of a folder, and whether its mean is below the target at p < 0.01. None without a test."""
     summary = results.summarize(list(record.losses.values()), target)
-    seconds = statistics.mean(result["train_time_ms"] / 1000 for result in record.results)
-    is_claim, spread = None, f" +- {summary.sd:.4f} (best {min(record.losses.values()):.4f})"
-    verdict = "no target yet" if target is None else f"target {target:g}"
-    if summary.n == 1:
-        verdict, spread = f"{verdict}; one seed: no test possible", ""
+    spread = "" if summary.n == 1 else f" +- {summary.sd:.4f} (best {min(record.losses.values()):.4f})"
+    is_below, verdict = None, "no target yet" if target is None else f"target {target:g}"
+    if sets_target:
+        verdict = f"sets the target {target:g}, its mean to two decimals, so it is not tested against it"
+    elif summary.n == 1:
+        verdict += ", one seed: no test possible"
     elif target is not None:
-        is_claim = summary.p < 0.01
-        verdict += f", p = {summary.p:.2g}: {'below' if is_claim else 'not shown to be below'}"
+        is_below = summary.p < 0.01
+        verdict += f", p = {summary.p:.2g}: {'below' if is_below else 'not shown to be below'}"
     replays = f", {record.num_replays} replays left out" if record.num_replays else ""
-    return (f"{record.folder}: n = {summary.n}{replays}, loss {summary.mean:.4f}{spread}, {seconds:.1f} s; "
-            f"{verdict}"), is_claim
+    incidents = f" ({record.incidents})" if record.incidents else ""
+    return (f"{record.folder}: n = {summary.n}{replays}{incidents}, loss {summary.mean:.4f}{spread}, "
+            f"{statistics.mean(record.seconds.values()):.1f} s, {verdict}"), is_below
+
+
+def format_effect(effect: results.Effect, digits: int) -> str:
+    """A difference with its interval and p."""
+    if math.isnan(effect.p):
+        return f"{effect.mean:+.{digits}f} over {effect.n} seed{'s' * (effect.n > 1)}: no test possible"
+    return (f"{effect.mean:+.{digits}f} [{effect.low:+.{digits}f}, {effect.high:+.{digits}f}] over "
+            f"{effect.n} seeds, p = {effect.p:.2g}")
 
 
 def format_comparison(record: results.Record, baseline: results.Record) -> str:
-    """The line of a paired comparison; RecordError where the machines differ."""
-    here, there = (results.describe_machine(r.results[0]) for r in (record, baseline))
-    if here != there:
-        others = ", ".join(f"{key} {here[key]} and {there[key]}" for key in here if here[key] != there[key])
-        raise results.RecordError(f"{record.folder} and the baseline ran on different machines ({others}): "
-                                  "run both on one")
-    effect = results.compare(record.losses, baseline.losses)
-    times = [{r["seed"]: r["train_time_ms"] for r in x.results} for x in (record, baseline)]
-    ratio = statistics.mean(times[0][seed] / times[1][seed] for seed in times[0].keys() & times[1].keys())
-    test = "over one seed: no test possible" if effect.n == 1 else (
-        f"[{effect.low:+.4f}, {effect.high:+.4f}] over {effect.n} seeds, p = {effect.p:.2g}")
-    return (f"    against {baseline.folder}: loss {effect.mean:+.4f} {test}; {ratio:.3f} of its time")
+    """The line of a paired comparison. RecordError if the data differ."""
+    effect = results.compare(record, baseline)
+    time = f"no comparison of times on other machines ({effect.machines})" if effect.machines else (
+        f"seconds {format_effect(results.compare(record, baseline, 'times'), 1)}")
+    return f"    against {baseline.folder}: loss {format_effect(effect, 4)}, {time}"
 
 
 def main() -> int:
@@ -55,14 +63,14 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="record folders")
     parser.add_argument("--baseline", type=Path, help="record folder to compare with")
     parser.add_argument("--target", type=results.at_least(0, float),
-                        help="loss to be below, instead of the track's")
+                        help="loss to be below (default: the track's)")
     args = parser.parse_args()
     records = [results.read_record(folder) for folder in args.folders]
     baseline = args.baseline and results.read_record(args.baseline)
     status = 0
     for record in records:
-        target = results.find_own_target(record) if args.target is None else args.target
-        line, is_below = format_record(record, target)
+        target = results.find_own_target(record) if args.target is None else (args.target, False)
+        line, is_below = format_record(record, *target)
         status |= is_below is False
         print(line)
         if baseline:

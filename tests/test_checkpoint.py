@@ -122,6 +122,8 @@ def test_a_resumed_run_is_the_run(shards, here, name, capsys):
     assert ("low_bits" in state) == (name == "low_bits") and ("fp8/0" in end) == (name == "fp8 mlp")
 
     find_step(18).unlink()
+    for path in find_results():
+        path.unlink()
     more = ["--resume=auto", "--logs_dir=second"]
     assert run(shards, *args, *more) == points and len(points) == 4
     assert_same_bits(tensors_of(find_step(18)), end)
@@ -915,7 +917,13 @@ def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, monkeypatc
     change(path)
     monkeypatch.setattr(gpt, "choose_precision", None)
     refuse(shards, [FILE], words, capsys, monkeypatch)
-    refuse(shards, ["--resume=auto"], words, capsys, monkeypatch)
+    if words == OTHER:  # of another script, so it is another run
+        monkeypatch.undo()
+        monkeypatch.chdir(here)
+        run(shards, "--num_iterations=2", "--resume=auto")
+        assert f"the newest is {path.parent}, but it has the format of another script" in capsys.readouterr().out
+    else:
+        refuse(shards, ["--resume=auto"], words, capsys, monkeypatch)
     assert gpt.main([f"--sample={path}"]) == 2 and capsys.readouterr().err.count("\n") == 1
     assert not Path("boom").exists()
 

@@ -1,4 +1,4 @@
-"""Record folders and their tools: statistics, leaderboard, replay, ablation, the ladder's runner."""
+"""Record folders and their tools: statistics, leaderboard, replay, ablation, ladder."""
 
 import ast
 import copy
@@ -39,7 +39,7 @@ def run_tool(name, *args):
 
 @pytest.fixture
 def tool(capsys, monkeypatch):
-    """Run a tool here as run_tool() does in a process: (status, output, what it says on stderr)."""
+    """Run a tool in this process and return (status, stdout, stderr). run_tool() starts a process."""
 
     def run(module, *args):
         monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
@@ -51,11 +51,12 @@ def tool(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def real_record(shards, tmp_path_factory):
-    """A record that a run has left."""
+    """The record folder of a real run."""
     out = tmp_path_factory.mktemp("records")
     args = [
         "--preset=smoke",
         "--record=tiny",
+        "--track=laptop",
         "--num_iterations=4",
         "--val_loss_every=2",
         "--val_tokens=1024",
@@ -68,12 +69,12 @@ def real_record(shards, tmp_path_factory):
 
 @pytest.fixture
 def make_record(real_record, tmp_path):
-    """Copies of the record under other names, seeds and losses."""
+    """Make copies of the real record with other names, seeds and losses."""
     (source,) = real_record.glob("*.json")
     result = json.loads(source.read_text())
 
     def make(name, losses, script=real_record / "train_gpt.py", **changes):
-        """A record, or for a name like ladder/muon a rung of that script."""
+        """A record, or a rung of that script for a name like ladder/muon."""
         folder = tmp_path / "laptop" / f"2026-01-01_{name}"
         folder.mkdir(parents=True)
         shutil.copy(script, folder.parent if "/" in name else folder)
@@ -87,16 +88,17 @@ def make_record(real_record, tmp_path):
     return make
 
 
-def edit_json(folder, change):
-    path = sorted(folder.glob("*.json"))[-1]
-    result = json.loads(path.read_text())
-    change(result)
-    path.write_text(json.dumps(result))
+def edit_json(folder, change, is_last=True):
+    """Change the last result of a folder, or all of them."""
+    for path in sorted(folder.glob("*.json"))[-1 if is_last else 0 :]:
+        result = json.loads(path.read_text())
+        change(result)
+        path.write_text(json.dumps(result))
 
 
 def test_validate_against_a_table_of_students_t(make_record, tool):
-    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 at 2 degrees of freedom, p = 0.0371 below 1.3; -17.3
-    below 2.1, p = 0.0017."""
+    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 with 2 degrees of freedom against 1.3, p = 0.0371.
+    Against 2.1: t = -17.3, p = 0.0017."""
     folder = make_record("three", [1.0, 1.1, 1.2])
     line, is_claim = validate.format_record(results.read_record(folder), 1.3)
     assert "n = 3" in line and "1.1000 +- 0.1000 (best 1.0000)" in line and not is_claim
@@ -109,42 +111,52 @@ def test_validate_against_a_table_of_students_t(make_record, tool):
 
 
 def test_one_seed_is_no_test(make_record, tool):
-    """Neither a claim nor a failure, and no nan; beside a folder that fails its test the status is that one's."""
+    """One seed is neither a claim nor a failure. Other folders decide the status."""
     one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
     status, out, err = tool(validate, one, "--target=1.3", f"--baseline={three}")
     assert (status, err) == (0, "") and "nan" not in out
     first, second = out.splitlines()
     assert first.startswith(f"{one}: n = 1, loss 1.0000, ")
-    assert first.endswith(" s; target 1.3; one seed: no test possible")
-    assert second.endswith("loss +0.0000 over one seed: no test possible; 1.000 of its time")
+    assert first.endswith(" s, target 1.3, one seed: no test possible")
+    assert second.endswith(
+        "loss +0.0000 over 1 seed: no test possible, seconds +0.0 over 1 seed: no test possible"
+    )
     status, out, _ = tool(validate, three)
-    assert status == 0 and out.endswith("; no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
+    assert status == 0 and out.endswith(", no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
     assert tool(validate, one, three, "--target=1.05")[0] == 1
-    assert tool(validate, three, "--target=0")[0] == 1  # a target like any other
+    assert tool(validate, three, "--target=0")[0] == 1  # 0 counts as a target
 
 
 def test_paired_comparison(make_record, tool):
-    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484."""
+    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484. Times: 0, -1, -2."""
     ours, theirs = make_record("ours", [1.0, 1.1, 1.2]), make_record("theirs", [1.2, 1.4, 1.6, 9.0])
-    effect = results.compare(*(results.read_record(folder).losses for folder in (ours, theirs)))
+    edit_json(ours, lambda result: result.update(train_time_ms=5000 + 1000 * result["seed"]), is_last=False)
+    edit_json(theirs, lambda result: result.update(train_time_ms=5000 + 2000 * result["seed"]), is_last=False)
+    left, right = (results.read_record(folder) for folder in (ours, theirs))
+    effect = results.compare(left, right)
     assert (effect.n, effect.mean) == (3, pytest.approx(-0.3))
     assert (effect.low, effect.high) == (pytest.approx(-0.5484, abs=1e-4), pytest.approx(-0.0516, abs=1e-4))
-    line = validate.format_comparison(results.read_record(ours), results.read_record(theirs))
-    assert "-0.3000 [-0.5484, -0.0516] over 3 seeds" in line and "1.000 of its time" in line
-    edit = make_record("elsewhere", [1.0])
-    edit_json(edit, lambda result: result["hardware"].update(cpu="another"))
-    status, _, err = tool(validate, ours, f"--baseline={edit}", "--target=2")
-    assert status == 2 and "different machines (cpu" in err and err.count("\n") == 1
+    line = validate.format_comparison(left, right)
+    assert "loss -0.3000 [-0.5484, -0.0516] over 3 seeds, p = 0.035, seconds -1.0 [-3.5, +1.5] over 3 seeds" in line
+    (ours / "0.json").unlink(), (ours / "2.json").unlink(), (theirs / "1.json").unlink()
+    with pytest.raises(results.RecordError, match="share no seed"):
+        results.compare(results.read_record(ours), results.read_record(theirs))
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
-        (lambda result: result["config"].update(matrix_lr=7.0), "mixes configs: seed 1 differs from seed 0 in matrix_lr"),
-        (lambda result: result["hardware"].update(cpu="another"), "mixes machines: seed 1 differs from seed 0 in cpu"),
-        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes data: seed 1 differs from seed 0 in corpus_f"),
-        (lambda result: result.pop("config"), "no result (KeyError: 'config'): 1.json; put"),
+        (lambda result: result["config"].update(matrix_lr=7.0), "seed 1 differs from seed 0: matrix_lr was 0.05, here 7.0"),
+        (lambda result: result["config"].update(telemetry_every=1), "differs from seed 0: telemetry_every was 0, here 1"),
+        (lambda result: result["hardware"].update(cpu="another"), "mixes runs: seed 1 differs from seed 0: cpu was "),
+        (lambda result: result["versions"].update(torch="1.0"), "mixes runs: seed 1 differs from seed 0: torch was "),
+        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes runs: seed 1 differs from seed 0: other data"),
+        (lambda result: result.update(final_val_loss=math.nan), "diverged run: seed 1 ends at a loss of nan: 1.json"),
+        (lambda result: result.update(final_val_loss=math.inf), "diverged run: seed 1 ends at a loss of inf: 1.json"),
+        (lambda result: result.update(final_val_loss=1.0), "one run under two seeds: 0 and 1 both end at 1.0: 1.json"),
+        (lambda result: result.update(seed=0), "has two losses of seed 0, 1.0 and 1.1, which are equal bits on a CPU"),
+        (lambda result: result.pop("config"), "no result (KeyError: 'config'): 1.json needs"),
         (None, "holds no result"),
     ],
 )
@@ -161,7 +173,7 @@ def test_a_damaged_result_is_named(make_record, tool):
     for content in (b"", b"{", b"[]", b"\xff", b"7"):
         (folder / "1.json").write_bytes(content)
         status, _, err = tool(validate, folder)
-        assert status == 2 and err.count("\n") == 1 and "1.json; put its files" in err
+        assert status == 2 and err.count("\n") == 1 and "1.json needs another folder" in err
 
 
 @pytest.mark.parametrize(
@@ -172,7 +184,7 @@ def test_a_damaged_result_is_named(make_record, tool):
         (run_ladder, "--seeds=-1", "--seeds: -1 is not a whole number of at least 1"),
         (run_ladder, "--end_seeds=1.5", "--end_seeds: 1.5 is not a whole number of at least 1"),
         (ablate, "--extra='a", "--extra: invalid split value"),
-        (ablate, "--extra=--without=softcap", "--extra=--without=softcap would replace what a run here is told"),
+        (ablate, "--extra=--without=softcap", "--extra=--without=softcap would replace an option of ablate.py"),
         (run_ladder, "--extra='a", "--extra: invalid split value"),
         (replay, "--random=-1", "--random: -1 is not a whole number of at least 1"),
         (replay, "--most_seconds=nan", "--most_seconds: nan is not a number of at least 0"),
@@ -182,8 +194,8 @@ def test_a_damaged_result_is_named(make_record, tool):
         (validate, "--base=x", "the following arguments are required: folders"),
     ],
 )
-def test_options_that_no_tool_takes(module, option, words, tool, monkeypatch):
-    """One line and status 2, and nothing runs; no option is cut short."""
+def test_bad_options_end_with_one_line(module, option, words, tool, monkeypatch):
+    """One line, status 2, and no run. Options cannot be abbreviated."""
     monkeypatch.setattr(results, "run_missing", None)
     status, out, err = tool(module, option)
     assert (status, out, err.count("\n")) == (2, "", 1) and words in err
@@ -192,7 +204,7 @@ def test_options_that_no_tool_takes(module, option, words, tool, monkeypatch):
 
 @pytest.mark.parametrize("args", [["records/laptop/2026-11-21_first"], ["--help"]])
 def test_a_reader_may_leave_early(args):
-    """As head does: nothing on stderr, and the status that SIGPIPE would leave."""
+    """As head does: no error, and the exit status of SIGPIPE."""
     command = shlex.join([sys.executable, "records/validate.py", *args]) + " | true; echo ${PIPESTATUS[0]}"
     for unbuffered in ("", "1") if args != ["--help"] else ("",):
         env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -201,7 +213,7 @@ def test_a_reader_may_leave_early(args):
 
 
 def test_output_that_cannot_be_written(tmp_path):
-    """A full disk behind stdout; a locale without the letters of a folder."""
+    """A full disk, and a locale without the letters of a folder."""
     folder = ROOT / "records" / "laptop" / "2026-11-21_first"
     command = [sys.executable, str(ROOT / "records" / "validate.py"), str(folder)]
     with open("/dev/full", "w") as full:
@@ -216,20 +228,124 @@ def test_output_that_cannot_be_written(tmp_path):
 
 def test_runs_of_one_seed_count_once(make_record):
     folder = make_record("again", [1.0, 1.1])
-    edit_json(folder, lambda result: (result.update(seed=0), result["config"].update(seed=0)))
+    edit_json(folder, lambda result: (result.update(seed=0, final_val_loss=1.0), result["config"].update(seed=0)))
     record = results.read_record(folder)
     assert record.losses == {0: 1.0} and record.num_replays == 1
 
 
-def test_what_an_older_result_leaves_to_its_log():
-    """The type of activations decides bits, and stood only there."""
+def test_two_losses_of_a_seed_on_a_gpu_are_named(make_record, tool):
+    """On a CPU they are refused: test_folders_that_are_no_record."""
+    folder = make_record("again", [1.0, 1.1, 1.2], hardware=dict(device="cuda", ranks=1, gpu="a GPU"))
+    edit_json(folder, lambda result: (result.update(seed=0), result["config"].update(seed=0)))
+    status, out, err = tool(validate, folder)
+    assert status == 0 and "n = 2, 1 replays left out" in out
+    assert f"warning: {folder} has two losses of seed 0, 1.0 and 1.2: the first one counts" in err
+
+
+def test_facts_that_one_result_lacks_hide_no_other_difference(make_record, tool):
+    """The first result has no SIMD. The other two have different ones, and are compared with each other."""
+    folder = make_record("simd", [1.0, 1.1, 1.2])
+    for seed, simd in enumerate((None, "AVX2", "NEON")):
+        path = folder / f"{seed}.json"
+        result = json.loads(path.read_text())
+        result["hardware"].pop("simd")
+        result["hardware"] |= dict(simd=simd) if simd else {}
+        path.write_text(json.dumps(result))
+    status, _, err = tool(validate, folder)
+    assert status == 2 and "seed 2 differs from seed 1: simd was AVX2, here NEON" in err
+
+
+def test_another_cuda_version_is_another_machine(make_record, tool):
+    versions = dict(torch="2.13", cuda="13.0", cudnn="91000")
+    folder = make_record("cuda", [1.0, 1.1], hardware=dict(device="cuda", ranks=1, gpu="a GPU"), versions=versions)
+    edit_json(folder, lambda result: result["versions"].update(cudnn="92000"))
+    status, _, err = tool(validate, folder)
+    assert status == 2 and "seed 1 differs from seed 0: cudnn was 91000, here 92000" in err
+
+
+def test_resumed_and_guarded_runs_are_named(make_record, tool):
+    folder = make_record("odd", [1.0, 1.1, 1.2])
+    edit_json(folder, lambda result: result.update(resumed_at=[4, 6], guard_actions=3))
+    incidents = "seed 2 resumed at [4, 6], seed 2 with 3 guard actions"
+    assert f"n = 3 ({incidents}), loss 1.1000" in tool(validate, folder)[1]
+    text, _, _ = make_leaderboard.make_readme(folder.parents[1])
+    assert text.endswith(f"They count as all runs do:\n\n- laptop/2026-01-01_odd: {incidents}.\n")
+
+
+def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
+    """A machine is refused for times and named for losses. A text is refused for both."""
+    ours, text = make_record("ours", [1.0, 1.1]), make_record("text", [1.2, 1.5], corpus_fingerprint="b" * 16)
+    machine = make_record("machine", [1.2, 1.5])
+    edit_json(machine, lambda result: result["hardware"].update(cpu="another"), is_last=False)
+    records = {folder: results.read_record(folder) for folder in (ours, text, machine)}
+    for kind in ("losses", "times"):
+        with pytest.raises(results.RecordError, match="_ours is not comparable with .*_text .other data.: "):
+            results.compare(records[ours], records[text], kind)
+    with pytest.raises(results.RecordError, match="here .*: run both on one machine"):
+        results.compare(records[ours], records[machine], "times")
+    effect = results.compare(records[ours], records[machine])
+    assert effect.mean == pytest.approx(-0.3) and effect.machines.startswith("cpu was another, here ")
+    status, out, _ = tool(validate, ours, f"--baseline={machine}")
+    assert status == 0 and "loss -0.3000 [" in out and ", no comparison of times on other machines (cpu was another" in out
+    status, out, err = tool(validate, ours, f"--baseline={text}")
+    assert status == 2 and "is not comparable with" in err and "loss -" not in out
+    status, _, err = tool(plot, ours, text, f"--out={tmp_path}/x")
+    assert status == 2 and "other data" in err and not list(tmp_path.glob("x.*"))
+    assert "of another machine (cpu was" in tool(plot, ours, machine, f"--out={tmp_path}/x")[2]
+
+
+def test_the_machine_of_a_record_in_words():
+    versions = dict(torch="2.13.0")
+    cpu = dict(device="cpu", ranks=1, cpu="a CPU", threads=2, simd="AVX2", activations="float32")
+    gpu = dict(device="cuda", ranks=8, cpu="a CPU", threads=2, simd="AVX2", gpu="NVIDIA H100")
+    assert results.format_machine(dict(hardware=cpu, versions=versions)) == "2 threads of a CPU, AVX2, float32, PyTorch 2.13.0"
+    choices = dict(dtype="bfloat16", fast=[], fp8=[], compile=True)
+    run = dict(hardware=gpu, versions=versions, choices=choices)
+    assert results.format_machine(run) == "8 x NVIDIA H100, bfloat16, PyTorch 2.13.0"
+
+
+def test_auto_dtypes_of_two_machines_forbid_a_comparison_of_times():
+    """Both processors have one name, and the older results do not have their SIMD."""
+    frontier, narrow = (results.read_record(results.RECORDS / "laptop" / name) for name in (
+        "2026-11-22_frontier/tables", "2026-11-22_narrow"))
+    assert results.find_differences(narrow, frontier, "times") == ["the machine's dtype was bfloat16, here float32"]
+    assert results.find_differences(narrow, frontier, "losses") == []
+
+
+def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
+    """Their losses are not losses on the data of the target."""
+    make_record("ladder/target", [1.3, 1.31, 1.32], run_ladder.LADDER / "train_gpt.py")
+    other = make_record("text", [0.1, 0.11, 0.12], corpus_fingerprint="b" * 16)
+    refused = []
+    text, _, _ = make_leaderboard.make_readme(other.parents[1], refused.append)
+    assert "_text" not in text and "2026-01-01_ladder/target" in text and "No record reaches it" in text
+    (line,) = refused
+    assert "_text is not comparable with " in line and "(other data): train both on one text" in line
+    status, _, err = tool(validate, other)
+    assert status == 2 and "ran on other data than" in err and "give --target=LOSS" in err
+    assert tool(validate, other, "--target=0.2")[0] == 0
+    status, _, err = tool(plot, other, f"--out={other}/x")
+    assert status == 0 and "plot.py: no target is drawn: " in err and (other / "x.svg").exists()
+
+
+def test_equal_losses_are_no_evidence():
+    """scipy gives p = 0 for a sample without variance."""
+    assert math.isnan(results.summarize([1.0, 1.0, 1.0], 1.5).p) and results.summarize([1.0, 1.0], 1.5).sd == 0
+    effect = results.compare(*(results.Record(Path("x"), [
+        dict(seed=seed, final_val_loss=seed + gap, train_time_ms=1, config={}) for seed in range(3)], 0) for gap in (1, 2)))
+    assert effect[:2] == (3, -1) and math.isnan(effect.p) and math.isnan(effect.low)
+    assert results.judge(effect, results.holm([effect])[0]) == "no test possible"
+
+
+def test_the_dtype_of_an_older_result_is_in_its_log():
+    """The dtype of activations affects bits, and only the log has it."""
     folder = ROOT / "records" / "laptop" / "2026-11-22_frontier" / "tables"
     assert "activations" not in json.loads(next(folder.glob("*.json")).read_text())["hardware"]
     assert {r["hardware"]["activations"] for r in results.read_record(folder).results} == {"bfloat16"}
 
 
-def test_results_with_the_names_of_before_are_read(real_record, tmp_path, tool):
-    """Options of the frozen scripts have other names now. The script in the root refuses them, the tools read them."""
+def test_results_with_old_option_names_are_read(real_record, tmp_path, tool):
+    """Options of the frozen scripts have new names. The script in the root refuses the old ones, the tools read them."""
     ladder = results.RECORDS / "laptop" / "2026-11-22_frontier"
     first, last = ladder / "record_32", ladder / "tables"
     result = results.read_record(last).results[0]
@@ -240,32 +356,54 @@ def test_results_with_the_names_of_before_are_read(real_record, tmp_path, tool):
     assert new <= ours.keys() and not old & ours.keys() and "gates_from" in ours["layers"][0]
     for name in old:
         assert gpt.main([f"--{name}={result['config'][name]}", "--print_config"]) == 2
-    assert old <= results.settings(result).keys()
+    assert {f"options.{name}" for name in old} <= gpt.identify(result).keys()
     status, out, err = tool(validate, last, f"--baseline={first}")
     assert (status, err) == (0, "") and out.count("\n") == 2
     status, _, err = tool(plot, first, last, f"--out={tmp_path}/curves")
     assert (status, err) == (0, "") and (tmp_path / "curves.svg").stat().st_size > 1000
     assert plot.count_tokens(last, result)[-1] == pytest.approx(result["config"]["derived"]["train_tokens"] / 1e6)
-    assert "torch 1.0, here 2." in replay.find_differences({**result, "versions": {"torch": "1.0"}})
-    assert set(ablate.read_losses(last)) == set(results.read_record(last).losses)
+    assert "torch was 1.0, here 2." in replay.find_differences({**result, "versions": {"torch": "1.0"}})
 
 
-@pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, None)])
+@pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, (40, 9.0))])
 def test_the_crossing_is_interpolated(target, expected):
     points = [[0, 5.0, 0], [10, 2.0, 1000], [20, 1.5, 4000], [40, 1.0, 9000]]
     assert results.find_crossing(dict(val_points=points), target) == expected
 
 
-@pytest.mark.parametrize(
-    "low, high, words",
-    [(-2, -1, "helps"), (-1, 1, "no effect shown"), (1, 2, "hurts"), (math.nan, math.nan, "no")],
-)
-def test_a_rung_is_judged_by_its_interval(low, high, words):
-    assert make_leaderboard.judge(results.Effect(3, (low + high) / 2, low, high, 0.5)).startswith(words)
+def test_a_run_without_a_curve_arrives_at_its_end(make_record):
+    """--val_loss_every=0 leaves one point."""
+    record = results.read_record(make_record("end", [1.0, 1.1], val_points=[[40, 1.0, 9000]]))
+    assert make_leaderboard.find_arrival(record, 1.2) == (2, 40, 9.0)
+    assert make_leaderboard.find_arrival(record, 0.9)[0] == 0
+
+
+def test_verdicts_are_corrected_for_the_table():
+    """Holm, by hand: 0.01 * 3 = 0.03, 0.02 * 2 = 0.04, then max(0.04, 0.03 * 1) = 0.04. A single seed has no test."""
+    effects = [results.Effect(3, mean, mean - 1, mean + 1, p) for mean, p in ((-1, 0.02), (1, 0.01), (-1, 0.03))]
+    single = results.Effect(1, -1, math.nan, math.nan, math.nan)
+    assert results.holm(effects) == pytest.approx([0.04, 0.03, 0.04])
+    adjusted = results.holm([None, single, *effects])
+    assert all(map(math.isnan, adjusted[:2])) and adjusted[2:] == pytest.approx([0.04, 0.03, 0.04])
+    assert [results.judge(*pair) for pair in zip(effects, adjusted[2:])] == ["helps", "hurts", "helps"]
+    assert results.judge(effects[0], 0.05) == "no effect shown"
+    assert results.judge(single, math.nan) == "one seed: no test possible"
+    assert results.holm([results.Effect(3, -1, -2, 0, 0.6)] * 2) == [1.0, 1.0]
+
+
+def test_three_rungs_of_the_ladder_survive_the_correction():
+    """Eight intervals exclude zero from above, and one from below. Holm at 5 % keeps three."""
+    records, target = results.read_track("laptop"), 1.39
+    rungs = make_leaderboard.read_rungs(records, run_ladder.LADDER, target)
+    assert len(rungs) == 24
+    assert sum(rung.effect.high < 0 for rung in rungs[1:]) == 8 and sum(rung.effect.low > 0 for rung in rungs[1:]) == 1
+    helping = [rung.name[11:] for rung in rungs if rung.verdict == "helps"]
+    assert helping == ["modern_blocks", "untied_head", "unet_skips"]
+    assert {rung.verdict for rung in rungs} == {"the start", "helps", "no effect shown"}
 
 
 def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
-    """A rung is what lies in a ladder's folder: somebody's own try of a rung's name, or of its preset, is none."""
+    """A rung is in the folder of a ladder. A record with the name or the preset of a rung is none."""
     script = run_ladder.LADDER / "train_gpt.py"
     own = make_record("target", [9.0], preset="laptop_target")
     make_record("muon", [9.0], script)
@@ -274,17 +412,41 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     records = results.read_track("laptop", own.parents[1])
     assert [record.name for record in records] == [f"laptop/2026-01-01_{name}" for name in (
         "ladder/adamw_rotary", "ladder/muon", "ladder/target", "muon", "target")]
-    assert results.find_target("laptop", records) == results.find_own_target(records[-1]) == 1.01
+    assert results.find_own_target(records[-1]) == (1.01, False) and results.find_own_target(records[2]) == (1.01, True)
+    assert results.find_target("laptop", records) == 1.01
     assert results.find_target("track_1", []) == 3.28 and results.find_target("laptop", records[3:]) is None
     found = make_leaderboard.read_rungs(records, folders[0].parent, 1.01)
     assert [rung.name for rung in found] == ["2024-06-06_adamw_rotary", "2024-10-04_muon"]
     assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
 
 
-def test_the_target_of_a_rung_is_its_ladders_however_it_is_named(monkeypatch):
+def test_the_target_of_a_rung_does_not_depend_on_its_path(monkeypatch):
     monkeypatch.chdir(run_ladder.LADDER.parent)
     for folder in (run_ladder.LADDER / "yarn", Path(run_ladder.LADDER.name, "yarn")):
-        assert results.find_own_target(results.read_record(folder)) == 1.39
+        assert results.find_own_target(results.read_record(folder)) == (1.39, False)
+
+
+def test_the_record_that_sets_a_target_makes_no_claim(make_record):
+    """Rounding up made it pass a test against itself: 1.1752 is below 1.18 with p = 7e-05."""
+    curve = [[0, 5.0, 0], [8, 1.0, 1000]]
+    losses = [1.1751, 1.1752, 1.1753]
+    setting = make_record("ladder/target", losses, run_ladder.LADDER / "train_gpt.py", val_points=curve)
+    records = results.read_track("laptop", setting.parents[2])
+    assert results.summarize(list(records[0].losses.values()), 1.18).p < 1e-4
+    assert results.find_target("laptop", records) == 1.18 and make_leaderboard.find_fastest(records, 1.18) == []
+    done = run_tool("validate.py", setting)
+    assert done.returncode == 0 and "sets the target 1.18, its mean to two decimals" in done.stdout
+    assert "p = " not in done.stdout and "| sets the target |" in make_leaderboard.make_readme(setting.parents[2])[0]
+    other = make_record("other", [1.1751, 1.1752, 1.1754], val_points=curve)
+    records = results.read_track("laptop", setting.parents[2])
+    assert [record.folder for record in make_leaderboard.find_fastest(records, 1.18)] == [other]
+
+
+def test_the_exit_status_of_validate(make_record):
+    """As a process: 1 if a folder is not below the target, also if it is not the last one, else 0."""
+    low, high = make_record("low", [1.0, 1.01, 1.02]), make_record("high", [1.2, 1.21, 1.22])
+    assert run_tool("validate.py", low, "--target=1.1").returncode == 0
+    assert run_tool("validate.py", high, low, "--target=1.1").returncode == 1
 
 
 def test_a_readme_without_a_place_for_the_lines_is_refused_first(tmp_path, tool):
@@ -295,8 +457,8 @@ def test_a_readme_without_a_place_for_the_lines_is_refused_first(tmp_path, tool)
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):
-    """Below 1.39 with p < 0.01; sooner ones whose mean is above, or whose p is not small, do not count, nor do
-    one that never gets there by its curve and those of other machines."""
+    """The fastest record below 1.39 with p < 0.01. Faster ones do not count if their mean is above, p is large, or
+    their curve does not reach the target. Other machines have separate claims."""
     losses = dict(careful=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4, 1.41, 1.42])
     times = dict(careful=90_000, fast=60_000, unsure=50_000, worse=40_000)
     for name in losses:
@@ -316,7 +478,7 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
     assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
 
 
-def test_curves_are_drawn_the_same_twice(real_record, tmp_path):
+def test_pictures_are_reproducible(real_record, tmp_path):
     for name in ("a", "b"):
         plot.plot_curves([results.read_record(real_record)], 3.0, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -326,14 +488,14 @@ def test_curves_are_drawn_the_same_twice(real_record, tmp_path):
 
 
 @pytest.mark.parametrize("name, stem", [("lr_0.03", "lr_0.03"), ("curves", "curves"), ("a.b.png", "a.b"), ("c.svg", "c")])
-def test_a_pictures_name_keeps_its_points(name, stem, real_record, tmp_path, tool):
+def test_the_name_of_a_picture_keeps_its_dots(name, stem, real_record, tmp_path, tool):
     status, out, _ = tool(plot, real_record, f"--out={tmp_path / name}")
     assert status == 0 and out == f"{tmp_path / stem}.png and {tmp_path / stem}.svg\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.png", f"{stem}.svg"]
 
 
 def test_a_picture_that_cannot_be_written(real_record, tmp_path, tool):
-    """No folder; no more than 10,000 bytes of a file: the old picture stays."""
+    """A missing folder, and a limit of 10,000 bytes: the old picture is kept."""
     status, _, err = tool(plot, real_record, f"--out={tmp_path}/no/such/x")
     assert status == 2 and err.count("\n") == 1
     assert f"{tmp_path}/no/such/x.svg cannot be written (No such file or directory): choose another place" in err
@@ -353,14 +515,14 @@ def test_a_picture_that_cannot_be_written(real_record, tmp_path, tool):
 
 @pytest.mark.parametrize("folder, tokens", [("first", 480 * 4096), ("ladder/muon", 160 * 5120)])
 def test_tokens_are_counted_by_the_script_that_ran(folder, tokens):
-    """The oldest script has no config_from_dict, and no script but its own has a ladder's presets."""
+    """The oldest script has no config_from_dict. Only the script of a ladder has its presets."""
     record = results.read_record(ROOT / "records" / "laptop" / f"2026-11-21_{folder}")
     counted = plot.count_tokens(record.folder, record.results[0])
     steps = [step for step, _, _ in record.results[0]["val_points"]]
     assert counted == pytest.approx([step / steps[-1] * tokens / 1e6 for step in steps])
 
 
-def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
+def test_the_leaderboard_is_up_to_date(tmp_path):
     text, lines, picture = make_leaderboard.make_readme(ROOT / "records")
     assert (ROOT / "records" / "README.md").read_text() == text, "run records/make_leaderboard.py"
     readme = (ROOT / "README.md").read_text()
@@ -373,7 +535,7 @@ def test_the_leaderboard_is_what_its_json_files_make(tmp_path):
 
 
 def test_what_is_published_agrees_with_the_ladder():
-    """Days in their order, and every rung on the day and with the minutes that its own script gives it."""
+    """Days are in order, and each rung has the day and the minutes of its script."""
     published = plot.read_published()
     days = [record.day for record in published]
     assert days == sorted(days) and len({record.record for record in published}) == len(published)
@@ -396,7 +558,7 @@ def picture(monkeypatch, tmp_path):
 
 
 def test_the_picture_shows_medians_of_all_seeds(picture):
-    """Typed from the json files by hand; what ran on another machine is dashed, the target a line of its own."""
+    """Values typed from the json files. A curve of another machine is dashed, and the target has a line."""
     figure, curves, target = picture
     published, losses = figure.axes
     *lines, target_line = losses.get_lines()
@@ -411,12 +573,12 @@ def test_the_picture_shows_medians_of_all_seeds(picture):
         assert line.get_ydata()[-1] == statistics.median(final)
         edges = [y for x, y in band.get_paths()[0].vertices if x == line.get_xdata()[-1]]
         assert (min(edges), max(edges)) == (min(final), max(final))
-        assert len(line.get_xdata()) == len(curve.record.results[0]["val_points"]) - 1  # the start is not drawn
+        assert len(line.get_xdata()) == len(curve.record.results[0]["val_points"]) - 1  # without step 0
     marked = [line.get_ydata()[0] for line in published.get_lines()[2:]]
     assert marked == [31.4, 2.625, 1.23]
 
 
-def test_no_words_of_the_picture_stand_on_a_curve(picture):
+def test_labels_do_not_overlap_curves(picture):
     figure, _, _ = picture
     figure.canvas.draw()
     boxes = []
@@ -438,9 +600,8 @@ def test_no_words_of_the_picture_stand_on_a_curve(picture):
     assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
 
 
-def test_the_leaderboard_goes_on_without_a_run_that_does_not_fit(tmp_path, tool):
-    """A trial among the runs of a rung: it is named, the rung and all others stand as without it, and so do the
-    tools that look for a target or for runs to replay."""
+def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
+    """A trial in the folder of a rung is named, and the leaderboard and the targets do not change."""
     folder = tmp_path / "records" / "laptop" / "2026-11-21_ladder"
     folder.mkdir(parents=True)
     shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
@@ -452,14 +613,14 @@ def test_the_leaderboard_goes_on_without_a_run_that_does_not_fit(tmp_path, tool)
     assert tool(make_leaderboard, *args) == (0, "", "")
     before = (tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes()
     trial = json.loads(sorted((folder / "muon").glob("*.json"))[0].read_text())
-    trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = 7
+    trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = trial["final_val_loss"] = 7
     (folder / "muon" / "20270101-000000_seed7_0000.json").write_text(json.dumps(trial))
     (folder / "yarn").mkdir()
     (folder / "yarn" / "x.json").write_text("{}")
     status, _, err = tool(make_leaderboard, *args)
-    assert status == 1 and err.count("\n") == 3, err  # a rung without any run is named as such too
-    assert f"left out: {folder}/muon mixes configs: seed 7 differs from seed 0 in matrix_lr: 20270101-000000_seed7" in err
-    assert f"left out: {folder}/yarn holds what is no result (KeyError: " in err
+    assert status == 1 and err.count("\n") == 3, err  # a rung without any run has a line, too
+    assert f"left out: {folder}/muon mixes runs: seed 7 differs from seed 0: matrix_lr was 0.00036, here 7: 2027" in err
+    assert f"left out: {folder}/yarn holds a file that is no result (KeyError: " in err
     assert before == ((tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes())
     status, out, err = tool(validate, folder / "adamw_rotary")
     assert (status, err.count("left out")) == (1, 3) and "target 1.39, p = 1: not shown" in out
@@ -476,11 +637,32 @@ def test_a_rung_of_another_machine_is_left_out_of_the_ladder(make_record):
     assert [rung.record.folder.name for rung in rungs] == ["adamw_rotary", "split_qkv"]
     assert rungs[1].effect.mean == pytest.approx(-0.2)
     (line,) = left
-    assert "muon ran on another machine than" in line
+    assert "muon is not comparable with" in line and "run both on one machine" in line
 
 
-def test_a_script_stands_once():
-    """In the folder of its record, and in no log: the records can be searched."""
+def test_blocks_on_another_machine_or_text_are_left_out(make_record):
+    """Their seconds, or their losses, are not comparable with the first block."""
+    script, toml = run_ladder.LADDER / "train_gpt.py", ""
+    for name, losses, changes in (
+        ("a", [1.5, 1.52], {}),
+        ("b", [1.3, 1.33], dict(hardware=dict(device="cpu", ranks=1, threads=9, cpu="another"))),
+        ("c", [1.2, 1.23], dict(corpus_fingerprint="b" * 16)),
+        ("d", [1.1, 1.13], {}),
+    ):
+        folder = make_record(f"blocks/{name}", losses, script, **changes)
+        toml += f'[{name}]\npreset = "laptop"\nchange = "of {name}"\nhas_more_seeds = true\n'
+    (folder.parent / "ladder.toml").write_text(toml)
+    refused = []
+    _, blocks = make_leaderboard.read_blocks(results.read_track("laptop", folder.parents[2]), refused.append)
+    assert list(blocks) == ["a", "d"] and len(refused) == 2
+    assert "blocks/b is not comparable with " in refused[0] and "blocks/c is not comparable with " in refused[1]
+    refused.clear()
+    text, _, _ = make_leaderboard.make_readme(folder.parents[2], refused.append)
+    assert "of b" not in text and "of c" not in text and "| of d | 2 | 1.115 |" in text and len(refused) == 2
+
+
+def test_each_script_exists_once():
+    """In the folder of its record and in no log, so that the records can be searched."""
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in SCRIPTS]
     assert len(set(digests)) == len(digests) == len(list((ROOT / "records").rglob("train_gpt.py")))
     assert not [path for path in (ROOT / "records").rglob("*.txt") if "def main(" in path.read_text()]
@@ -501,7 +683,7 @@ def test_a_committed_script_imports_what_it_may(script):
 
 @pytest.mark.parametrize("record", COMMITTED, ids=lambda record: record.name)
 def test_a_committed_record_is_whole(record, capsys):
-    """Its script makes the recorded config; its logs begin with that script's hash, and end as the json does."""
+    """Its script makes the recorded config. Its logs begin with the hash of the script and end with the loss."""
     for path in record.folder.glob("*.json"):
         result = json.loads(path.read_text())  # read_record has compared its hash with the script's
         argv = [*result["argv"], f"--preset={result['preset']}", "--print_config"]
@@ -515,7 +697,7 @@ def test_a_committed_record_is_whole(record, capsys):
 
 
 @pytest.mark.slow
-def test_replay_tells_the_same_from_another(real_record, tool, monkeypatch):
+def test_a_replay_compares_losses_and_machines(real_record, tool, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here and in the process that made it
     result = results.read_record(real_record).results[0]
     assert replay.find_differences(result) == ""
@@ -524,43 +706,74 @@ def test_replay_tells_the_same_from_another(real_record, tool, monkeypatch):
     other = copy.deepcopy(result)
     other["val_points"][1][1] += 1e-9
     is_same, line = replay.replay(real_record, other)
-    assert not is_same and "step 2 or before" in line
+    assert is_same is False and line.endswith("differs first in the validation at step 2")
+    other["val_points"].pop()
+    assert replay.replay(real_record, other) == (False, "has 3 validations instead of 2")
     other["versions"]["torch"] = "1.0"
-    assert "torch 1.0, here 2." in replay.find_differences(other)
-    for key, there in (("activations", "bfloat16"), ("simd", "NEON")):
-        other = copy.deepcopy(result)
-        other["hardware"][key] = there
-        assert replay.find_differences(other).startswith(f"{key} {there}, here ")
-    del other["hardware"]["simd"]  # as in results of before
+    assert "torch was 1.0, here 2." in replay.find_differences(other)
+    other = copy.deepcopy(result)
+    other["hardware"]["simd"] = "NEON"
+    assert replay.find_differences(other).startswith("simd was NEON, here ")
+    del other["hardware"]["simd"]  # as in older results
     assert replay.find_differences(other) == ""
+    dtypes = dict(float32="bfloat16", bfloat16="float32")
+    chosen = gpt.identify(result)["choices.dtype"]
+    other["hardware"]["activations"] = dtypes[chosen]
+    other["choices"] = {**result.get("choices", {}), "dtype": dtypes[chosen]}
+    assert replay.find_differences(other) == f"in use: dtype was {dtypes[chosen]}, here {chosen}"
     assert tool(replay)[0] == 2
+
+
+def test_options_that_a_replay_drops():
+    argv = ["--record=a", "--resume", "x.pt", "--time-limit=9", "--checkpoint_every", "2", "--tracker=wandb", "--seed", "1"]
+    assert replay.keep_options(argv) == ["--record=a", "--seed", "1"]
+
+
+def test_a_replay_starts_from_the_first_step_on_the_recorded_data(real_record, monkeypatch):
+    """The recorded run was resumed from a lost checkpoint, was limited, and had a tracker."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here and in the recorded run
+    result = copy.deepcopy(results.read_record(real_record).results[0])
+    result["argv"] += ["--resume", "lost.pt", "--time_limit=0.001", "--checkpoint_every", "1", "--tracker=wandb"]
+    result["resumed_at"] = [2]
+    line = f"resumed at [2]: replayed from the start, {result['final_val_loss']!r} again, bit for bit"
+    assert replay.replay(real_record, result) == (True, line)
+    result["corpus_fingerprint"] = "b" * 16
+    assert replay.replay(real_record, result, is_forced=True) == (None, "passed over (other data)")
+
+
+def test_a_replay_compares_the_choices_of_the_run(real_record, monkeypatch):
+    """The script of a record may choose another dtype than this checkout."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = copy.deepcopy(results.read_record(real_record).results[0])
+    other = dict(float32="bfloat16", bfloat16="float32")[gpt.identify(result)["choices.dtype"]]
+    result["hardware"]["activations"] = other
+    result["choices"] = {**result.get("choices", {}), "dtype": other}
+    is_equal, line = replay.replay(real_record, result)
+    assert is_equal is None and line.startswith(f"passed over (in use: dtype was {other}, here ")
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Names and seeds of what replay.py would run again, instead of running it."""
+    """Names and seeds of the runs that replay.py starts. They do not run."""
     names = []
-    monkeypatch.setattr(replay, "replay", lambda folder, result: (names.append((folder.name, result["seed"])), (True, "again"))[1])
+    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (names.append((folder.name, result["seed"])), (True, ""))[1])
     return names
 
 
 def of_here(result):
-    """A result as a run of this process would leave it."""
+    """Give a result the thread count of this process."""
     result["hardware"]["threads"] = torch.get_num_threads()
 
 
 def test_replaying_nothing_is_a_failure(make_record, tool, replayed):
-    """One line with the reason and what helps; so for folders, and for a choice among records of which none fits."""
+    """One line has the reason and the remedy, for folders and for a random choice without a fitting run."""
     here, there = make_record("here", [1.0]), make_record("there", [1.0, 1.1])
     edit_json(here, of_here)
-    for path in there.glob("*.json"):
-        result = json.loads(path.read_text())
-        result["hardware"]["cpu"] = "another"
-        path.write_text(json.dumps(result))
+    edit_json(there, lambda result: result["hardware"].update(cpu="another"), is_last=False)
     status, out, err = tool(replay, there)
-    assert (status, out.count("passed over (cpu another, here "), err.count("\n")) == (1, 2, 1)
-    assert "nothing was replayed: none of 2 runs is of this machine and version (cpu another, here" in err
-    assert "--force runs them all the same" in err and not replayed
+    assert (status, out.count("passed over (cpu was another, here "), err.count("\n")) == (1, 2, 1)
+    assert "nothing was replayed: none of 2 runs fits this machine and its data (passed over (cpu was another, here" in err
+    assert "--force runs them on another machine" in err and not replayed
     status, out, err = tool(replay, "--random=1", "--records_dir", make_empty(there))
     assert status == 1 and "this machine can replay 0 of 2 runs in" in out and "--force" in err and not replayed
     status, _, err = tool(replay, here, "--most_seconds=0")
@@ -570,15 +783,15 @@ def test_replaying_nothing_is_a_failure(make_record, tool, replayed):
 
 
 def make_empty(folder):
-    """A folder of records that has only this one."""
+    """A folder of records with only this one."""
     place = folder.parents[1] / "only"
     shutil.copytree(folder, place / "laptop" / folder.name)
     return place
 
 
 def test_random_chooses_among_what_can_be_replayed(make_record, tool, replayed):
-    """Of twelve runs one is of this machine: it is chosen always. Beside folders, --random adds to them."""
-    folder = make_record("mixed", [1.0] * 11, hardware=dict(device="cpu", ranks=1, cpu="another", threads=3))
+    """One of twelve runs fits this machine, so it is always chosen. --random adds to given folders."""
+    folder = make_record("mixed", [1.0 + seed for seed in range(11)], hardware=dict(device="cpu", ranks=1, cpu="another", threads=3))
     here, own = make_record("here", [1.0]), make_record("own", [1.0])
     edit_json(here, of_here), edit_json(own, of_here)
     place = make_empty(folder)
@@ -595,15 +808,72 @@ def test_random_chooses_among_what_can_be_replayed(make_record, tool, replayed):
 def test_a_replay_that_differs_is_a_failure(make_record, tool, monkeypatch):
     folder = make_record("here", [1.0])
     edit_json(folder, of_here)
-    monkeypatch.setattr(replay, "replay", lambda folder, result: (False, "another loss"))
+    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (False, "another loss"))
     assert tool(replay, folder)[0] == 1
 
 
-def test_nothing_runs_after_a_run_that_has_failed(tmp_path):
+def test_no_run_starts_after_a_failed_run(tmp_path):
     source = b"import sys; open(sys.argv[1], 'w'); sys.exit(sys.argv[1] == 'b')"
-    with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1; the same command of x.py"):
+    with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1: .*start x.py again"):
         results.run_missing([(name, 0, [name]) for name in "abcd"], lambda _: set(), source, "x.py", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.fixture
+def make_ablation(real_record, tmp_path):
+    """Write finished runs for ablate.py, so that it has nothing to run."""
+    (path,) = real_record.glob("*.json")
+    result, source = json.loads(path.read_text()), (ROOT / "train_gpt.py").read_bytes()
+
+    def make(losses, seeds=3):
+        folder = ablate.find_folder(tmp_path, source, "smoke", [], 1)
+        for name, loss in losses.items():
+            (folder / name).mkdir(exist_ok=True)
+            for seed in range(seeds):
+                made = copy.deepcopy(result) | dict(seed=seed, final_val_loss=loss + seed + (seed * loss / 1000))
+                made["config"]["seed"] = seed
+                (folder / name / f"{seed}.json").write_text(json.dumps(made))
+        return folder
+
+    return make
+
+
+def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
+    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. Without the mechanism the loss is higher."""
+    make_ablation(dict(nothing=1.0, softcap=2.0, muon=0.5))
+    status, out, err = tool(ablate, "--preset=smoke", "--mechanisms=softcap,muon", f"--logs_dir={tmp_path}")
+    assert (status, err) == (0, "") and "| without | loss changes by | 95 % interval | n | Holm's p | it |" in out
+    helps, hurts = out.splitlines()[-2:]
+    assert helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
+    assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
+
+
+def test_an_ablation_refuses_runs_of_another_kind(make_ablation, tmp_path, tool):
+    """Other data between two mechanisms and within one, and another machine."""
+    args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
+    folder = make_ablation(dict(nothing=1.0, softcap=2.0))
+    assert tool(ablate, *args)[0] == 0
+    edit_json(folder / "softcap", lambda result: result.update(corpus_fingerprint="b" * 16), is_last=False)
+    status, out, err = tool(ablate, *args)
+    assert status == 2 and "softcap is not comparable with" in err and "(other data)" in err and "| softcap |" not in out
+    make_ablation(dict(softcap=2.0))
+    edit_json(folder / "softcap", lambda result: result.update(corpus_fingerprint="b" * 16))
+    assert "seed 2 differs from seed 0: other data" in tool(ablate, *args)[2]
+    make_ablation(dict(softcap=2.0))
+    edit_json(folder / "softcap", lambda result: result["hardware"].update(cpu="another"))
+    assert "seed 2 differs from seed 0: cpu was" in tool(ablate, *args)[2]
+
+
+def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
+    """They get fewer threads, so their losses may have other bits."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        alone, parallel = (ablate.find_folder(tmp_path, b"", "smoke", [], jobs) for jobs in (1, 64))
+        torch.set_num_threads(results.count_threads(64))
+        assert results.count_threads(64) == 1 and ablate.find_folder(tmp_path, b"", "smoke", [], 1) == parallel != alone
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
@@ -621,6 +891,7 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
     assert found["muon"]["config"]["without"] == "muon"
+    assert {result["hardware"]["threads"] for result in found.values()} == {results.count_threads(2)}
     effect = found["muon"]["final_val_loss"] - found["nothing"]["final_val_loss"]
     assert effect != 0 and f"| muon | {effect:+.4f} |  | 1 |  | one seed: no test possible |" in done.stdout
     assert "nan" not in done.stdout and "over 1 seed\n" in done.stdout
@@ -631,7 +902,7 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
 
 @pytest.mark.slow
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
-    """A run that is missing is made by the ladder's own script, and lies in its rung without that."""
+    """The ladder's script makes a missing run, and the run is in its rung without a script."""
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
     args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--logs_dir={tmp_path}/trials"]
     args.append(f"--extra={' '.join([*extra, *data_args(shards)])}")
@@ -663,7 +934,7 @@ def test_a_ladder_that_cannot_be_run(option, words, tool):
 
 @pytest.fixture
 def small_ladder(tmp_path, monkeypatch):
-    """A ladder whose script leaves at once what a run leaves; its result says on which cpu it ran."""
+    """A ladder with a script that only writes the files of a run."""
     source = """LADDER = {"2024-10-04_muon": 0}
 if __name__ == "__main__":
     import hashlib, json, pathlib, sys
@@ -680,13 +951,13 @@ if __name__ == "__main__":
     ladder = tmp_path / "laptop" / "ladder"
     ladder.mkdir(parents=True)
     (ladder / "train_gpt.py").write_text(source)
-    is_other = lambda result: f"cpu {result['hardware']['cpu']}, here this" * (result["hardware"]["cpu"] != "this")
+    is_other = lambda result: f"cpu was {result['hardware']['cpu']}, here this" * (result["hardware"]["cpu"] != "this")
     monkeypatch.setattr(replay, "find_differences", is_other)
     return ladder
 
 
 def test_trials_leave_the_ladder_as_it_is(small_ladder, tmp_path, tool):
-    """With further options every run goes into a ladder of its own, which the other tools can read."""
+    """Runs with further options make a separate ladder that the other tools can read."""
     args = "--only=muon", "--seeds=2", "--end_seeds=2", f"--ladder={small_ladder}", f"--logs_dir={tmp_path}/trials"
     status, _, err = tool(run_ladder, *args)
     assert status == 0, err
@@ -704,29 +975,29 @@ def test_trials_leave_the_ladder_as_it_is(small_ladder, tmp_path, tool):
 
 
 def test_a_rung_takes_no_seed_of_another_machine(small_ladder, tmp_path, tool):
-    """It is refused before anything runs, since the tools would refuse the rung."""
+    """It is refused before the first run."""
     args = "--only=muon", f"--ladder={small_ladder}"
     assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0
     edit_json(small_ladder / "muon", lambda result: result["hardware"].update(cpu="another"))
     status, _, err = tool(run_ladder, *args, "--seeds=2", "--end_seeds=2")
-    assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu another, here this): copy" in err
+    assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu was another, here this): copy" in err
     assert len(list((small_ladder / "muon").iterdir())) == 2
     assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0  # nothing to run, nothing to refuse
 
 
-def test_a_log_loses_the_script_it_begins_with():
-    """And only that script: one of another hash is refused, a log without any stays as it is."""
+def test_the_script_is_removed_from_a_log():
+    """A script with another hash is refused. A log without a script does not change."""
     rule, facts = f"\n{'=' * 100}\n", dict(versions={"torch": "2.13"}, hardware={"threads": 2})
     result = dict(script_sha256=hashlib.sha256(b"print()\n").hexdigest(), argv=["--seed=3"], **facts)
     stripped = run_ladder.strip_log(f"print()\n{rule}{json.dumps(facts)}{rule}step:1/1\n", result)
     assert stripped == f"{json.dumps(result, indent=1)}{rule}step:1/1\n"
     assert run_ladder.strip_log(stripped, result) == stripped
-    with pytest.raises(results.RecordError, match="another script"):
+    with pytest.raises(results.RecordError, match="script in a log is not the script of its result"):
         run_ladder.strip_log(f"exit()\n{rule}{{}}{rule}", result)
 
 
 def test_the_plan_of_the_ladder(tmp_path):
-    """Seed by seed over all rungs; the first and the last one more often, or those that a ladder.toml says."""
+    """Seed by seed over all rungs. The first and the last one have more seeds, or the marked ones of a ladder.toml."""
     ladder = list(results.load_script(run_ladder.LADDER).LADDER)
     plan = run_ladder.plan_runs(*run_ladder.read_presets(run_ladder.LADDER), 3, 8)
     assert plan[:25] == [
@@ -742,7 +1013,7 @@ def test_the_plan_of_the_ladder(tmp_path):
 
 
 def test_a_ladder_that_lists_its_rungs(tmp_path):
-    """Two rungs of the old ladder as blocks: their difference as scipy has it, and who reaches whose loss when."""
+    """Two rungs of the old ladder as blocks: their difference by scipy, and the time to a common loss."""
     folder = tmp_path / "laptop" / "2026-01-01_blocks"
     folder.mkdir(parents=True)
     shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
@@ -759,7 +1030,7 @@ def test_a_ladder_that_lists_its_rungs(tmp_path):
     text = make_leaderboard.format_blocks(found, blocks, target)
     first, last = (list(record.losses.values()) for record in blocks.values())
     mean = statistics.mean(a - b for a, b in zip(first, last))
-    assert f"{mean:.3f} [" in text and "and < 0.0001 by the t-test, which expects no outliers" in text
+    assert f"{mean:.3f} [" in text and "and < 0.0001 by the t-test, which assumes normal values" in text
     assert "It is lower for 8 seeds of 8:\np = 0.0078 by Wilcoxon" in text  # 2 of the 2^8 ways of signs
     times = [results.find_crossing(result, statistics.mean(first))[1] for result in blocks["sigmoid_skips"].results]
     assert f"`adamw_rotary` after {statistics.median(times):.0f} s" in text

@@ -140,7 +140,7 @@ def float64(monkeypatch):
 
 
 def run_both(cfg, p, read, monkeypatch):
-    """(training losses, validation points) of train() and of the reference, from the same parameters."""
+    """(training losses, validation points) of train() and of the reference, from equal parameters."""
     make_model = gpt.GPT
 
     def make_same_model(*args):

@@ -311,7 +311,11 @@ MISFITS = {  # name: (change of a checkpoint, words of sampling, words of a resu
         (set_progress, "progress", "resumed_at", 5), (set_progress, "progress", "gears", 3))},
     "an empty config": (set_entry(config={}), *["(it has no 'vocab_size')"] * 2),
     "no config": (lambda metadata, _: metadata.pop("config"), *["(it has no 'config')"] * 2),
-    "a tensor that is a text": (set_tensor("embed", "x"), *["(some entries are not tensors)"] * 2),
+    "a tensor that is a text": (set_tensor("embed", "x"), *["(its embed is not a tensor of floating-point numbers)"] * 2),
+    "a parameter of integers": (
+        lambda _, tensors: tensors.update(embed=tensors["embed"].long()),
+        *["(its embed is not a tensor of floating-point numbers)"] * 2),
+    "an unknown parameter": (set_tensor("blocks.0.gear", torch.ones(2)), *["also has blocks.0.gear"] * 2),
 }
 
 

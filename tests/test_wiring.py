@@ -238,6 +238,14 @@ def test_the_guard_checks_validation_losses(shards, here, monkeypatch, capsys):
     assert "guard: step 4: validation loss 9.0000 after 5.0000: weights of step 0" in out
 
 
+@pytest.mark.parametrize("guard", ["on", "off"])
+def test_a_last_validation_loss_that_is_not_finite_is_no_result(shards, here, monkeypatch, capsys, guard):
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: math.nan)
+    args = ["--num_iterations=2", "--val_loss_every=0", f"--guard={guard}"]
+    assert gpt.main([*TINY, *data_args(shards), *args]) == 1
+    assert "the validation loss of step 2 is nan: " in capsys.readouterr().err and not list(Path("logs").glob("*.json"))
+
+
 def test_the_guard_checks_a_step_before_it_is_saved(shards, here, monkeypatch, capsys):
     """A NaN in a gradient of the saved step. Otherwise the guard checks one step late."""
     real = gpt.Trainer.train_step
