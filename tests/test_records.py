@@ -56,14 +56,13 @@ def real_record(shards, tmp_path_factory):
     args = [
         "--preset=smoke",
         "--record=tiny",
-        "--track=laptop",
         "--num_iterations=4",
         "--val_loss_every=2",
         "--val_tokens=1024",
     ]
     done = run_script([*args, *data_args(shards), f"--records_dir={out}", f"--logs_dir={out}/logs"], out)
     assert done.returncode == 0, done.stderr
-    (folder,) = (out / "laptop").iterdir()
+    (folder,) = (out / "try").iterdir()
     return folder
 
 
@@ -80,7 +79,7 @@ def make_record(real_record, tmp_path):
         shutil.copy(script, folder.parent if "/" in name else folder)
         changes["script_sha256"] = hashlib.sha256(script.read_bytes()).hexdigest()
         for seed, loss in enumerate(losses):
-            made = copy.deepcopy(result) | dict(final_val_loss=loss, seed=seed, **changes)
+            made = copy.deepcopy(result) | dict(track="laptop", final_val_loss=loss, seed=seed, **changes)
             made["config"]["seed"] = seed
             (folder / f"{seed}.json").write_text(json.dumps(made))
         return folder
@@ -472,7 +471,7 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
     line, other = make_leaderboard.format_claims(records, 1.39).splitlines()
     seconds = 60 * 4 / 4.39  # from 5.39 to 1.39, of the way to 1.0
     assert f"`2026-01-01_fast`](laptop/2026-01-01_fast) reaches it after {seconds:.0f} s" in line
-    assert "9 threads of another, PyTorch" in other
+    assert "9 threads of another, float32, PyTorch" in other
     none = [r for r in records if r.folder.name.endswith("e")]
     assert make_leaderboard.find_fastest(none, 1.39) == []
     assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
@@ -749,7 +748,7 @@ def test_a_replay_compares_the_choices_of_the_run(real_record, monkeypatch):
     result["hardware"]["activations"] = other
     result["choices"] = {**result.get("choices", {}), "dtype": other}
     is_equal, line = replay.replay(real_record, result)
-    assert is_equal is None and line.startswith(f"passed over (in use: dtype was {other}, here ")
+    assert is_equal is None and line.startswith(f"passed over (dtype in use was {other}, here ")
 
 
 @pytest.fixture
