@@ -3356,24 +3356,24 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 # one line. To add a choice, add it to choose_precision(), describe_choices() and keep_choices().
 
 class RunError(Exception):
-    """A run that cannot continue. main() prints one line and exits with the status."""
+    """A run that cannot continue. main() prints the message as one line and exits with `status`."""
 
     status = 1
 
     def __init__(self, message: str, status: int | None = None, of_one_rank: bool = False):
         super().__init__(message)
         self.status = self.status if status is None else status
-        self.of_one_rank = of_one_rank  # the other ranks may not have this error, so this one prints it
+        self.of_one_rank = of_one_rank  # only this rank may have the error, so it prints the message itself
 
 
 class InputError(RunError):
-    """Bad input. The line names the value and the remedy."""
+    """Bad input. The message names the value and the remedy."""
 
     status = 2
 
 
 class RunStopped(RunError):
-    """A stop before the last step, on purpose. The line says how to continue."""
+    """An intended stop before the last step. The message says how to continue."""
 
 
 @contextmanager
@@ -3390,16 +3390,16 @@ def explain_files():
 
 @contextmanager
 def explain_memory(cfg: Config):
-    """Turn an out-of-memory error into an InputError that names the option."""
+    """Turn an out-of-memory error into an InputError that suggests smaller micro-batches or sequences."""
     try:
         yield
     except RuntimeError as error:
         is_cpu_allocator = "DefaultCPUAllocator: can't allocate memory" in str(error)
         if not isinstance(error, torch.OutOfMemoryError) and not is_cpu_allocator:
             raise
-        smaller = max(BLOCK, cfg.micro_batch_tokens // 2 // BLOCK * BLOCK)
+        smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
+                                for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
         seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
-        val_seq_len = max(BLOCK, cfg.val_seq_len // 2)
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
                          f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
                          of_one_rank=True) from error
@@ -3819,7 +3819,7 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 
 def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """x (T, D) normalized, weight (V, D), targets (T, 2), some of them ignored, their weights, softcap."""
+    """Normalized x (T, D), weight (V, D). Targets (T, 2), with -1 for none, two loss weights, softcap."""
     make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
     (x, weight), _ = make(cfg, device, dtype)
     targets = torch.arange(128, device=device).view(64, 2)
@@ -3835,7 +3835,7 @@ def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
 
 
 def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """x (T, D), up and down (D, 4D), of the model's sizes."""
+    """x (T, D), and the matrices up and down (D, mlp_ratio D)."""
     matrix = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
     return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
         cfg, device, dtype)
@@ -3847,7 +3847,7 @@ def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> t
 
 
 def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
-    """Rows, and the gradient of the table."""
+    """Look up rows. Returns them, and the gradient of the table."""
     table = nn.Parameter(table.clone())
     if forms["embedding"] is not embedding:
         table.sparse_grad = RowSparseGradient(table.detach().flatten(), table.size(1), Comm())
@@ -3857,7 +3857,7 @@ def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows:
 
 
 def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
-    """Change of the weight, and state, after three updates."""
+    """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
     param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
     for step, grad in enumerate(grads, 1):
         args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
@@ -3919,7 +3919,7 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
 
 def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
                fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
-    """(whether a form of FP8_FORMS is used, one line with the reason). fast: the other forms of this run."""
+    """(whether an FP8 form is used, a line with the reason). fast: names of the other fast forms in use."""
     wanted, label = getattr(cfg, name), name.replace("_", " ")
     reason = find_obstacle(name, cfg, device, use_compile)
     if wanted == "off" or wanted == "auto" and reason:
@@ -3935,10 +3935,10 @@ def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype,
     return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
 
 # ==== COMM =================================================================================================
-# Every collective of the program, counted in bytes by name. torchrun ends all ranks when one dies, and the
-# timeout of a collective ends a rank that waits for a stalled one.
+# All collectives of the program. Comm counts the bytes that this rank sends, by collective. torchrun ends
+# all ranks when one dies. If a rank stalls, the timeout of a collective ends the ranks that wait for it.
 
-LONG_TIMEOUT = datetime.timedelta(hours=1)  # for compilation and disks
+LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
 
 class Comm:
@@ -3947,12 +3947,12 @@ class Comm:
     def __init__(self, rank: int = 0, world_size: int = 1, gloo_group: dist.ProcessGroup | None = None,
                  all_gather_group: dist.ProcessGroup | None = None):
         self.rank, self.world_size = rank, world_size
-        self.gloo_group = gloo_group  # on CPUs, with a long timeout: outside of training steps
+        self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
         self.all_gather_group = all_gather_group
-        self.bytes = Counter()  # that this rank has sent, by collective
+        self.bytes = Counter()  # sent by this rank, by collective
 
     def step_bytes(self) -> dict[str, int]:
-        """Bytes of gradients and parameters so far, by collective."""
+        """Total bytes sent so far for gradients and parameters, by collective."""
         return {name: self.bytes[name] for name in ("reduce_scatter", "all_gather", "all_to_all")}
 
     def reduce_scatter(self, full: Tensor) -> tuple[Tensor, dist.Work]:
@@ -4136,18 +4136,18 @@ def explain_shard(path: str):
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
-    """(tokens, vocabulary size, BOS token) of a shard. InputError if its size differs from its header."""
+    """(tokens, vocabulary size, BOS token) of a shard. InputError if the header does not fit the file."""
     problem, header = None, np.zeros(0, dtype="<i4")
     with explain_shard(path):
         size = os.path.getsize(path)
-        if os.path.isfile(path):  # a pipe would wait for its writer
+        if os.path.isfile(path):  # opening a pipe would wait for its writer
             header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
     elif header[2] <= 0:
         problem = "has no tokens"
     elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
-        problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
+        problem = f"has {size} bytes, but its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
     if problem:
         raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
@@ -4157,8 +4157,8 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
     """Open and check a .bin shard. InputError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     if shard_vocab != vocab_size:
-        raise InputError(f"{path} has a vocabulary of {shard_vocab}, the model of {vocab_size}: "
-                         f"set --vocab_size={shard_vocab} or choose other files")
+        raise InputError(f"{path} was made for vocabulary size {shard_vocab}, but the model has "
+                         f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files")
     if expected_bos not in (None, bos):
         raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
                          "of one kind with --train_files and --val_files")
@@ -4207,22 +4207,24 @@ def read_corpus_info() -> dict:
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """Make the embedded corpus with data/text.py if this run needs it and it is not that of this PyTorch.
+    """Build the embedded corpus from the source of the installed PyTorch, if this run uses it.
 
-    A corpus of another source is not replaced. A copy of this file without data/text.py makes none.
+    It is built by data/text.py if it is missing or of another PyTorch version. If data/text.py is not found,
+    nothing is built. A corpus of other text in this folder is an error, and stays.
     """
     if Path(cfg.train_files).parent != Path(EMBEDDED_CORPUS):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
     wanted = f"torch {torch.__version__.partition('+')[0]}"
-    for is_turn in (rt.rank == 0, rt.local_rank == 0):  # nodes without a shared folder make it themselves
+    # First rank 0 builds. Then local rank 0 of each node does, if the node does not see the files of rank 0
+    for is_turn in (rt.rank == 0, rt.local_rank == 0):
         source = read_corpus_info().get("source", wanted if not is_turn else "")
         if source and not source.startswith("torch "):
-            raise InputError(f"{EMBEDDED_CORPUS} has a corpus of {source[:100]!r}, but it is the folder of "
-                             "the PyTorch source: move it, and give --train_files and --val_files",
-                             of_one_rank=True)
+            raise InputError(f"{EMBEDDED_CORPUS} has a corpus of {source[:100]!r}, but this folder is "
+                             "reserved for the PyTorch source: move the files, and set --train_files and "
+                             "--val_files", of_one_rank=True)
         for tool in [path for path in tools if path.exists()][:1] if is_turn and source != wanted else ():
-            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # which the tool imports
+            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # data/text.py imports it
             spec = importlib.util.spec_from_file_location("text", tool)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
@@ -4235,25 +4237,26 @@ def check_corpus(cfg: Config, shards: list[Shard]) -> None:
     info, found = read_corpus_info(), fingerprint(shards)
     is_embedded = Path(cfg.train_files).parent == Path(cfg.val_files).parent == Path(EMBEDDED_CORPUS)
     if is_embedded and len(shards) == len(info.get("files", ())) and found != info["fingerprint"]:
-        raise InputError(f"{EMBEDDED_CORPUS} has fingerprint {found}, but {info['fingerprint']} by its "
-                         "corpus.json, so a shard was changed: make it again with python data/text.py")
+        raise InputError(f"the shards in {EMBEDDED_CORPUS} have fingerprint {found}, but corpus.json "
+                         f"records {info['fingerprint']}, so a shard was changed: run python data/text.py "
+                         "again")
 
 
 def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int
                           ) -> typing.NoReturn:
     """Raise InputError with the number of missing tokens and the remedies."""
     missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
-    epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # at least
-    again = f", read it again (--epochs={epochs})" if planned else ""
+    epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
+    again = f", repeat them (--epochs={epochs})" if planned else ""
     hint = "" if cfg.sequence_start == "anywhere" else (
         ". --sequence_start=anywhere uses all tokens of long documents")
     raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
-                     f"(data/cached_fineweb10B.py N, data/text.py PATH...){again} or lower "
+                     f"files with data/cached_fineweb10B.py N or data/text.py PATH{again}, or lower "
                      f"--num_iterations{hint}")
 
 
 def read_vocabulary(cfg: Config) -> dict[bytes, int]:
-    """Ids of the tokens that are text, by their bytes."""
+    """Map the bytes of each token to its id, without <|endoftext|>."""
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
         # GPT-2's file maps every byte to a printable character. The other bytes come after 255
@@ -4711,7 +4714,7 @@ def resolve_preset(name: str) -> dict:
 
 
 def make_config(overrides: dict) -> Config:
-    """The config of a preset with overrides, --depth and --without. InputError if they do not fit."""
+    """The config of a preset with overrides, --depth and --without. InputError if options contradict."""
     name = overrides.get("preset", "auto")
     for key, value in overrides.items():
         check_value(key, value)
