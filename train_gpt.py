@@ -3407,7 +3407,7 @@ def explain_memory(cfg: Config):
 
 @dataclass(frozen=True)
 class Runtime:
-    """Device and choices of a process. The default is one rank on a CPU, in float32, with plain forms."""
+    """Device and choices of a process. The default is one CPU rank, float32, and the code of part one."""
 
     device: torch.device = torch.device("cpu")
     comm: Comm = dataclasses.field(default_factory=lambda: Comm())
@@ -3415,8 +3415,8 @@ class Runtime:
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
     compile_mode: str = "default"
-    fast: frozenset[str] = frozenset()  # fast forms in use
-    fp8: frozenset[str] = frozenset()  # FP8 forms in use during training
+    fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
+    fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
     peak_flops: float = 0.0  # FLOP/s of a large matmul, measured here. MFU is relative to it
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
@@ -4062,9 +4062,9 @@ def compare_ranks(run: dict, rt: Runtime) -> None:
 
 
 def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -> float:
-    """Bytes that a rank must send in these steps: each gradient and parameter once, except its shards.
+    """Bytes that a rank must send in these steps: each gradient and each parameter once.
 
-    Row-sparse gradients are not included.
+    The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
     """
     total = 0.0
     for bucket in optimizer.buckets:
@@ -4079,7 +4079,7 @@ def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -
 def round_to_multiple(x: Tensor, unit: float) -> Tensor:
     """Round to multiples of a power of two, so that sums are exact and independent of their order.
 
-    Exact up to 2^24 times the unit in float32, 2^8 times in bfloat16.
+    Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
     """
     shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring numbers around it are one unit apart
     return (x + shift).sub_(shift)
@@ -4523,7 +4523,7 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
         adam_eps=1e-10 * GRAD_TOKENS)}
 
 # ==== COMMAND LINE =========================================================================================
-# From words to a Config: parsing, presets, --without, and checks of options that contradict each other.
+# From a command line to a Config: parsing, presets, --without, and checks of options that contradict others.
 # Every error is one line with value and remedy. A new check goes into a find_NAME_problems().
 
 class Option(typing.NamedTuple):
@@ -4667,9 +4667,9 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}: see --help")
 
 
-FLAGS = dict(list_presets="the presets and mechanisms",
+FLAGS = dict(list_presets="the presets, and the parts of the recipe that --without switches off",
              print_config="the resolved config as JSON, without data or device",
-             print_schedule="stage, windows, learning rates at the start and end of each stage, likewise")
+             print_schedule="a table of windows and learning rates at the start and end of each stage")
 
 
 def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
@@ -4870,8 +4870,8 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
             are_ramps = False
         if not are_ramps:
             yield (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
-                   f"{stage.prefix_weight!r}: give numbers or a:b, with spaces "
-                   "between them. prefix_weight takes one")
+                   f"{stage.prefix_weight!r}: give numbers or ramps "
+                   "start:end, separated by spaces, for example '1 0.5:0'. prefix_weight takes one of them")
         if not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9):
             yield f"--stages has a duration or lr_factor out of range: {stage}: give a positive one"
         if not 1 <= stage.window_short <= stage.window_long < 2**31:
@@ -5908,7 +5908,7 @@ class Telemetry:
     uses equal graphs with and without telemetry.
     """
 
-    SAMPLE = 256  # tokens, and rows of the head, whose logits and FP8 casts are measured
+    SAMPLE = 256  # number of tokens that are measured in the head, and of rows of its matrix
     EMA_DECAY = 0.98  # of the training loss, per step
 
     def __init__(self, trainer: Trainer, log: RunLog):

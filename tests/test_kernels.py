@@ -217,18 +217,16 @@ def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
     ],
 )
 def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, says, name):
-    """Nothing is timed for it, so a machine chooses equally every time. A run or a record keeps its first dtype, and
-    --dtype overrules both."""
+    """Nothing is timed for it, so a machine chooses equally every time. --dtype overrules it."""
     rates = iter([1.0, 1e9] * 4)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: says, raising=False)
     monkeypatch.setattr(gpt, "measure_matmul", lambda *_: next(rates))
-    choose = lambda dtype, first="": gpt.choose_dtype(smoke_config(dtype=dtype), torch.device("cpu"), first)
+    choose = lambda dtype: gpt.choose_dtype(smoke_config(dtype=dtype), torch.device("cpu"))
     assert [str(choose("auto")[0])[6:] for _ in range(2)] == [name] * 2
     assert ("does not multiply bfloat16" in choose("auto")[2]) == (name == "float32")
-    for first in ("float32", "bfloat16"):
-        dtype, _, note = choose("auto", first)
-        assert str(dtype)[6:] == first and f"{first} (as this run, or the first one of its record, began" in note
-    assert choose("float32", "bfloat16")[0] == torch.float32
+    for other in ("float32", "bfloat16"):
+        dtype, _, note = choose(other)
+        assert str(dtype)[6:] == other and f"activations: {other} (chosen by --dtype. Matmul: " in note
 
 
 @pytest.mark.recipe  # one of the kernels is ReLU^2
@@ -290,7 +288,7 @@ def test_kernels_on_the_command_line(shards, tmp_path):
 
 
 def test_a_compiler_that_is_to_search_must_compile():
-    with pytest.raises(gpt.InputError, match="--compile_mode=coordinate-descent has no effect where nothing"):
+    with pytest.raises(gpt.InputError, match="--compile_mode=coordinate-descent has no effect, because nothing is compiled"):
         gpt.choose_compile(smoke_config(compile_mode="coordinate-descent"), torch.device("cpu"))
 
 
