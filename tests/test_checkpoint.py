@@ -108,7 +108,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(VARIANTS, "muon", "bfloat16", "every", "untied after", "low_bits", "fp8 mlp", "guard"))
 def test_a_resumed_run_is_the_run(shards, here, name, capsys):
     """The last checkpoint is deleted, as if the run had been killed before it. auto continues under the run_id."""
     args = ["--num_iterations=18", "--checkpoint_every=7", *VARIANTS[name]]
@@ -602,7 +602,7 @@ RECORD_CHANGES = {  # the second half of a record with another ...: words of the
 }
 
 
-@pytest.mark.parametrize("what", RECORD_CHANGES)
+@pytest.mark.parametrize("what", slow_but(RECORD_CHANGES, "option", "bytes", "machine"))
 def test_a_record_is_continued_only_as_it_began(shards, here, monkeypatch, capsys, what):
     """By PATH it is refused. auto finds no run that fits, so it begins a new one and says why."""
     shutil.copy(shards / "train_1.bin", "train_a.bin")
@@ -667,6 +667,7 @@ def test_no_room_for_checkpoints(shards, here):
     assert len(find_results()) == 1
 
 
+@pytest.mark.slow
 def test_no_room_for_the_log(shards, here):
     """Nor for the result: training ends with its card, and status 1."""
     done = run_limited(shards, 1000, "--num_iterations=6")
@@ -680,6 +681,7 @@ def test_no_room_for_the_log(shards, here):
     assert not list(Path("logs").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_console_that_takes_nothing(shards, here):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -435,6 +435,7 @@ def test_trying_a_folder_leaves_nothing(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_a_corpus_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "data").write_text("a file, not a folder")
     done = run_script(["--preset=smoke"], tmp_path)
@@ -609,7 +610,10 @@ def test_losses_are_read_late_on_a_gpu(device, batch):
     assert history.points == [[step, float(step)] for step in range(1, 26)]
 
 
-@pytest.mark.parametrize("variables, expected", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")])
+@pytest.mark.parametrize(
+    "variables, expected",
+    slow_but([({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")], ({}, "1000")),
+)
 def test_waiting_threads_release_their_core_soon(variables, expected):
     """Whatever else runs at the start: other processes may come later. The environment overrules it."""
     code = "import atexit, os, runpy, sys; atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); "
@@ -620,7 +624,7 @@ def test_waiting_threads_release_their_core_soon(variables, expected):
     assert done.stdout.splitlines()[-1] == expected, done.stderr
 
 
-@pytest.mark.parametrize("hard, status", [(None, 0), (50, 2)])
+@pytest.mark.parametrize("hard, status", slow_but([(None, 0), (50, 2)], (None, 0)))
 def test_more_shards_than_open_files(hard, status, tmp_path):
     """The limit is raised as far as allowed. If that is too little, the line names the limit."""
     tokens = np.full(600, 97, np.uint16)
