@@ -942,6 +942,7 @@ def test_metadata_of_a_wrong_type_or_value_are_refused(shards, saved, here, caps
     refuse(shards, [FILE], words, capsys, monkeypatch)
 
 
+@pytest.mark.slow
 def test_ranks_refuse_with_one_line(shards, saved, here):
     """Rank 0 reads the file. The others receive the reason, and leave it the time to print it."""
     shutil.copytree(saved, "checkpoints")

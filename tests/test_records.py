@@ -201,6 +201,7 @@ def test_bad_options_end_with_one_line(module, option, words, tool, monkeypatch)
     assert err.startswith(f"{module.__name__}.py: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["records/laptop/2026-11-21_first"], ["--help"]])
 def test_a_reader_may_leave_early(args):
     """As head does: no error, and the exit status of SIGPIPE."""
@@ -211,6 +212,7 @@ def test_a_reader_may_leave_early(args):
         assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written(tmp_path):
     """A full disk, and a locale without the letters of a folder."""
     folder = ROOT / "records" / "laptop" / "2026-11-21_first"
