@@ -3352,8 +3352,8 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 
 # ==== DEVICE ===============================================================================================
 # The device, the process group, and the choices of the start: dtype, compiler, fast forms, FP8. Rank 0 makes
-# each choice once, and the run stores it. Errors that concern the user are RunErrors, which main() prints as
-# one line. To add a choice, add it to choose_precision(), describe_choices() and keep_choices().
+# each choice once, and the run stores it. Errors of the user are RunErrors. To add a choice, add it to
+# choose_precision(), describe_choices() and keep_choices().
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -3525,10 +3525,9 @@ def describe_choices(rt: Runtime) -> dict:
 
 
 def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
-    """choose_precision(), but options that are auto take the choices of an earlier run.
+    """choose_precision(), but options that are auto take the choices of an earlier run (metadata, or {}).
 
-    earlier: metadata of a checkpoint or a result, or {}. If its choices do not exist on this machine, a
-    record ends with InputError. Another run chooses anew.
+    If these do not exist on this machine, a record ends with InputError. Another run chooses anew.
     """
     if not earlier:
         return choose_precision(cfg, rt)
@@ -3643,7 +3642,7 @@ def read_peak_memory_mib(rt: Runtime) -> int:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the CPU. The tensor may change as soon as this is constructed."""
+    """An asynchronous copy of a tensor to the CPU. The tensor may change at once."""
 
     PINNED = 2**20  # largest copy in bytes that gets pinned memory. Pinning 5 GB takes a second
 
@@ -4094,10 +4093,7 @@ BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 @dataclass(frozen=True)
 class Shard:
-    """A token file, checked and kept open, so a new file of its name changes nothing.
-
-    It is read and not mapped: a map of a file that is cut short ends the process (SIGBUS).
-    """
+    """A token file, checked and kept open. It is not mapped: a file cut short would end the process."""
 
     file: typing.BinaryIO
     num_tokens: int
@@ -4207,10 +4203,9 @@ def read_corpus_info() -> dict:
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """Build the embedded corpus from the source of the installed PyTorch, if this run uses it.
+    """Build the embedded corpus with data/text.py if it is needed, and missing or of another PyTorch.
 
-    It is built by data/text.py if it is missing or of another PyTorch version. If data/text.py is not found,
-    nothing is built. A corpus of other text in this folder is an error, and stays.
+    A corpus of other text in this folder is an error. Without data/text.py nothing is built.
     """
     if Path(cfg.train_files).parent != Path(EMBEDDED_CORPUS):
         return
@@ -4402,9 +4397,8 @@ PRESETS |= {
             head=Group(lr=0.004)))),
     **{f"d{depth}": ("track_1", f"{depth} layers, all sizes from --depth", dict(depth=depth))
        for depth in (12, 24, 26)},
-    # Constants of the medium track's record 18 for the mechanisms that exist here, of its record 2 for all
-    # else: matrices (there NorMuon), embedding and head (there tied at first). Record 18's stages double
-    # their learning rates.
+    # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
+    # have those of its record 2. Record 18's stages double their learning rates.
     "track_2": ("track_1", "the medium track: 16 layers of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
         track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
         num_value_embeds=5, fp8_head="off", yarn_max_window=1664, layers=TRACK_2_LAYERS,
@@ -4488,10 +4482,8 @@ MECHANISMS: dict[str, dict] = {
 def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
     """Options of a model of `depth` layers of 64 channels each, trained on tokens_per_param.
 
-    Batch (tokens), rates and decay follow from the size against that of 12 layers. A rule that keeps norms
-    has the gains and schedules of preset muonh, no decay, and smaller updates the deeper the model. Of the
-    published recipe betas and decay of each Adam group and momentum's fall at the end are left out. Source:
-    nanochat, and MuonH of 2026-02-03.
+    Batch (tokens), learning rates and decay are scaled from those of 12 layers. Norm-preserving rules have
+    the schedules of preset muonh. Source: nanochat, without its Adam betas and decays. MuonH of 2026-02-03.
     """
     depth, rule = values["depth"], values["matrix_rule"]
 
@@ -4746,7 +4738,7 @@ def make_config(overrides: dict) -> Config:
 
 
 def choose_rule_options(preset: dict, values: dict) -> dict:
-    """The options that --matrix_rule brings if it is not the preset's rule. muon and normuon share theirs.
+    """Options that --matrix_rule brings if it is not the preset's rule. muon and normuon share theirs.
 
     Norm-preserving rules have smaller learning rates in deeper models (MuonH).
     """
@@ -5030,10 +5022,7 @@ RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  
 
 
 def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
-    """Metadata of a run, made once at its start. train() adds corpus_fingerprint and choices.
-
-    run_id, git_commit and argv are stored and not compared.
-    """
+    """Metadata of a run, made once at its start. train() adds corpus_fingerprint and choices."""
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(4).hex()}"
     return dict(run_id=rt.comm.broadcast_object(run_id), resumed_from={}, script_sha256=hash_script(),
                 git_commit=find_commit() if rt.is_main else "", argv=argv, **describe_machine(rt),
@@ -5173,10 +5162,7 @@ def find_record_folder(cfg: Config) -> Path:
 
 
 def check_record(cfg: Config, run: dict) -> dict:
-    """Raise InputError if the record folder has results of another kind of run. Returns its first result.
-
-    run: metadata of this run. Entries that are not known yet are passed over.
-    """
+    """Raise InputError if this run does not fit the results of its record. Returns the first, or {}."""
     folder, first = find_record_folder(cfg), {}
     if not cfg.record:
         return {}
@@ -5558,9 +5544,9 @@ def has_type(value, kind) -> bool:
 
 
 def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a checkpoint. InputError if it is damaged or of an earlier format.
+    """(metadata, tensors) of a checkpoint. InputError if it is damaged. Nothing in it is executed.
 
-    Nothing in the file is executed. is_checked: compare the checksums, which reads all of it.
+    is_checked: compare the checksums, which reads the whole file.
     """
     try:
         if not path.is_file():
@@ -5612,9 +5598,9 @@ def read_newest(folder: Path, is_checked: bool = True) -> Saved:
 
 
 def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | None]:
-    """Compare the ranks, and check all folders that this run will write.
+    """Compare ranks and check output folders. Returns (first result of the record, --resume=PATH).
 
-    Returns (first result of its record, the checkpoint of --resume=PATH). All ranks must call it.
+    All ranks must call it.
     """
     def check() -> tuple[dict, Saved | None]:
         folders = {"logs_dir": Path(cfg.logs_dir)}
@@ -5636,10 +5622,7 @@ def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | No
 
 def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: Saved | None
                ) -> tuple[Saved | None, str]:
-    """Complete the identity by the data, and find the checkpoint to continue from. Returns it and a line.
-
-    Only rank 0 keeps its tensors and lock. All ranks must call it.
-    """
+    """Add the data to the identity. Returns (checkpoint to continue from, line). All ranks must call it."""
     run["corpus_fingerprint"] = fingerprint(shards)
     check_corpus(cfg, shards)
     check_track(cfg, run)
@@ -5655,9 +5638,9 @@ def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: 
 
 
 def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
-    """(checkpoint to continue from, a line about it). named: the checkpoint of --resume=PATH.
+    """(checkpoint to continue from, a line): `named`, or the highest step of the newest run that fits.
 
-    auto: the highest step of the newest run that fits. Its folder is locked before the checkpoint is read.
+    The folder of that run is locked before its checkpoint is read.
     """
     kind = "resume of a record" if cfg.record else "resume"
     if not cfg.resume:
@@ -5728,10 +5711,9 @@ def find_result(metadata: dict, cfg: Config) -> Path | None:
 
 
 def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
-    """(metadata of the state, tensors). Parameters by name, their optimizer states as name/key.
+    """(metadata, tensors) of the state, equal for any number of ranks. All ranks must call it.
 
-    Rank 0 gets the tensors as copies that are still on their way. They do not depend on the number of ranks.
-    Read them before this is called again. All ranks must call it.
+    Rank 0 gets parameters by name and optimizer states by name/key. Read them before the next call.
     """
     rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
@@ -5904,8 +5886,7 @@ def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]
 class Telemetry:
     """Measures every telemetry_every-th step.
 
-    Layers and head are measured in a separate forward pass over the step's first micro-batch, so training
-    uses equal graphs with and without telemetry.
+    A separate forward pass over the first micro-batch measures layers and head. Training graphs are equal.
     """
 
     SAMPLE = 256  # number of tokens that are measured in the head, and of rows of its matrix
@@ -6014,8 +5995,7 @@ def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> 
 class Guard:
     """Detects that training diverges, and restores weights and optimizer state of an earlier step.
 
-    Step and data keep advancing, so the harmful batch is not seen again. All ranks check equal sums, one
-    step late, so no GPU waits.
+    Step and data keep advancing. All ranks check equal sums, one step late, so no GPU waits.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
@@ -6290,7 +6270,7 @@ def flush_output() -> None:
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """Call body and print its RunError as one line. Returns the exit status.
 
-    After an error with several ranks the process exits here: an orderly shutdown would wait for other ranks.
+    With several ranks the process exits here after an error: a shutdown would wait for the others.
     """
     try:
         check_environment()
