@@ -4087,7 +4087,7 @@ def round_to_multiple(x: Tensor, unit: float) -> Tensor:
 # Token files and GPT-2's vocabulary: reading, checking, writing. data/README.md describes the format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-SHARD_REMEDY = "delete it and fetch or build it again (data/)"
+SHARD_REMEDY = "fetch or build it again (data/README.md)"
 BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 
@@ -4133,19 +4133,20 @@ def explain_shard(path: str):
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
     """(tokens, vocabulary size, BOS token) of a shard. InputError if the header does not fit the file."""
-    problem, header = None, np.zeros(0, dtype="<i4")
+    problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
     with explain_shard(path):
         size = os.path.getsize(path)
         if os.path.isfile(path):  # opening a pipe would wait for its writer
             header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
+        remedy = "convert text with python data/text.py PATH --out FOLDER, and give --train_files=FOLDER"
     elif header[2] <= 0:
         problem = "has no tokens"
     elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
         problem = f"has {size} bytes, but its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
     if problem:
-        raise InputError(f"{path} {problem}: {SHARD_REMEDY}")
+        raise InputError(f"{path} {problem}: {remedy}")
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
@@ -4171,7 +4172,9 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
-    """Files of a glob pattern in sorted order. InputError says how to get them."""
+    """Files of a glob pattern, or shards of a folder, in sorted order. InputError says how to get them."""
+    if os.path.isdir(pattern):
+        pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
@@ -4202,12 +4205,16 @@ def read_corpus_info() -> dict:
         return {}
 
 
+def uses_embedded_corpus(pattern: str) -> bool:
+    return Path(EMBEDDED_CORPUS) in (Path(pattern), Path(pattern).parent)
+
+
 def make_corpus(cfg: Config, rt: Runtime) -> None:
     """Build the embedded corpus with data/text.py if it is needed, and missing or of another PyTorch.
 
     A corpus of other text in this folder is an error. Without data/text.py nothing is built.
     """
-    if Path(cfg.train_files).parent != Path(EMBEDDED_CORPUS):
+    if not uses_embedded_corpus(cfg.train_files):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
     wanted = f"torch {torch.__version__.partition('+')[0]}"
@@ -4230,7 +4237,7 @@ def make_corpus(cfg: Config, rt: Runtime) -> None:
 def check_corpus(cfg: Config, shards: list[Shard]) -> None:
     """Raise InputError if the embedded corpus does not have the fingerprint of its corpus.json."""
     info, found = read_corpus_info(), fingerprint(shards)
-    is_embedded = Path(cfg.train_files).parent == Path(cfg.val_files).parent == Path(EMBEDDED_CORPUS)
+    is_embedded = uses_embedded_corpus(cfg.train_files) and uses_embedded_corpus(cfg.val_files)
     if is_embedded and len(shards) == len(info.get("files", ())) and found != info["fingerprint"]:
         raise InputError(f"the shards in {EMBEDDED_CORPUS} have fingerprint {found}, but corpus.json "
                          f"records {info['fingerprint']}, so a shard was changed: run python data/text.py "
@@ -4725,6 +4732,8 @@ def make_config(overrides: dict) -> Config:
         values = {**preset, **overrides, "preset": name}
     else:
         values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
+    if values["tie_head"] == "on" and preset["tie_head"] == "off":  # with the constants of a tied head
+        values = {**values, **MECHANISMS["untied_head"], **overrides, "preset": name}
     if values["layers"] and "layers" not in overrides and len(values["layers"]) != values["num_layers"]:
         raise InputError(f"--num_layers={values['num_layers']}: preset {name} has {len(values['layers'])} "
                          "layers with different mechanisms: give all layers with --layers")
@@ -6146,6 +6155,11 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) 
         text.append(token)
 
 
+def escape_controls(text: str) -> str:
+    """Replace control characters, which could act on a terminal, by escapes. Newlines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     """Print a short text under the result card. It is not compiled, because its shapes vary."""
     tokenizer = find_tokenizer(cfg.vocab_size)
@@ -6157,7 +6171,7 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, fast=frozenset())
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
         text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
-    print0(f"sample: {text.decode(errors='replace').strip()}", rt)
+    print0(f"sample: {escape_controls(text.decode(errors='replace')).strip()}", rt)
 
 
 def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
@@ -6213,7 +6227,8 @@ def write_sample(values: dict) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(cfg.prompt, end="" if tokenizer else " ", flush=True)
     for token in generate(model, prompt, metadata["bos"], cfg, rt):
-        print(decoder.decode(tokenizer.decode([token])) if tokenizer else f"{token} ", end="", flush=True)
+        text = escape_controls(decoder.decode(tokenizer.decode([token]))) if tokenizer else f"{token} "
+        print(text, end="", flush=True)
     print()
 
 # ==== MAIN =================================================================================================

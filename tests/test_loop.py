@@ -655,3 +655,34 @@ def test_shards_of_another_bos_are_refused(tmp_path):
     with pytest.raises(gpt.InputError, match="val_0.bin has BOS token 97, the other shards have 256"):
         gpt.ValData(cfg, BOS)
     assert gpt.ValData(cfg, 97).batch(0).doc_ids.max() == 11  # 1,024 tokens in documents of 100
+
+
+def test_a_folder_means_its_shards(shards, tmp_path, monkeypatch, capsys):
+    """As nanoGPT names a dataset. A text file gets the line that converts it, and nothing is to be deleted."""
+    monkeypatch.chdir(tmp_path)
+    args = ["--preset=smoke", "--device=cpu", "--num_iterations=2", "--val_loss_every=0"]
+    for files in (data_args(shards), [f"--train_files={shards}", f"--val_files={shards}"]):
+        assert gpt.main([*args, *files]) == 0
+    ours, theirs = (json.loads(path.read_text()) for path in tmp_path.glob("logs/*.json"))
+    assert ours["corpus_fingerprint"] == theirs["corpus_fingerprint"] and ours["val_points"][0][1] == theirs["val_points"][0][1]
+    (tmp_path / "notes.txt").write_text("some text\n" * 200)
+    capsys.readouterr()
+    assert gpt.main([*args, "--train_files=notes.txt"]) == 2
+    errors = capsys.readouterr().err
+    assert "notes.txt is not a token shard" in errors and "convert text with python data/text.py PATH --out FOLDER" in errors
+    assert "delete" not in errors
+
+
+@pytest.mark.parametrize("preset", ["smoke", "laptop"])
+def test_a_tied_head_brings_its_constants(preset):
+    """Without them the first loss is 10 to 13 nats, since the embedding is as large as that of an untied head."""
+    cfg = gpt.make_config({"preset": preset, "tie_head": "on"})
+    assert (cfg.embed_std, cfg.groups["head"].lr) == (0.02, 0.0036)
+    assert gpt.make_config({"preset": preset, "tie_head": "on", "head_lr": 0.01}).groups["head"].lr == 0.01
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.dataclasses.replace(cfg, fast="off"))
+    tokens = torch.randint(0, 256, (256,), dtype=torch.int32)
+    inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 256, 256, make_runtime(), cfg)
+    with torch.no_grad():
+        loss = model(tokens, tokens.long().roll(-1), torch.zeros_like(tokens), inputs, torch.ones(1)) / 256
+    assert abs(loss.item() - math.log(cfg.padded_vocab_size)) < 0.3

@@ -358,3 +358,9 @@ def test_a_path_that_is_no_checkpoint(capsys, tmp_path, monkeypatch):
         with at_most(60):
             errors = sample(capsys, Path(name), status=2)
         assert words in errors and errors.count("\n") == 1
+
+
+def test_control_characters_are_escaped():
+    """A terminal would obey them. Text and whitespace of a program stay."""
+    text = "def f(x):\n\treturn 'é'\x1b[2J\x00\x07\r"
+    assert gpt.escape_controls(text) == "def f(x):\n\treturn 'é'\\x1b[2J\\x00\\x07\\r"
