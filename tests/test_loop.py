@@ -393,13 +393,13 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     val.write_bytes(data[:-2] + b"a\0")
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"but {info['fingerprint']} by its corpus.json, so a shard was changed" in done.stderr
+    assert f"but corpus.json records {info['fingerprint']}, so a shard was changed" in done.stderr
     val.write_bytes(data)
     # a corpus of other text is not replaced
     corpus = tmp_path / "data" / "torch_source" / "corpus.json"
     corpus.write_text(json.dumps({**info, "source": "notes"}))
     done = run_script(["--preset=smoke"], tmp_path, script=script)
-    assert done.returncode == 2 and "data/torch_source has a corpus of 'notes'" in done.stderr
+    assert done.returncode == 2 and "data/torch_source has a corpus of 'notes', but this folder is reserved" in done.stderr
     assert json.loads(corpus.read_text())["source"] == "notes" and val.read_bytes() == data
     # a corpus of another PyTorch is built again
     (tmp_path / "data" / "torch_source" / "corpus.json").write_text(

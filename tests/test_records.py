@@ -721,7 +721,7 @@ def test_a_replay_compares_losses_and_machines(real_record, tool, monkeypatch):
     chosen = gpt.identify(result)["choices.dtype"]
     other["hardware"]["activations"] = dtypes[chosen]
     other["choices"] = {**result.get("choices", {}), "dtype": dtypes[chosen]}
-    assert replay.find_differences(other) == f"in use: dtype was {dtypes[chosen]}, here {chosen}"
+    assert replay.find_differences(other) == f"dtype in use was {dtypes[chosen]}, here {chosen}"
     assert tool(replay)[0] == 2
 
 
