@@ -117,7 +117,7 @@ def option(default, meaning: str, low=None, high=None, choices=None):
 
 
 def split_names(text: str) -> list[str]:
-    return list(filter(None, text.split(",")))
+    return list(filter(None, text.replace(" ", "").split(",")))
 
 
 @dataclass(frozen=True)
@@ -4564,6 +4564,31 @@ OPTIONS = list_options()
 RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
            "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
            "document_rows": "document_start"}
+PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
+# Names of nanoGPT, nanochat and Hugging Face: the option here, or why there is none. Also in docs/options.md
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
+    "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
+    **dict.fromkeys(("batch_size", "total_batch_size"), "--tokens_per_step, over all ranks"),
+    "device_batch_size": "--micro_batch_tokens, the tokens of a forward-backward",
+    "gradient_accumulation_steps": "--micro_batch_tokens. Their number follows from --tokens_per_step",
+    "block_size": "--seq_len for packed sequences, and --max_doc_len for documents",
+    **dict.fromkeys(("max_iters", "max_steps"), "--num_iterations"),
+    "eval_interval": "--val_loss_every",
+    "eval_iters": "--val_tokens",
+    "warmup_iters": "--lr_warmup_frac, a fraction of the run",
+    "n_layer": "--num_layers",
+    "n_head": "--num_heads",
+    "n_embd": "--model_dim",
+    "dropout": "nothing, because a run sees each token once",
+    "grad_clip": "nothing. Orthogonalization and Adam's epsilon bound the updates",
+    "out_dir": "--logs_dir and --checkpoint_dir",
+    "dataset": "--train_files and --val_files, a folder of shards made by data/text.py",
+    "init_from": "--resume=PATH",
+    "wandb_log": "--tracker=wandb",
+    "run": "--record=NAME for a record. Other runs are named by their time",
+    "config": "--preset, with changes on the command line",
+}
 RENAMED_FORMS = {"loss": "cross_entropy", "products": "symmetric_matmul", "mlp": "relu2_mlp"}
 
 
@@ -4597,8 +4622,9 @@ def parse_value(option: Option, text: str):
             first, second = text.split(",") if text else (None, None)
             return (element(first), element(second)) if text else ()
 
-        # LayerSpecs or Stages from JSON
-        items, hints = json.loads(text), typing.get_type_hints(element)
+        # LayerSpecs or Stages from JSON, or from a file of JSON
+        content = Path(text).read_text() if text.endswith(".json") else text
+        items, hints = json.loads(content), typing.get_type_hints(element)
         if not isinstance(items, list):
             raise ValueError("a list is needed")
         for item in items:
@@ -4607,12 +4633,14 @@ def parse_value(option: Option, text: str):
             for name, value in item.items():
                 if name in RENAMED:
                     raise ValueError(f"{name} is now {RENAMED[name]}")
+                if name not in hints:
+                    raise ValueError(f"{name} is not one of {', '.join(hints)}")
                 hint = int | float if hints.get(name) is float else hints.get(name, object)
                 is_boolean = isinstance(value, bool) and hint is not bool
                 if is_boolean or not isinstance(value, hint) or value in (math.inf, math.nan):
                     raise ValueError(f"{name}={value!r}")
         return tuple(element(**item) for item in items)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, OSError) as error:
         name, example = {int: "whole number", float: "number"}.get(kind, "list"), option.default
         if option.name in ("layers", "stages"):  # the first three entries of an object
             entries = dataclasses.asdict(example[0] if example else LayerSpec())
@@ -4655,6 +4683,8 @@ def check_value(name: str, value) -> None:
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     if RENAMED.get(name) in known:
         return f"its name is now {prefix}{RENAMED[name]}"
+    if prefix and name in FOREIGN_OPTIONS:
+        return f"here it is {FOREIGN_OPTIONS[name]}"
     matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(matches)}?" if matches else "see --help"
 
@@ -4721,7 +4751,8 @@ def make_config(overrides: dict) -> Config:
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
     if name not in PRESETS:
-        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} (--list_presets)")
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)}. Presets: "
+                         f"{', '.join(PRESETS)}")
     preset = resolve_preset(name)
     values = {**preset, **overrides, "preset": name}
     if values["depth"]:
@@ -4766,7 +4797,7 @@ def switch_off(values: dict, overrides: dict) -> dict:
     for field, names in named.items():
         for mechanism in set(names) - set(MECHANISMS):
             raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
-                             f"{suggest(mechanism, MECHANISMS)} (--list_presets)")
+                             f"{suggest(mechanism, MECHANISMS)}. Mechanisms: {', '.join(MECHANISMS)}")
     kept, before = named["only_with"] or MECHANISMS, dict(values)
     for mechanism in MECHANISMS:
         is_kept = mechanism in kept and mechanism not in named["without"]
@@ -4811,8 +4842,10 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     """Lines about the sizes of the model."""
     width = cfg.num_heads * cfg.head_dim
     if cfg.model_dim != width:
+        fits = cfg.model_dim % cfg.head_dim == 0
+        remedy = f"--num_heads={cfg.model_dim // cfg.head_dim}" if fits else f"--model_dim={width}"
         yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
-               f"{cfg.head_dim}: set --model_dim={width}")
+               f"{cfg.head_dim}: set {remedy}")
     if cfg.attention_gate_dim > cfg.model_dim:
         yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
                f"{cfg.model_dim}")
@@ -4889,14 +4922,14 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
                                   f"seq_len={stage.seq_len}")
     longest = max(stage.seq_len for stage in cfg.full_stages)
     if cfg.micro_batch_tokens < longest:
-        remedy = f"shorten it too: --seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"
-        if longest > cfg.seq_len:
-            remedy = f"give --micro_batch_tokens={longest}, or shorten seq_len in --stages"
+        shorter = f"--seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"
+        remedy = f"give --micro_batch_tokens={longest}, or " + (
+            "shorten seq_len in --stages" if longest > cfg.seq_len else shorter)
         yield (f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, "
                f"seq_len={longest}: {remedy}")
     if cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1):
-        yield (f"--extension_steps={cfg.extension_steps} are the last steps of --num_iterations="
-               f"{cfg.num_iterations} and the last of several stages: give fewer, and two stages or more")
+        yield (f"--extension_steps={cfg.extension_steps} are the last of --num_iterations="
+               f"{cfg.num_iterations} and of several stages: give --extension_steps=0, or more steps")
 
 
 def find_layer_problems(cfg: Config) -> Iterator[str]:

@@ -3,11 +3,12 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from conftest import SCRIPT, at_most, data_args, gpt, run_script, slow_but
+from conftest import ROOT, SCRIPT, at_most, data_args, gpt, run_script, slow_but
 
 
 def test_parameters_of_track_1_term_by_term():
@@ -413,3 +414,52 @@ def test_print_schedule_obeys_options_and_needs_no_device(tmp_path):
     table = read_schedule(done.stdout)
     assert list(table) == [0, 1, 2]  # ceil(4 / 3) = 2, ceil(8 / 3) = 3
     assert table[0]["head"] == "0.5"
+
+
+@pytest.mark.parametrize("name", gpt.FOREIGN_OPTIONS)
+def test_names_of_other_trainers_are_translated(name, capsys):
+    """Each ends with status 2 and the option here, which exists, or the reason why there is none."""
+    assert gpt.main([f"--{name}=1"]) == 2
+    errors = capsys.readouterr().err
+    assert errors == f"train_gpt.py: error: --{name} is not an option: here it is {gpt.FOREIGN_OPTIONS[name]}\n"
+    named = re.findall(r"--(\w+)", gpt.FOREIGN_OPTIONS[name])
+    assert set(named) <= gpt.OPTIONS.keys() and (named or name in ("dropout", "grad_clip"))
+    assert name not in gpt.OPTIONS
+
+
+def test_the_table_of_names_is_on_a_page():
+    page = (ROOT / "docs" / "options.md").read_text()
+    rows = re.findall(r"^\| `--(\w+)` \| (.*) \|$", page, re.M)
+    assert {name: text.replace("`", "") for name, text in rows} == gpt.FOREIGN_OPTIONS
+
+
+def test_errors_list_the_names(capsys):
+    assert gpt.main(["--preset=nosuch"]) == 2
+    assert capsys.readouterr().err.endswith(f"Presets: {', '.join(gpt.PRESETS)}\n")
+    assert gpt.main(["--without=nosuch"]) == 2
+    assert capsys.readouterr().err.endswith(f"Mechanisms: {', '.join(gpt.MECHANISMS)}\n")
+
+
+def test_spaces_and_files_in_options(tmp_path, capsys):
+    with_space, without = (gpt.make_config({"preset": "smoke", "without": text}) for text in ("softcap, skips", "softcap,skips"))
+    assert gpt.dataclasses.replace(with_space, without=without.without) == without and without.softcap == 0
+    path = tmp_path / "stages.json"
+    path.write_text('[{"duration": 1, "window_long": 64, "window_short": 64}]')
+    assert gpt.parse_argv([f"--stages={path}"])[0]["stages"] == (gpt.Stage(1, 64, 64),)
+    assert gpt.main([f"--stages={tmp_path}/none.json"]) == 2
+    assert "none.json is not a list ([Errno 2] No such file" in capsys.readouterr().err
+    path.write_text('[{"durations": 1}]')
+    assert gpt.main([f"--stages={path}"]) == 2
+    assert "(durations is not one of duration, window_long, window_short, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wish, remedy", [
+    (["--preset=smoke", "--seq_len=2048"], "--micro_batch_tokens=2048"),
+    (["--preset=smoke", "--model_dim=128"], "--num_heads=4"),
+    (["--preset=frontier", "--num_iterations=10"], "--extension_steps=0"),
+])  # fmt: skip
+def test_remedies_keep_the_wish(wish, remedy, capsys):
+    assert gpt.main([*wish, "--print_config"]) == 2
+    assert remedy in capsys.readouterr().err
+    more = ["--tokens_per_step=2048"] if "--seq_len=2048" in wish else []
+    assert gpt.main([*wish, remedy, *more, "--print_config"]) == 0

@@ -530,7 +530,7 @@ def test_a_mechanism_that_is_none(field, capsys):
     for old, new in (("x0_shortcut", "x0_mix"), ("mantissas", "low_bits"), ("document_rows", "document_start")):
         assert gpt.main(["--preset=frontier", f"--{field}={old}"]) == 2
         errors = capsys.readouterr().err
-        assert f"{old} is not a mechanism: its name is now {new} (" in errors and errors.count("\n") == 1
+        assert f"{old} is not a mechanism: its name is now {new}. " in errors and errors.count("\n") == 1
 
 
 def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
