@@ -79,14 +79,21 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # OpenMP reads it when PyTorch is imported. Waiting threads release their core soon to other processes
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from tqdm import tqdm
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"train_gpt.py: error: {error.name} is not installed: start with ./run.sh, or first run pip install "
+          "-r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 try:
     import fcntl
@@ -6295,8 +6302,9 @@ def run(argv: list[str]) -> int:
 
 
 def report(error: RunError, program: str) -> int:
-    """Print the line of an error, once per node. Returns the exit status."""
-    if error.of_one_rank or env_int("LOCAL_RANK", 0) == 0:
+    """Print the line of an error, once per node, and of a stop once. Returns the exit status."""
+    rank = env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0)
+    if error.of_one_rank or rank == 0:
         kind = "" if isinstance(error, RunStopped) else "error: "
         with suppress(OSError):  # the reader may be gone
             print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -463,3 +464,15 @@ def test_remedies_keep_the_wish(wish, remedy, capsys):
     assert remedy in capsys.readouterr().err
     more = ["--tokens_per_step=2048"] if "--seq_len=2048" in wish else []
     assert gpt.main([*wish, remedy, *more, "--print_config"]) == 0
+
+
+def test_a_missing_package_is_named(tmp_path):
+    """One line that names ./run.sh and requirements.txt. A tool that imports the script gets the error itself."""
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "tqdm.py").write_text("raise ModuleNotFoundError('No module named tqdm', name='tqdm')")
+    done = subprocess.run([sys.executable, "train_gpt.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("train_gpt.py: error: tqdm is not installed: start with ./run.sh, or first run pip install -r "
+                           "requirements.txt\n")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", "import train_gpt"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
