@@ -91,8 +91,8 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    print(f"train_gpt.py: error: {error.name} is not installed: start with ./run.sh, or first run pip install "
-          "-r requirements.txt", file=sys.stderr)
+    print(f"train_gpt.py: error: {error.name} is not installed: start with ./run.sh, or first run pip "
+          "install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
 try:
