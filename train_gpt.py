@@ -4772,9 +4772,11 @@ def make_config(overrides: dict) -> Config:
         values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
     if values["tie_head"] == "on" and preset["tie_head"] == "off":  # with the constants of a tied head
         values = {**values, **MECHANISMS["untied_head"], **overrides, "preset": name}
-    if values["layers"] and "layers" not in overrides and len(values["layers"]) != values["num_layers"]:
-        raise InputError(f"--num_layers={values['num_layers']}: preset {name} has {len(values['layers'])} "
-                         "layers with different mechanisms: give all layers with --layers")
+    if values["depth"] and values["num_layers"] != values["depth"]:
+        raise InputError(f"--num_layers={values['num_layers']} is not --depth={values['depth']}: give "
+                         "one of them")
+    if values["layers"] and "layers" not in overrides:
+        values["layers"] = resize_layers(values["layers"], values["num_layers"])
     values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
     values = switch_off(values, overrides)
     for key, value in values.items():
@@ -4782,6 +4784,32 @@ def make_config(overrides: dict) -> Config:
     cfg = build_config(values)
     check_config(cfg)
     return cfg
+
+
+def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
+    """Insert copies of the row before the middle, or remove middle rows. References follow their rows.
+
+    A reference to a removed row becomes one to the first kept row after it. Unreadable ones are dropped.
+    """
+    middle, extra = len(layers) // 2, num_layers - len(layers)
+    first = middle if extra >= 0 else -(-num_layers // 2)  # rows kept at the start
+    last = len(layers) - middle if extra >= 0 else num_layers - first  # rows kept at the end
+    moved = {i: i if i < first else max(first, i + extra) for i in range(len(layers))}
+    copies = [dataclasses.replace(layers[middle - 1], skip_from=None)] * max(0, extra)
+    rows, resized = [*layers[:first], *copies, *layers[len(layers) - last :]], []
+    readable = {"x_in", *(f"ve{spec.value_embed}" for spec in rows)}  # by mudd_in and mudd_out
+    for index, spec in enumerate(rows):
+        fields = {}
+        for name, latest in (("skip_from", index - 1), ("attention_from", index - 1), ("gates_from", index)):
+            place = moved.get(getattr(spec, name))
+            fields[name] = place if place is not None and place <= latest else None
+        for name in ("mudd_in", "mudd_out"):
+            words = [f"h{moved[int(word[1:])]}" if word[0] == "h" else word
+                     for word in split_names(getattr(spec, name))]
+            fields[name] = ",".join(word for word in dict.fromkeys(words) if word in readable)
+        resized.append(dataclasses.replace(spec, **fields))
+        readable.add(f"h{index}")
+    return tuple(resized)
 
 
 def choose_rule_options(preset: dict, values: dict) -> dict:

@@ -144,9 +144,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier layer"),
         (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
         (["--layers=[{}]"], "1 layers", "--num_layers=1"),
-        (["--preset=quick", "--num_layers=5"], "quick has 4 layers", "give all layers with --layers"),
-        (["--preset=frontier", "--num_layers=12"], "frontier has 11 layers", "give all layers with --layers"),
-        (["--depth=4", "--num_layers=6"], "--num_layers=6", "4 layers"),
+        (["--depth=4", "--num_layers=6"], "--num_layers=6 is not --depth=4", "one of them"),
         (["--depth=4", "--tokens_per_param=20", "--num_iterations=9"], "--num_iterations=9 both", "one of them"),
         (["--depth=4", "--tokens_per_param=1e308"], "--tokens_per_param=1e+308", "give at most 1000000"),
         (["--preset=laptop", "--only_with=muon,smear"], "preset laptop has no smear", "leave it out"),
@@ -476,3 +474,31 @@ def test_a_missing_package_is_named(tmp_path):
                            "requirements.txt\n")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", "import train_gpt"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
+
+
+@pytest.mark.parametrize("preset", [name for name in gpt.PRESETS if not name.startswith("d")])
+def test_presets_take_another_number_of_layers(preset):
+    """The rows at both ends stay, with their references. Every number from one on makes a config that fits."""
+    rows = gpt.make_config({"preset": preset}).layers
+    for num_layers in range(1, len(rows) + 5):
+        layers = gpt.make_config({"preset": preset, "num_layers": num_layers}).layers
+        assert len(layers) == num_layers and (num_layers != len(rows) or layers == rows)
+        if preset in ("track_1", "laptop_32", "smoke", "muonh"):  # their pattern is a function of the number
+            continue
+        half = min(num_layers, len(rows)) // 2
+        assert layers[:half] == rows[:half]
+        kept = [spec.attention for spec in layers[num_layers - half :]]
+        assert kept == [spec.attention for spec in rows[len(rows) - half :]]
+    if preset == "laptop":
+        layers = gpt.make_config({"preset": preset, "num_layers": 6}).layers
+        assert [spec.skip_from for spec in layers] == [None, None, None, None, 1, 0]
+    if preset == "frontier":  # a reader of the removed row 4 reads the row that takes its place
+        assert gpt.make_config({"preset": preset, "num_layers": 8}).layers[5].gates_from == 4
+        assert gpt.make_config({"preset": preset, "num_layers": 12}).layers[11].mudd_out == "x_in,h8,h10,ve0,h3"
+
+
+@pytest.mark.parametrize("preset, num_layers", [("smoke_frontier", 7), ("smoke_frontier", 2)])
+def test_a_resized_model_trains(preset, num_layers, shards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"--preset={preset}", "--device=cpu", f"--num_layers={num_layers}", "--num_iterations=4", "--val_loss_every=0"]
+    assert gpt.main([*words, *data_args(shards)]) == 0
