@@ -6331,8 +6331,7 @@ def run(argv: list[str]) -> int:
 
 def report(error: RunError, program: str) -> int:
     """Print the line of an error, once per node, and of a stop once. Returns the exit status."""
-    rank = env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0)
-    if error.of_one_rank or rank == 0:
+    if error.of_one_rank or env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0) == 0:
         kind = "" if isinstance(error, RunStopped) else "error: "
         with suppress(OSError):  # the reader may be gone
             print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -292,7 +292,7 @@ def set_tensor(name, tensor):
 MISFITS = {  # name: (change of a checkpoint, words of sampling, words of a resumed run. "": it is not refused)
     "an unknown option": (set_option(gears=2), "--gears=2 is unknown", ""),
     "an unknown field of a layer": (
-        lambda metadata, _: metadata["config"]["layers"][0].update(gear=True), "gear=True", ""),
+        lambda metadata, _: metadata["config"]["layers"][0].update(gear=True), "(gear is not one of attention, mlp, ", ""),
     "an unknown rule": (set_option(matrix_rule="gears"), "--matrix_rule=gears is not one of", ""),
     "an option of another type": (set_option(num_layers="x"), "--num_layers=x is not", ""),
     "another width": (set_option(mlp_ratio=2), "mlp.up_down of shape (2, 64, 256), here (2, 64, 128)", ""),
