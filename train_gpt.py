@@ -3825,7 +3825,7 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 
 def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Normalized x (T, D), weight (V, D). Targets (T, 2), with -1 for none, two loss weights, softcap."""
+    """Normalized x (T, D), weight (V, D). Targets (T, 2), -1 means none. Two loss weights. Softcap."""
     make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
     (x, weight), _ = make(cfg, device, dtype)
     targets = torch.arange(128, device=device).view(64, 2)
@@ -4268,7 +4268,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     """Map the bytes of each token to its id, without <|endoftext|>."""
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        # GPT-2's file maps every byte to a printable character. The other bytes come after 255
+        # In GPT-2's file printable bytes stand for themselves, the others are characters from 256 on
         printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
         decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
         texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
@@ -4276,15 +4276,15 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
         if max(ids.values()) >= cfg.vocab_size:
             raise ValueError("ids beyond the vocabulary")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be read as ids by token ({error}): get it "
-                         "with python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
+        raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from tokens to ids ({error}): "
+                         "get it with python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
     return texts
 
 
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
-    """The longest other token that is a prefix of each token, or -1, (V,). ids: token ids by bytes.
+    """For each token the id of the longest other token that is its prefix, or -1. ids: by bytes. Shape (V,).
 
-    In sorted order the prefixes of a token are on a stack. Source: 2026-07-13.
+    Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
     """
     prefixes, stack = np.full(vocab_size, -1), []
     for text in sorted(filter(None, ids)):
@@ -4301,7 +4301,7 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
 
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
-LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds learn copying there and stay worse
+LAPTOP_LAYERS = (  # with attention in layer 0, some seeds learn to copy there and end at a higher loss
     LayerSpec(attention="none"),
     LayerSpec(attention="short", value_embed=1, key_offset=True),
     LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
@@ -4704,7 +4704,7 @@ class Parser(argparse.ArgumentParser):
 
 
 FLAGS = dict(list_presets="the presets, and the parts of the recipe that --without switches off",
-             print_config="the resolved config as JSON, without data or device",
+             print_config="the resolved config as JSON. Needs no data and no device",
              print_schedule="a table of windows and learning rates at the start and end of each stage")
 
 
@@ -5577,8 +5577,8 @@ class Saved(typing.NamedTuple):
     metadata: dict
     tensors: dict[str, Tensor]
     lock: typing.BinaryIO | None = None
-    is_same_run: bool = False  # it continues under the same run_id
-    result: Path | None = None  # of that run, if it is finished
+    is_same_run: bool = False  # this process continues the run of the checkpoint, under its run_id
+    result: Path | None = None  # json of the run of the checkpoint, if that run is finished
 
 
 class OtherFormat(InputError):
@@ -5603,12 +5603,12 @@ def lock_run(folder: Path) -> typing.BinaryIO:
         raise InputError(f"{folder} is in use: another process continues this run. Wait for its end, or "
                          "start a new run without --resume", of_one_rank=True) from None
     except OSError:
-        print(f"{folder} has no locks, so a second process could continue this run unnoticed", flush=True)
+        print(f"{folder} cannot be locked, so a second process could continue this run too", flush=True)
     return file
 
 
 def has_type(value, kind) -> bool:
-    """Whether a JSON value has a type: a class (int: not negative), list[...], or {name: type}."""
+    """Whether a JSON value is of a kind: a class, list[kind] or {name: kind}. An int is not negative."""
     if isinstance(kind, dict):
         return isinstance(value, dict) and value.keys() == kind.keys() and all(
             has_type(value[name], kind[name]) for name in kind)
@@ -6165,8 +6165,8 @@ class Guard:
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 # ==== SAMPLING =============================================================================================
-# Text from a trained model, token by token. Each token is computed from all tokens before it by the model of
-# training. There is no key-value cache.
+# Text from a trained model. The model of training computes the whole text again for each new token, so there
+# is no key-value cache.
 
 class Tokenizer(typing.NamedTuple):
     """Text to tokens and back."""

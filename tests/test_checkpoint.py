@@ -469,7 +469,7 @@ def test_a_file_system_without_locks_is_named(shards, here, monkeypatch, capsys)
     monkeypatch.setattr(gpt.fcntl, "flock", flock)
     run(shards, "--num_iterations=3", "--checkpoint_every=2")
     (folder,) = Path("checkpoints").iterdir()
-    assert capsys.readouterr().out.count(f"{folder} has no locks, so a second process could continue this run unnoticed\n") == 1
+    assert capsys.readouterr().out.count(f"{folder} cannot be locked, so a second process could continue this run too\n") == 1
 
 
 def test_logs_may_lie_beside_checkpoints(shards, here):
