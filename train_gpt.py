@@ -4277,7 +4277,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
             raise ValueError("ids beyond the vocabulary")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from tokens to ids ({error}): "
-                         "get it with python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
+                         "run python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
     return texts
 
 
