@@ -310,7 +310,8 @@ def test_all_ranks_stop_at_the_same_step(shards, here, cause):
     assert_same_bits(*(tensors_of(find_step(12, folder)) for folder in ("checkpoints", "alone")))
 
 
-@pytest.mark.parametrize("signum", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_is_stopped_with_a_checkpoint(shards, here, signum):
     """SIGTERM of a scheduler to the launcher, or Ctrl-C: all ranks exit after one line and one checkpoint."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT)]

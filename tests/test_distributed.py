@@ -157,6 +157,7 @@ def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     assert result["groups"] == ["all_gather"]  # all-gathers wait for no reduction
 
 
+@pytest.mark.slow
 def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
     """Matrices large enough that the BLAS splits sums over threads: which bits come out depends on their number, so it
     must be the same in every rank."""
@@ -330,6 +331,7 @@ def test_a_part_waits_for_its_buckets(monkeypatch, reader):
     assert len(finished) == len(optimizer.buckets) == len(set(finished))
 
 
+@pytest.mark.slow
 def test_a_single_layer_is_waited_for_too(shards, tmp_path):
     """One segment is still a segment: every parameter of the last step has come back before it is read."""
     options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
