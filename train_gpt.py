@@ -3495,7 +3495,7 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
 
 
 def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
-    """Join the process group. InputError if the other ranks are not reachable."""
+    """Join the process group. InputError if a rank is not reachable."""
     if world_size == 1:
         return Comm()
     with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG on Linux: a rank ends with its launcher
@@ -4268,7 +4268,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     """Map the bytes of each token to its id, without <|endoftext|>."""
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        # In GPT-2's file printable bytes stand for themselves, the others are characters from 256 on
+        # In GPT-2's file printable bytes stand for themselves, all other bytes are characters from 256 on
         printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
         decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
         texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
@@ -4711,7 +4711,7 @@ FLAGS = dict(list_presets="the presets, and the parts of the recipe that --witho
 def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
     """Split a command line into ({option: value}, flags). '-' and '_' are equivalent in names."""
     parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                    "Defaults are those of --preset=track_1. '-' and '_' are equivalent in names.",
+                    "The defaults are preset track_1. '-' and '_' are equivalent in names.",
                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
     for flag, meaning in FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=meaning)
@@ -6353,7 +6353,7 @@ def flush_output() -> None:
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """Call body and print its RunError as one line. Returns the exit status.
 
-    With several ranks the process exits here after an error: a shutdown would wait for the others.
+    With several ranks the process exits here after an error: a shutdown would wait for other ranks.
     """
     try:
         check_environment()
