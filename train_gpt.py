@@ -333,6 +333,7 @@ class TrainConfig:
     check_ranks_every: int = option(0, "debug: steps between comparisons of all ranks' bits. 0: never", 0)
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
     checkpoint_dir: str = option("checkpoints", "folder of the checkpoints, one subfolder per run")
+    save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: below 1 GB", choices=AUTO)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
     time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops. 0: never", 0.0)
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
@@ -354,7 +355,8 @@ class TrainConfig:
 class SampleConfig:
     """Text instead of training."""
 
-    sample: str = option("", "checkpoint to sample from")
+    sample: str = option("", "checkpoint or model to sample from. auto: the newest in checkpoint_dir")
+    num_samples: int = option(1, "number of texts", 1)
     prompt: str = option("", "start of the text. Token ids if there is no tokenizer")
     max_new_tokens: int = option(256, "largest number of new tokens. A document end stops earlier", 1)
     temperature: float = option(0.8, "softmax temperature. 0: greedy", 0.0)
@@ -399,8 +401,7 @@ def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = 
     """The layers of record 32 at any depth.
 
     Four evenly spaced layers have long windows. The third of them has no attention. Layer 0 has no MLP. The
-    upper half adds the outputs of the lower half in reverse order. The first and the last layers share the
-    value embeddings 0, 1, 2, ...
+    upper half adds outputs of the lower half in reverse order. First and last layers share value embeddings.
     """
     last, layers = num_layers - 1, []
     num_values = min(num_value_embeds, num_layers // 2)
@@ -2104,8 +2105,7 @@ class Prefetcher:
 
 # ==== TRAINING =============================================================================================
 # One step, the loop around it, and the run around the loop. The clock runs during training and stands during
-# validation. Callbacks (log, telemetry, guard, rank check) run after each step. To measure or react after
-# each step, add a callback in Trainer.run().
+# validation. Callbacks (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
 
 MULTI_RANK_SEGMENTS = 4  # graphs with several ranks, so that gradients are reduced during backward
 
@@ -2399,10 +2399,10 @@ def train(cfg: Config, argv: list[str]) -> None:
             rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
             stop.collect()
-            is_saved = checkpoints.wait()
+            is_saved = checkpoints.finish(trainer)
             log.finish({**setup, **measure_run(trainer, log)})
             if not is_saved:
-                raise RunError("the last checkpoint was not written, see above", of_one_rank=True)
+                raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
     print_sample(trainer.model, cfg, trainer.rt)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
@@ -3516,14 +3516,19 @@ def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     """Choose dtype, compiler, fast forms and FP8 by short launches on the device. Rank 0 chooses for all."""
-    dtype, peak_flops, *notes = choose_dtype(cfg, rt.device)
-    use_compile, note = choose_compile(cfg, rt.device)
-    fast, lines = choose_fast_forms(cfg, rt.device, dtype, use_compile)
-    fp8 = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast) for name in FP8_FORMS}
+    dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
+    use_compile, compile_line = choose_compile(cfg, rt.device)
+    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt.device, dtype, use_compile)
+    fp8_lines = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast) for name in FP8_FORMS}
+    fp8 = frozenset(name for name, (works, _) in fp8_lines.items() if works)
+    lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
+    if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
+        lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
+    if "fp8_head" not in fp8 and cfg.fp8_head_amax != resolve_preset(cfg.preset)["fp8_head_amax"]:
+        lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast,
-        fp8=frozenset(name for name, (works, _) in fp8.items() if works), peak_flops=peak_flops,
-        notes=(*notes, note, *lines, *(line for _, line in fp8.values())))))
+        dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
+        peak_flops=peak_flops, notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
 
 
 def describe_choices(rt: Runtime) -> dict:
@@ -4599,6 +4604,63 @@ FOREIGN_OPTIONS = {
 RENAMED_FORMS = {"loss": "cross_entropy", "products": "symmetric_matmul", "mlp": "relu2_mlp"}
 
 
+def rule_of(cfg: Config) -> Rule:
+    return RULES[cfg.groups["matrix"].rule]
+
+
+def has_layers(**parts) -> Callable[[Config], bool]:
+    """A condition on a config: whether a layer has all of these parts."""
+    return lambda cfg: any(all(getattr(spec, name) == value for name, value in parts.items())
+                           for spec in cfg.layers)
+
+
+def has_tables(cfg: Config) -> bool:
+    return any(spec.value_embed is not None for spec in cfg.layers)
+
+
+# Options that act only with another part of the recipe: (condition, that part). A group of parameters also
+# needs a parameter in the model. Explicit values that have no effect are refused
+NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "tokens_per_param": (lambda cfg: cfg.depth > 0, "--depth"),
+    "num_value_embeds": (lambda cfg: {spec.value_embed for spec in cfg.layers}.issuperset(
+        range(cfg.num_value_embeds)), "layers that read these tables, see --layers"),
+    **dict.fromkeys(("value_embed_std", "value_gate_dim"), (has_tables, "value embeddings")),
+    **dict.fromkeys(("embed_lr", "embed_betas", "embed_weight_decay", "embed_every"), (
+        lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
+        "--tie_head=off or --untie_frac. The row head trains a tied embedding")),
+    "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
+    "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
+    "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
+                    "layers with gates_from"),
+    **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
+    "fp8_head_amax": (lambda cfg: cfg.fp8_head != "off", "--fp8_head"),
+    **dict.fromkeys(("orthogonalize", "qk_group_heads"), (
+        lambda cfg: "momentum" in rule_of(cfg).moments, "a rule that orthogonalizes, see --matrix_rule")),
+    "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
+                     "a rule with betas, see --matrix_rule"),
+    "matrix_weight_decay": (lambda cfg: not rule_of(cfg).keeps_norm,
+                            "a rule that changes norms, see --matrix_rule"),
+    **dict.fromkeys(("mlp_up_lr_mul", "mlp_down_lr_mul"), (has_layers(mlp=True), "layers with an MLP")),
+    **dict.fromkeys(("decay", "decay_schedule"), (
+        lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
+        "weight decay, for example --matrix_weight_decay")),
+    "momentum_start": (lambda cfg: cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
+                       "--momentum_warmup_steps or --momentum_cooldown_steps"),
+    **dict.fromkeys(("momentum_warmup_steps", "momentum_cooldown_steps"), (
+        lambda cfg: cfg.momentum_start != cfg.momentum_end, "another --momentum_start")),
+    "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
+                    "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
+    "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
+    "vocab_file": (lambda cfg: any(stage.has_prefix_target for stage in cfg.stages),
+                   "a prefix_weight in --stages"),
+    "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
+        stage.max_doc_len is None for stage in cfg.stages),
+                    "--sequence_start=document and a stage without a max_doc_len"),
+    "seq_len": (lambda cfg: any(stage.seq_len is None for stage in cfg.stages),
+                "a stage without a seq_len"),
+}
+
+
 def flatten_groups(values: dict) -> dict:
     """Values with GROUP_FIELD entries in place of the rows of groups."""
     groups = values.get("groups", {})
@@ -4742,7 +4804,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
 
 def resolve_preset(name: str) -> dict:
     """All options of a preset by name, with those of its parents."""
-    preset, ancestor = {}, name
+    preset, ancestor = {}, name if name in PRESETS else None
     while ancestor:
         ancestor, _, changes = PRESETS[ancestor]
         preset = {**flatten_groups(changes), **preset}
@@ -4783,7 +4845,24 @@ def make_config(overrides: dict) -> Config:
         check_value(key, value)
     cfg = build_config(values)
     check_config(cfg)
+    for problem in find_idle_options(cfg, {key: value for key, value in overrides.items()
+                                           if value != preset[key]}):
+        raise InputError(problem)
     return cfg
+
+
+def find_idle_options(cfg: Config, given: dict) -> Iterator[str]:
+    """Lines about given options, other than the preset's, that change nothing."""
+    groups = set()
+    if given.keys() & GROUP_OPTIONS.keys():
+        with torch.device("meta"):
+            groups = {param.spec.group for param in GPT(cfg).parameters()}
+    for name, value in given.items():
+        group, _ = GROUP_OPTIONS.get(name, (None, ""))
+        works, needed = NEEDS.get(name, (lambda _cfg: True, ""))
+        needed = f"a parameter of group {group}" if group and group not in groups else needed
+        if group and group not in groups or not works(cfg):
+            yield f"--{name}={show_value(value)} has no effect without {needed}: leave it out"
 
 
 def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
@@ -4833,6 +4912,10 @@ def switch_off(values: dict, overrides: dict) -> dict:
         for mechanism in set(names) - set(MECHANISMS):
             raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
                              f"{suggest(mechanism, MECHANISMS)}. Mechanisms: {', '.join(MECHANISMS)}")
+        if values[field] and not names:
+            raise InputError(f"--{field}={values[field]} names no mechanism: leave it out")
+    for mechanism in set(named["without"]) & set(named["only_with"]):
+        raise InputError(f"--without and --only_with both name {mechanism}: give it to one of them")
     kept, before = named["only_with"] or MECHANISMS, dict(values)
     for mechanism in MECHANISMS:
         is_kept = mechanism in kept and mechanism not in named["without"]
@@ -4886,10 +4969,6 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
                f"{cfg.model_dim}")
     if cfg.bigram_rows in (1, 2):
         yield f"--bigram_rows={cfg.bigram_rows} is too small for a hash table: give 0, or thousands"
-    if cfg.zero_init == "off" and cfg.has_output_gain:
-        yield "--zero_init=off has no effect if layers begin with zero gains: give --output_gain=off"
-    if cfg.depth == 0 and cfg.tokens_per_param != Config.tokens_per_param:
-        yield f"--tokens_per_param={cfg.tokens_per_param} has no effect without --depth: give --depth too"
     yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
     yield from find_remainder("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
                               f"qk_group_heads={cfg.qk_group_heads}")
@@ -4898,10 +4977,6 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
 
 def find_optimizer_problems(cfg: Config) -> Iterator[str]:
     """Lines about update rules."""
-    matrix = cfg.groups["matrix"]
-    if RULES[matrix.rule].keeps_norm and matrix.weight_decay:
-        yield (f"--matrix_weight_decay={matrix.weight_decay} has no effect, because --matrix_rule="
-               f"{matrix.rule} keeps norms: give --matrix_weight_decay=0")
     if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
         yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
                f"{2.0 ** round(math.log2(cfg.grad_grid))}")
@@ -5080,7 +5155,7 @@ def config_from_dict(values: dict) -> Config:
 
 # Folders and ends of a run. They change neither weights nor losses nor seconds. The last is of older scripts
 RESTART_OPTIONS = {f"options.{name}" for name in (
-    "records_dir", "logs_dir", "checkpoint_dir", "resume", "time_limit", "print_every")}
+    "records_dir", "logs_dir", "checkpoint_dir", "save_model", "resume", "time_limit", "print_every")}
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
 # Parts of identify() that may differ, by the kind of comparison. "options" stands for all options
 MAY_DIFFER = {
@@ -5683,12 +5758,14 @@ def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | No
         folders = {"logs_dir": Path(cfg.logs_dir)}
         if cfg.record:
             folders["records_dir"] = find_record_folder(cfg)
-        if cfg.checkpoint_every or cfg.time_limit or cfg.checkpoint_dir != Config.checkpoint_dir:
+        if cfg.checkpoint_every or cfg.time_limit or cfg.save_model != "off":
             folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
         for field, folder in folders.items():
             check_writable(folder, f"choose another folder with --{field}")
         path = Path(cfg.resume)
         named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
+        if named and not any("/" in name for name in named.tensors):
+            raise InputError(f"{path} has no optimizer state: name a step_*.pt, or give --resume=auto")
         return check_record(cfg, run), named
 
     compare_ranks(run, rt)
@@ -5787,22 +5864,23 @@ def find_result(metadata: dict, cfg: Config) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def collect_state(trainer: Trainer) -> tuple[dict, dict[str, HostCopy]]:
+def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dict[str, HostCopy]]:
     """(metadata, tensors) of the state, equal for any number of ranks. All ranks must call it.
 
-    Rank 0 gets parameters by name and optimizer states by name/key. Read them before the next call.
+    Rank 0 gets parameters by name, and except with only_model also optimizer states by name/key, FP8 scales
+    and random numbers. Read them before the next call.
     """
     rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
     trainer.scales.finish()
     for bucket in optimizer.buckets:
-        for key in ("", *bucket.state):
+        for key in ("", *(() if only_model else bucket.state)):
             full = bucket.full_tensor(key)  # (M, ...)
             for name, param in bucket.params.items() if rt.is_main else ():
                 tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
                 tensor = tensor if key else tensor.view(param.shape)
                 copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
-    if rt.is_main:
+    if rt.is_main and not only_model:
         copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
         copies["random/cpu"] = HostCopy(torch.get_rng_state())
         if rt.device.type == "cuda":
@@ -5866,12 +5944,14 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run in the background, and keeps the two with the highest steps."""
+    """Writes checkpoints in the background and keeps the two newest. At the end it writes model.pt."""
 
     KEPT = 2
+    MODEL_BYTES = 10**9  # limit of --save_model=auto
 
     def __init__(self, cfg: Config, log: RunLog, bos: int, lock: typing.BinaryIO | None = None):
         self.folder, self.log, self.bos, self.lock = Path(cfg.checkpoint_dir, log.run_id), log, bos, lock
+        self.save_model = cfg.save_model
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
 
     def __enter__(self) -> Checkpoints:
@@ -5882,20 +5962,28 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
-    def save(self, step: int, state: dict, copies: dict[str, HostCopy]) -> None:
-        """Write the state of collect_state() in the background."""
+    def save(self, step: int, state: dict, copies: dict[str, HostCopy], name: str | None = None) -> None:
+        """Write the state of collect_state() in the background. The name follows from the step."""
         self.wait()
         metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
                         train_points=self.log.losses.points)
         if copies:  # on rank 0
-            self.writing = self.executor.submit(self._write, step, json.dumps(metadata), copies)
+            path = self.folder / (name or f"step_{step:06d}.pt")
+            self.writing = self.executor.submit(self._write, path, step, json.dumps(metadata), copies)
 
     def wait(self) -> bool:
         """Wait for the last checkpoint. False if it was not written."""
         return self.writing is None or self.writing.result()
 
-    def _write(self, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
-        start, path = time.perf_counter(), self.folder / f"step_{step:06d}.pt"
+    def finish(self, trainer: Trainer) -> bool:
+        """Write model.pt, without optimizer state. False if it or the last checkpoint was not written."""
+        is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
+        if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
+            self.save(trainer.progress.step, *collect_state(trainer, only_model=True), name="model.pt")
+        return self.wait() and is_saved
+
+    def _write(self, path: Path, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
+        start = time.perf_counter()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or lock_run(self.folder)
@@ -5907,10 +5995,12 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # RuntimeError: torch.save() hides the OSError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-            self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({reason})")
+            label = "model" if path.name == "model.pt" else f"checkpoint of step {step}"
+            self.log.print(f"no {label}: {self.folder} cannot be written ({reason})")
             return False
-        with suppress(OSError):  # the log reports a full disk
-            write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
+        if path.name != "model.pt":  # a result has its script anyway
+            with suppress(OSError):  # the log reports a full disk
+                write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
         self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
         return True
 
@@ -6201,13 +6291,13 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime) -> Iterator[int]:
+def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime, generator: torch.Generator
+             ) -> Iterator[int]:
     """Continue a prompt until the next document or cfg.max_new_tokens.
 
     Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
     """
-    state, generator = Schedule(cfg).at(cfg.num_iterations), torch.Generator().manual_seed(cfg.seed)
-    text = list(prompt)
+    state, text = Schedule(cfg).at(cfg.num_iterations), list(prompt)
     for _ in range(cfg.max_new_tokens):
         tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
         inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks. No token sees later ones
@@ -6237,9 +6327,21 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     model.use_fp8(frozenset())
     model.split_layers(1)
     cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, fast=frozenset())
+    generator = torch.Generator().manual_seed(cfg.seed)
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
-        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt)))
+        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt, generator)))
     print0(f"sample: {escape_controls(text.decode(errors='replace')).strip()}", rt)
+
+
+def find_model(values: dict) -> Path:
+    """The model or checkpoint in checkpoint_dir that was written last."""
+    root = Path(values.get("checkpoint_dir", Config.checkpoint_dir))
+    paths = [path for pattern in ("*/model.pt", "*/step_*.pt") for path in root.glob(pattern)]
+    if not paths:
+        raise InputError(f"--sample=auto: {root} has no model: train one first, or name a file")
+    path = max(paths, key=lambda path: path.stat().st_mtime)
+    print(f"sampling from {path}", file=sys.stderr)
+    return path
 
 
 def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
@@ -6274,14 +6376,16 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
 
 
 def write_sample(values: dict) -> None:
-    """--sample: print the prompt and its continuation, token by token."""
-    allowed = {field.name for field in dataclasses.fields(SampleConfig)} | {"seed", "device", "dtype"}
+    """--sample: print the prompt and its continuation, token by token, for each sample."""
+    allowed = {field.name for field in dataclasses.fields(SampleConfig)}
+    allowed |= {"seed", "device", "dtype", *(["checkpoint_dir"] if values["sample"] == "auto" else [])}
     if set(values) - allowed:
         raise InputError(f"--{min(set(values) - allowed)} has no effect with --sample: give only "
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    model, cfg, rt, metadata = load_model(Path(values["sample"]), {"seed": 0, **values})
+    path = find_model(values) if values["sample"] == "auto" else Path(values["sample"])
+    model, cfg, rt, metadata = load_model(path, {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
         prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
@@ -6292,12 +6396,14 @@ def write_sample(values: dict) -> None:
     except ValueError:
         raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
                          "tokenizer is installed: pip install tiktoken, or give ids") from None
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    print(cfg.prompt, end="" if tokenizer else " ", flush=True)
-    for token in generate(model, prompt, metadata["bos"], cfg, rt):
-        text = escape_controls(decoder.decode(tokenizer.decode([token]))) if tokenizer else f"{token} "
-        print(text, end="", flush=True)
-    print()
+    generator = torch.Generator().manual_seed(cfg.seed)
+    for index in range(cfg.num_samples):
+        print("-" * 60 + "\n" if index else "", end=cfg.prompt + ("" if tokenizer else " "), flush=True)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in generate(model, prompt, metadata["bos"], cfg, rt, generator):
+            text = escape_controls(decoder.decode(tokenizer.decode([token]))) if tokenizer else f"{token} "
+            print(text, end="", flush=True)
+        print()
 
 # ==== MAIN =================================================================================================
 # From a command line to an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit, 128 + n

@@ -161,7 +161,7 @@ def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1
 
 def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
     """A smoke run that must succeed, of one rank in this process; returns its json, with "stdout" added."""
-    before, words = set(cwd.rglob("*.json")), ["--preset=smoke", *data_args(shards), *args]
+    before, words = set(cwd.rglob("*.json")), ["--preset=smoke", "--save_model=off", *data_args(shards), *args]
     if nproc > 1:
         done = run_script(words, cwd, nproc=nproc)
         assert done.returncode == 0, done.stderr[-2000:]

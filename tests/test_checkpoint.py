@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT, at_most, data_args, gpt, slow_but
+from conftest import ROOT, SCRIPT, at_most, data_args, gpt, run_script, slow_but
 from ranks import ENVIRONMENT, run_ranks
 
 TINY = [
@@ -29,6 +29,7 @@ TINY = [
     "--num_layers=2",
     "--tokens_per_step=512",
     "--micro_batch_tokens=512",
+    "--save_model=off",
 ]
 
 
@@ -98,7 +99,7 @@ VARIANTS = {
     "hyperball, Adam": ["--matrix_rule=adamh"],
     "bfloat16": ["--dtype=bfloat16", "--embed_dtype=bfloat16"],
     "no grid": ["--grad_grid=0"],
-    "every": [f"--{group}_every=3" for group in gpt.TRACK_1_GROUPS if group != "matrix"],  # saves at 9 and 15
+    "every": [f"--{group}_every=3" for group in ("embed", "value_embed", "head", "scalar")],  # saves at 9 and 15
     "tied": ["--tie_head=on"],
     "untied before": ["--tie_head=on", "--untie_frac=0.5"],
     "untied after": ["--tie_head=on", "--untie_frac=0.9", "--embed_every=2", "--head_every=2"],
@@ -664,8 +665,43 @@ def test_no_room_for_checkpoints(shards, here):
     assert done.returncode == 1
     lines = re.findall(r"^no checkpoint of step (\d): (\S+) cannot be written \(File too large\)$", done.stdout, re.M)
     assert [int(step) for step, _ in lines] == [2, 4, 6] and not list_files()
-    assert done.stderr == "train_gpt.py: error: the last checkpoint was not written, see above\n"
+    assert done.stderr == "train_gpt.py: error: the last checkpoint or model was not written, see above\n"
     assert len(find_results()) == 1
+
+
+def test_no_room_for_the_model(shards, here):
+    """The result is complete, and status 1 says that model.pt is missing."""
+    done = run_limited(shards, 400_000, "--num_iterations=2", "--save_model=on")
+    assert done.returncode == 1
+    assert re.search(r"^no model: \S+ cannot be written \(File too large\)$", done.stdout, re.M)
+    assert done.stderr == "train_gpt.py: error: the last checkpoint or model was not written, see above\n"
+    assert not list_files() and len(find_results()) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_leaves_its_model(num_ranks, shards, here, capsys):
+    """The parameters of model.pt are those of the last checkpoint. Its optimizer state is left out."""
+    args = [*TINY, *data_args(shards), "--tokens_per_step=1024", "--num_iterations=2"]
+    args += ["--checkpoint_every=2", "--save_model=auto"]
+    done = run_script(args, here, nproc=num_ranks)
+    assert done.returncode == 0, done.stderr
+    step = find_step(2)
+    content = torch.load(step.parent / "model.pt", weights_only=True)
+    config, weights = json.loads(content["metadata"])["config"], content["tensors"]
+    state = tensors_of(step)
+    assert weights.keys() == {name for name in state if "/" not in name} and len(weights) == 11
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
+    assert config["num_layers"] == 2
+    assert gpt.main([*args, f"--resume={step.parent / 'model.pt'}"]) == 2
+    assert "model.pt has no optimizer state: name a step_*.pt, or give --resume=auto\n" in capsys.readouterr().err
+
+
+def test_large_models_are_left_out(shards, here, monkeypatch):
+    """auto writes a model below the limit."""
+    for limit, names in ((10**5, []), (10**7, ["model.pt"])):
+        monkeypatch.setattr(gpt.Checkpoints, "MODEL_BYTES", limit)
+        run(shards, "--num_iterations=1", "--save_model=auto")
+        assert list_files() == names
 
 
 @pytest.mark.slow

@@ -62,6 +62,32 @@ def test_options_of_sampling(checkpoint, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_several_texts(checkpoint, capsys):
+    few = ["--prompt=abc", "--max_new_tokens=20"]
+    texts = sample(capsys, checkpoint, *few, "--num_samples=3").split(f"{'-' * 60}\n")
+    assert len(texts) == len(set(texts)) == 3 and all(text.startswith("abc") for text in texts)
+    assert texts[0] == sample(capsys, checkpoint, *few)
+
+
+def test_auto_takes_the_newest_model(checkpoint, capsys, tmp_path, monkeypatch):
+    """The model of the run and its last checkpoint write equal texts."""
+    monkeypatch.chdir(checkpoint.parents[2])
+    model = checkpoint.with_name("model.pt")
+    for newest, oldest in ((model, checkpoint), (checkpoint, model)):
+        os.utime(oldest, (1, 1))
+        os.utime(newest, (2, 2))
+        assert gpt.main(["--sample=auto", "--device=cpu", "--max_new_tokens=20"]) == 0
+        out, errors = capsys.readouterr()
+        assert errors == f"sampling from {newest.relative_to(Path.cwd())}\n"
+        assert out == sample(capsys, model, "--max_new_tokens=20")
+    folder = ["--checkpoint_dir=checkpoints"]
+    monkeypatch.chdir(tmp_path)
+    assert sample(capsys, "auto", *folder, status=2).endswith(
+        "--sample=auto: checkpoints has no model: train one first, or name a file\n"
+    )
+    assert "--checkpoint_dir has no effect with --sample" in sample(capsys, checkpoint, *folder, status=2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
 def test_precision_of_sampling(dtype, checkpoint, capsys):
     few = ["--prompt=abc", "--max_new_tokens=40"]
@@ -107,7 +133,7 @@ def test_sampling_has_the_windows_of_the_final_validation(windowed, monkeypatch)
     text = [i * i % 251 for i in range(199)]  # and BOS before it
     for changed in (None, 198 - 97, 198 - 96, 198 - 33):
         prompt = [token + (i == changed) for i, token in enumerate(text)]
-        list(gpt.generate(model, prompt, BOS, cfg, make_runtime()))
+        list(gpt.generate(model, prompt, BOS, cfg, make_runtime(), torch.Generator()))
     assert [torch.equal(logits, seen[0]) for logits in seen[1:]] == [True, False, False]
 
 
@@ -162,7 +188,7 @@ def test_a_model_that_diverged_ends_its_text():
     cfg = smoke_config()
     model = gpt.GPT(cfg)
     model.head.weight.data.fill_(float("nan"))
-    assert list(gpt.generate(model, [1, 2], BOS, cfg, make_runtime())) == []
+    assert list(gpt.generate(model, [1, 2], BOS, cfg, make_runtime(), torch.Generator())) == []
     tiny = gpt.sample_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator())
     assert tiny == 1
 
