@@ -1,0 +1,82 @@
+"""The pages: every link leads to a file and a heading, and benchmarks/RESULTS.md stays short."""
+
+import collections
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+FOLDERS = [ROOT, *(ROOT / name for name in ("benchmarks", "data", "docs", "records", "tests"))]
+PAGES = [path for folder in FOLDERS for path in sorted(folder.glob("*.md"))]
+SCRIPTS = [path for folder in FOLDERS[:-1] for path in sorted(folder.glob("*.py"))]
+
+
+def remove_fenced_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def list_anchors(text: str) -> list[str]:
+    """GitHub's anchors of the headings: lower case, no punctuation, hyphens for spaces. Duplicates are numbered."""
+    anchors, counts = [], collections.Counter()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#* *$", remove_fenced_blocks(text), flags=re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        anchors.append(f"{anchor}-{counts[anchor]}" if counts[anchor] else anchor)
+        counts[anchor] += 1
+    return anchors
+
+
+def list_page_links(text: str) -> list[str]:
+    """Targets of the relative links and pictures of a page."""
+    text = re.sub(r"`[^`]*`", "", remove_fenced_blocks(text))
+    return [link for link in re.findall(r"\[[^\]]*\]\(\s*([^)\s]+)\)", text) if not re.match(r"[a-z]+:", link)]
+
+
+def list_script_links(text: str) -> list[str]:
+    """Pages named in a script, with a folder or an anchor."""
+    return re.findall(r"(?<![\w./{}-])((?:[\w-]+/)+[\w-]+\.md(?:#[\w-]+)?|[\w-]+\.md#[\w-]+)", text)
+
+
+def list_broken(links: list[str], folder: Path) -> list[str]:
+    """Links that do not lead from the folder to an existing file with the named heading."""
+    broken = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        path = folder / name
+        if not path.exists() or anchor and anchor not in list_anchors(path.read_text()):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_page(page):
+    links = [page.name + link if link.startswith("#") else link for link in list_page_links(page.read_text())]
+    assert list_broken(links, page.parent) == []
+
+
+def test_links_of_all_pages_are_found():
+    counts = {str(page.relative_to(ROOT)): len(list_page_links(page.read_text())) for page in PAGES}
+    assert counts["README.md"] >= 15 and counts["benchmarks/README.md"] >= 4 and counts["records/README.md"] >= 40
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_named_in_a_script(script):
+    links = list_script_links(script.read_text())
+    broken = [link for link in list_broken(links, ROOT) if list_broken([link], script.parent)]
+    assert broken == []
+
+
+def test_pages_named_in_scripts_are_found():
+    assert "docs/options.md" in list_script_links((ROOT / "train_gpt.py").read_text())
+    text = "# see RESULTS.md#what-differs, docs/a.md. {folder}/x.md OUT.md"
+    assert list_script_links(text) == ["RESULTS.md#what-differs", "docs/a.md"]
+
+
+def test_anchors():
+    text = "# A `b_c`: d!\n\n```\n# no heading\n```\n## A b_c d\n### [2026-01](x.md) & more\n## a b_c d ##\n"
+    assert list_anchors(text) == ["a-b_c-d", "a-b_c-d-1", "2026-01--more", "a-b_c-d-2"]
+
+
+def test_results_is_short():
+    assert len((ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()) <= 330
