@@ -3,7 +3,7 @@
 
 Result card
     track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run there
-    frontier  the newest recipe: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run there
+    frontier  record 89: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run there
     laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
 
 Launch
@@ -11,7 +11,7 @@ Launch
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
-    python train_gpt.py --sample=CHECKPOINT --prompt='def '        # text from a trained model
+    python train_gpt.py --sample=auto --prompt='def '              # text from the newest model
     python train_gpt.py --help                                     # also --list_presets, --print_config
 
 Part one, the recipe. It decides the loss and the time.
@@ -458,7 +458,7 @@ FRONTIER_GROUPS = dict(
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
-    "frontier": ("track_1", "the newest recipe, of 2026-07-17: 636 M parameters, half the time", dict(
+    "frontier": ("track_1", "record 89, of 2026-07-17: 636 M parameters, half the time", dict(
         num_layers=11, layers=FRONTIER_LAYERS, attention_gate_dim=0, num_value_embeds=5, value_gate_dim=12,
         qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664, x0_mix="after_attention",
         residual_init=1.1**0.5, smear="on", bigram_rows=377_280, zero_init="mlp",
@@ -4368,7 +4368,7 @@ PRESETS |= {
             Stage(duration=1, window_long=128, window_short=64),
             Stage(duration=1, window_long=192, window_short=64),
             Stage(duration=1, window_long=256, window_short=128)))),
-    "laptop": ("laptop_32", "the mechanisms of the newest recipe that pay at this size", dict(
+    "laptop": ("laptop_32", "the mechanisms of record 89 that pay at this size", dict(
         num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2, layers=LAPTOP_LAYERS,
         attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, bigram_rows=4096, zero_init="mlp",
         x0_mix="after_attention", softcap=23.0, softcap_shift=5.0, orthogonalize="polar_express",
@@ -4386,7 +4386,7 @@ PRESETS |= {
         track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
         tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096,
         val_seq_len=1024, val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "smoke_frontier": ("smoke", "all mechanisms of the newest recipe, in seconds", dict(
+    "smoke_frontier": ("smoke", "all mechanisms of record 89, in seconds", dict(
         num_layers=5, layers=SMOKE_FRONTIER_LAYERS, bigram_rows=512, smear="on", softcap=23.0,
         softcap_shift=5.0, x0_mix="after_attention", residual_init=1.1**0.5, zero_init="mlp",
         attention_gate_dim=0, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
