@@ -30,7 +30,11 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python. Makes
 
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton tensorboard
-  if [[ $1 != test ]]; then exec "$python" "$@"; fi
+  if [[ $1 != test ]]; then
+    run_sh=$0
+    if [[ $run_sh != */* ]]; then run_sh=./$run_sh; fi
+    RUN_SH=$run_sh exec "$python" "$@"  # data/text.py prints a command that starts with it
+  fi
   exec "$python" -m pytest "${@:2}"
 fi
 

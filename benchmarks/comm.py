@@ -24,17 +24,17 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
-import common  # noqa: E402
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from benchmarks import common
 
 REPEATS = 5  # of each message, for the median
 PASSES = 2  # over the bucket sizes, so that noise affects all of them

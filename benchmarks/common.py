@@ -5,15 +5,13 @@ All comparisons of speed use seconds per token of the whole run. tokens/s, MFU a
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt as gpt  # noqa: E402
+import train_gpt as gpt
 
 
 def time_step(seconds: list[float], every: int) -> float:

@@ -5,8 +5,8 @@
 
 LayerNorm, GELU, learned positions, biases, tied head, AdamW (decay 0.1), clipping, warm-up and cosine over
 the budget: nanoGPT's recipe, with bfloat16 autocast. Uses the width, depth, shards, validation tokens and
-allocator settings of the preset. Prints a line. The learning rate is not tuned here. peer.py runs it at its
-customary CPU size.
+allocator settings of the preset. Prints a line. The learning rate is not tuned here. compare_nanogpt.py
+runs it at nanoGPT's size for CPUs.
 """
 
 import math
@@ -17,16 +17,17 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
 
 
 class PlainBlock(nn.Module):

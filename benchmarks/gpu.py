@@ -27,15 +27,15 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-import torch
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
-import step  # noqa: E402
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    import torch
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from benchmarks import step
 
 SECONDS = 530  # for everything
 TOLERANCE = 0.01  # between the losses of fused and plain training

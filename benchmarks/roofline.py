@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
-import timeline  # noqa: E402
-from results import Parser, at_least  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, at_least, require_packages
+
+with require_packages():
+    from benchmarks import simulate_ranks
 
 ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sheets, by large kernels
 
@@ -98,18 +99,18 @@ def time_nodes(run: dict, graph: dict, device: Device) -> Iterator[tuple[str, fl
 
 
 def play_messages(run: dict, device: Device) -> dict:
-    """timeline.play() of the computation and collectives of a rank in a cycle of steps."""
+    """simulate_ranks.play() of the computation and collectives of a rank in a cycle of steps."""
     graphs = {graph["label"]: sum(row[1] for row in time_nodes(run, graph, device))
               for graph in run["graphs"]}
     events = []
     for kind, *facts in run["sequence"]:
         if kind == "event":
-            events.append(timeline.Event(*facts))
+            events.append(simulate_ranks.Event(*facts))
         else:
             ms = graphs[facts[0]] if kind == "graph" else (
                 1e3 * facts[0] / device.bandwidth / ATTAINABLE["bandwidth"])
-            events.append(timeline.Event("compute", kind, ms=ms))
-    return timeline.play(events)
+            events.append(simulate_ranks.Event("compute", kind, ms=ms))
+    return simulate_ranks.play(events)
 
 
 def format_messages(run: dict, device: Device) -> str:
@@ -118,7 +119,7 @@ def format_messages(run: dict, device: Device) -> str:
     lines = [f"each of {run['ranks']} GPUs, {run['micro_tokens']:,} tokens a step on each: "
              f"{found['ms'] / steps:.2f} ms a step, {found['computing_ms'] / steps:.2f} of computing, "
              f"{found['exposed_ms'] / steps:.2f} of waiting for {found['sent_mb'] / steps:,.0f} MB "
-             f"(of {timeline.BUS_GB_PER_S:g} GB/s and {1e3 * timeline.LATENCY_MS:g} us)", "",
+             f"(of {simulate_ranks.BUS_GB_PER_S:g} GB/s and {1e3 * simulate_ranks.LATENCY_MS:g} us)", "",
              f"| waits for, in {steps} steps | ms |", "|---|---:|"]
     longest = sorted(found["exposed"].items(), key=lambda row: -row[1])
     return "\n".join([*lines, *(f"| {name} | {ms:.2f} |" for name, ms in longest[:12])])

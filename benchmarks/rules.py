@@ -15,12 +15,14 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-import ablate  # noqa: E402
-import plot  # noqa: E402
-import results  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages, run_guarded
 
-import train_gpt as gpt  # noqa: E402
+with require_packages():
+    import scipy.stats  # noqa: F401  # results.compare() imports it after all runs
+
+    import train_gpt as gpt
+    from records import ablate, plot, results
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
 BUDGET = ["--preset=quick", "--val_loss_every=35", "--matrix_rule=muon",
@@ -152,8 +154,8 @@ def compare_on_laptop(num_seeds: int, folder: Path) -> None:
 
 def main() -> None:
     """Compare rules, depths, or rules on preset laptop_32."""
-    parser = results.Parser(__doc__)
-    parser.add_argument("--seeds", type=results.at_least(2), default=5,
+    parser = Parser(__doc__)
+    parser.add_argument("--seeds", type=at_least(2), default=5,
                         help="seeds of each rule at its best rate")
     parser.add_argument("--depths", action="store_true", help="compare depths instead")
     parser.add_argument("--laptop", action="store_true", help="compare on preset laptop_32 instead")
@@ -169,4 +171,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

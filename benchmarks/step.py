@@ -26,19 +26,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
-import common  # noqa: E402
-import timeline  # noqa: E402
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile, record_function
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from benchmarks import common, simulate_ranks
 
 PROFILED_STEPS = 3
 REST = "embedding, norms, residuals"
@@ -285,18 +284,19 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
     """Simulate a step of the last stage on num_ranks devices like this one, in milliseconds per step.
 
-    This device computes the work of rank 0. timeline.py simulates the collectives in their real order.
+    This device computes the work of rank 0. simulate_ranks.py simulates the collectives in their real order.
     """
     cfg, rt = subject.cfg, subject.rt
     if rt.world_size > 1:
         raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
     gpt.check_world_size(cfg, num_ranks)
-    events = timeline.record_cycle(cfg, dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks)), subject.data)
-    played, steps = timeline.play(events, bus_gb_per_s), cfg.adam_every
+    one_of_many = dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks))
+    events = simulate_ranks.record_cycle(cfg, one_of_many, subject.data)
+    played, steps = simulate_ranks.play(events, bus_gb_per_s), cfg.adam_every
     longest = sorted(played.pop("exposed").items(), key=lambda row: -row[1])
     exposed = {name: ms / steps for name, ms in longest}
-    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, latency_ms=timeline.LATENCY_MS, exposed=exposed,
-                **{name: value / steps for name, value in played.items()})
+    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, latency_ms=simulate_ranks.LATENCY_MS,
+                exposed=exposed, **{name: value / steps for name, value in played.items()})
 
 
 def format_report(result: dict) -> str:
@@ -414,7 +414,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
                         help="simulate a step on N devices like this one")
-    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=timeline.BUS_GB_PER_S,
+    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=simulate_ranks.BUS_GB_PER_S,
                         help="bandwidth for --predict_ranks, from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 

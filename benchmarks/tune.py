@@ -33,16 +33,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic
 
-import torch
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, Progress, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "benchmarks")]
-import common  # noqa: E402
-import step  # noqa: E402
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    import torch
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from benchmarks import common, step
 
 NUM_STEPS = 20  # length of the shortened schedule
 TURN_SECONDS = 1.0  # about the length of a turn
@@ -324,16 +322,17 @@ def tune(args: Namespace, options: list[str]) -> dict:
         tuner = Tuner(args, options, stack)
         queue = args.alternative or list_alternatives(tuner.cfg, tuner.facts, tuner.env)
         jobs = args.jobs or max(1, min(4, tuner.facts["room"]))
-        with tqdm(total=len(queue), unit="alternative", disable=None) as bar:
+        with Progress(len(queue), unit="alternative") as progress:
             while queue and tuner.left() > tuner.needs + tuner.reserve:
                 wave, queue = queue[:jobs], queue[jobs:]
-                bar.set_description("; ".join(map(" ".join, wave)))
+                progress.show(", ".join(map(" ".join, wave)))
                 found = tuner.measure(wave)
                 if len(wave) > 1 and any("out of memory" in row.get("reason", "") for row in found):
                     jobs, queue = 1, [row["words"] for row in found if row["verdict"] == "failed"] + queue
                     found = [row for row in found if row["verdict"] != "failed"]
                 rows += found
-                bar.update(len(found))
+                for row in found:
+                    progress.finish(" ".join(row["words"]))
         chosen, together = combine([row for row in rows if 1.5 * row["seconds"] < tuner.left()]), None
         if chosen:
             tuner.reserve = tuner.race_s = 0.0

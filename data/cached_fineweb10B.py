@@ -17,17 +17,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, require_packages
 
-ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT.parent), str(ROOT.parent / "records")]
-from results import Parser  # noqa: E402
+with require_packages():
+    from huggingface_hub import hf_hub_download
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
 
 REPOSITORY, NUM_SHARDS = dict(repo_id="kjj0/fineweb10B-gpt2", repo_type="dataset"), 103
-DEFAULT = ROOT / "fineweb10B"
+DEFAULT = ROOT / "data" / "fineweb10B"
 VOCABULARY = dict(repo_id="openai-community/gpt2")
 
 

@@ -28,20 +28,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records")]
-from results import Parser, at_least  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, at_least, find_launcher, require_packages
 
-import train_gpt as gpt  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    from tqdm import tqdm
+
+    import train_gpt as gpt
 
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 
@@ -393,10 +393,10 @@ def main(argv: list[str] | None = None) -> int:
         epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * cfg.seq_len))
         more = f"--epochs={epochs} " if epochs > cfg.epochs else ""
         # A step of a small preset has too few sequences for several ranks
-        launch = "./run.sh" if preset == "track_1" else "NPROC=1 ./run.sh"
+        launcher = find_launcher(is_alone=preset != "track_1")
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
                          for split in tokens)
-        print(f"train on it: {launch} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
+        print(f"train on it: {launcher} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
               f"--val_tokens={val_tokens} {more}{files}")
         return 0
 

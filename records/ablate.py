@@ -15,9 +15,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import results
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, RecordError, at_least, require_packages, run_guarded
 
-import train_gpt as gpt
+with require_packages():
+    import scipy.stats  # noqa: F401  # results.compare() imports it after all runs
+
+    import train_gpt as gpt
+    from records import results
 
 OWN_OPTIONS = {"preset", "without", "only_with", "seed", "logs_dir", "record", "records_dir"}
 
@@ -27,7 +32,7 @@ def list_mechanisms(preset: str) -> list[str]:
     try:
         gpt.make_config(dict(preset=preset))
     except gpt.InputError as error:
-        raise results.RecordError(str(error)) from None
+        raise RecordError(str(error)) from None
     found = []
     for name in gpt.MECHANISMS:
         with suppress(gpt.InputError):  # the preset does not have it
@@ -52,11 +57,11 @@ def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jo
 
 def main() -> None:
     """Run the missing seeds and print the table."""
-    parser = results.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--preset", default="laptop")
     parser.add_argument("--mechanisms", default="", help="as a,b (default: all of the preset)")
-    parser.add_argument("--seeds", type=results.at_least(1), default=3)
-    parser.add_argument("--jobs", type=results.at_least(1), default=1,
+    parser.add_argument("--seeds", type=at_least(1), default=3)
+    parser.add_argument("--jobs", type=at_least(1), default=1,
                         help="parallel runs, which share the processors")
     parser.add_argument("--extra", type=shlex.split, default="",
                         help="further options of train_gpt.py for all runs")
@@ -65,18 +70,19 @@ def main() -> None:
     source = (results.ROOT / "train_gpt.py").read_bytes()
     names = args.mechanisms.split(",") if args.mechanisms else list_mechanisms(args.preset)
     for name in set(names) - set(gpt.MECHANISMS):
-        raise results.RecordError(f"--mechanisms={name} is not a mechanism: "
+        raise RecordError(f"--mechanisms={name} is not a mechanism: "
                                   f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
     for word in args.extra:  # the last value of an option counts, so these would replace those below
         if (name := word.partition("=")[0].lstrip("-").replace("-", "_")) in OWN_OPTIONS:
-            raise results.RecordError(f"--extra={word} would replace an option of ablate.py: leave it out"
+            raise RecordError(f"--extra={word} would replace an option of ablate.py: leave it out"
                                       + ", and name mechanisms with --mechanisms" * (name == "without"))
     folder = find_folder(args.logs_dir, source, args.preset, args.extra, args.jobs)
-    runs = [(name, seed, [f"--preset={args.preset}", f"--logs_dir={folder / name}", *args.extra,
-                          *([f"--without={name}"] if name in names else [])])
+    runs = [(f"--without={name}", seed,
+             [f"--preset={args.preset}", f"--logs_dir={folder / name}", *args.extra,
+              *([f"--without={name}"] if name in names else [])])
             for seed in range(args.seeds) for name in ("nothing", *names)]
-    results.run_missing(runs, lambda name: results.find_done(folder / name), source, "ablate.py",
-                        jobs=args.jobs)
+    results.run_missing(runs, lambda label: results.find_done(folder / label.removeprefix("--without=")),
+                        source, "ablate.py", jobs=args.jobs)
     base = results.read_record(folder / "nothing")
     summary = results.summarize(list(base.losses.values()))
     spread = f" +- {summary.sd:.4f}" if summary.n > 1 else ""
@@ -91,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

@@ -15,9 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import plot
-import results
-from scipy import stats
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, RecordError, require_packages, run_guarded
+
+with require_packages():
+    from scipy import stats
+
+    from records import plot, results
 
 HEAD = """# Records
 
@@ -181,7 +185,7 @@ def keep_comparable(records: list[results.Record], kind: str, refuse: Callable[[
         try:
             results.check_comparable(record, reference or records[0], kind)
             kept.append(record)
-        except results.RecordError as error:
+        except RecordError as error:
             refuse(str(error))
     return kept
 
@@ -426,12 +430,12 @@ def replace_marked(readme: str, lines: str) -> str:
 
 def main() -> int:
     """Write the pages and pictures."""
-    parser = results.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS)
     parser.add_argument("--readme", type=Path, default=results.ROOT / "README.md")
     args, refused = parser.parse_args(), []
     if not args.readme.exists() or any(args.readme.read_text().count(mark) != 1 for mark in MARKS):
-        raise results.RecordError(f"--readme={args.readme} has no place for the lines: add a line "
+        raise RecordError(f"--readme={args.readme} has no place for the lines: add a line "
                                   f"{MARKS[0]} and a line {MARKS[1]}")
     text, lines, picture = make_readme(args.records_dir, refused.append)
     for line in refused:
@@ -447,4 +451,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

@@ -19,12 +19,17 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import matplotlib.dates
-import results
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, RecordError, require_packages, run_guarded, warn
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+with require_packages():
+    import matplotlib
+    import matplotlib.dates
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from records import results
 
 plt.rcParams.update({
     "svg.hashsalt": "records", "font.size": 9, "lines.linewidth": 1.6, "legend.frameon": False,
@@ -114,10 +119,10 @@ def read_events(path: Path, kind: str) -> list[dict]:
     try:
         events = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
-        raise results.RecordError(f"{path} cannot be read as the jsonl of a run ({error})") from None
+        raise RecordError(f"{path} cannot be read as the jsonl of a run ({error})") from None
     found = [event for event in events if event.get("event") == kind]
     if not found:
-        raise results.RecordError(f"{path} has no {kind}: give the jsonl of a run with --telemetry_every")
+        raise RecordError(f"{path} has no {kind}: give the jsonl of a run with --telemetry_every")
     return found
 
 
@@ -232,12 +237,12 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
 
 def main() -> None:
     """Draw folders or runs."""
-    parser = results.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
     parser.add_argument("--out", type=Path, default=Path("curves"), help="path of the pictures")
     args = parser.parse_args()
     if not args.out.name:
-        raise results.RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")
+        raise RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")
     out = args.out.with_suffix("") if args.out.suffix in (".png", ".svg") else args.out
     if all(path.suffix == ".jsonl" for path in args.paths):
         plot_runs(args.paths, out)
@@ -245,15 +250,15 @@ def main() -> None:
         records = [results.read_record(folder) for folder in args.paths]
         for record in records[1:]:
             if machines := results.check_comparable(record, records[0], "losses"):
-                results.warn(f"seconds of {record.folder} are of another machine ({machines})")
+                warn(f"seconds of {record.folder} are of another machine ({machines})")
         target = None
         try:
             target, _ = results.find_own_target(records[0])
-        except results.RecordError as error:
-            results.warn(f"no target is drawn: {error}")
+        except RecordError as error:
+            warn(f"no target is drawn: {error}")
         plot_curves(records, target, out)
     print(f"{out}.png and {out}.svg")
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

@@ -22,10 +22,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import results
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, RecordError, at_least, require_packages, run_guarded, warn
 
-import train_gpt as gpt
+with require_packages():
+    from tqdm import tqdm
+
+    import train_gpt as gpt
+    from records import results
 
 DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that a replay does not repeat
 
@@ -94,18 +98,18 @@ def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | 
 
 def main() -> int:
     """Replay the chosen runs."""
-    parser = results.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("folders", nargs="*", type=Path, help="record folders")
-    parser.add_argument("--random", type=results.at_least(1), default=0,
+    parser.add_argument("--random", type=at_least(1), default=0,
                         help="number of random runs of records/ that fit this machine")
-    parser.add_argument("--most_seconds", type=results.at_least(0, float), default=math.inf,
+    parser.add_argument("--most_seconds", type=at_least(0, float), default=math.inf,
                         help="longest recorded training time")
     parser.add_argument("--all", action="store_true", help="every run of records/")
     parser.add_argument("--force", action="store_true", help="also run records of other machines")
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="instead of records/")
     args = parser.parse_args()
     if not (args.folders or args.all or args.random):
-        raise results.RecordError("nothing to replay: give folders, --random=1 or --all")
+        raise RecordError("nothing to replay: give folders, --random=1 or --all")
 
     def list_runs(records: list[results.Record]) -> list[tuple[results.Record, dict, str]]:
         """(record, result, differences of this machine) of each run within --most_seconds."""
@@ -131,10 +135,10 @@ def main() -> int:
         why = (f"none of {len(chosen or kept)} runs fits this machine and its data "
                f"({statistics.mode(lines)}): --force runs them on another machine" if lines else
                f"no run took at most {args.most_seconds:g} s: give more with --most_seconds")
-        results.warn(f"error: nothing was replayed: {why}")
+        warn(f"error: nothing was replayed: {why}")
         return 1
     return int(False in outcomes)
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

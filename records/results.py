@@ -1,9 +1,8 @@
-"""Shared by the tools: command line, results, their comparison and statistics, and missing runs.
+"""Shared by the tools for records: results, their comparison and statistics, and missing runs.
 
-Functions that need SciPy import it themselves, so tools that only parse a command line run without it.
+Functions that need SciPy import it themselves, so replay.py runs without it.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -24,19 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
-from tqdm import tqdm
+import train_gpt as gpt
+from records.common import ROOT, Progress, RecordError, warn
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORDS = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
-import train_gpt as gpt  # noqa: E402
-
+RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
-
-
-class RecordError(Exception):
-    """An error of the user. Its line names the records and the remedy."""
 
 
 class Record(NamedTuple):
@@ -112,10 +104,6 @@ def fail(line: str) -> NoReturn:
     raise RecordError(line)
 
 
-def warn(line: str) -> None:
-    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
-
-
 def leave_out(line: str) -> None:
     """Name a run that the tool ignores."""
     warn(f"left out: {line}")
@@ -126,22 +114,22 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
 
     refuse() gets a line for each result that does not fit the rest. If it returns, the result is left out.
     """
-    script, kept, paths = find_script(folder), [], sorted(folder.glob("*.json"))
+    script, kept, paths = find_script(folder), {}, sorted(folder.glob("*.json"))
     digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.exists() else None
     for path in paths if digest else ():
         try:
             result = read_result(path)
-            misfit = find_misfit(result, kept, digest)
+            misfit = find_misfit(path.name, result, kept, digest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             misfit = f"holds a file that is no result ({type(error).__name__}: {error})"
         if misfit:
             refuse(f"{folder} {misfit}: {path.name} needs another folder, move its files")
         else:
-            kept.append(result)
+            kept[path.name] = result
     if not kept:
         raise RecordError(f"{folder} holds no result: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
-    for result in kept:
+    for result in kept.values():
         first = by_seed.setdefault(result["seed"], result)
         if first["final_val_loss"] != result["final_val_loss"]:  # only on a GPU: see find_misfit()
             warn(f"warning: {folder} has two losses of seed {result['seed']}, {first['final_val_loss']!r} "
@@ -149,18 +137,22 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
     return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(kept) - len(by_seed))
 
 
-def find_misfit(result: dict, kept: list[dict], digest: str) -> str:
-    """The reason why a result does not belong to a folder with these results and this script, or ""."""
+def find_misfit(name: str, result: dict, kept: dict[str, dict], digest: str) -> str:
+    """The reason why a result does not belong to a folder with these results and this script, or "".
+
+    name and the keys of kept are the names of files.
+    """
     facts = {name: result[name] for name in FACTS}  # a KeyError names a missing one
     seed, loss = facts["seed"], result["final_val_loss"]
     if not math.isfinite(loss):
         return f"holds a diverged run: seed {seed} ends at a loss of {loss}"
     if result["script_sha256"] != digest:
         return f"mixes scripts: seed {seed} ran another train_gpt.py than the folder's"
-    for other in kept:  # each of them, because facts that one of two results lacks are not compared
+    for place, other in kept.items():  # all, because facts that one of two results lacks are not compared
         found = gpt.differences(other, result, "record")
         if found:
-            return f"mixes runs: seed {seed} differs from seed {other['seed']}: {', '.join(found[:5])}"
+            return (f"mixes runs: {name} (seed {seed}) differs from {place} (seed {other['seed']}): "
+                    f"{', '.join(found[:5])}")
         is_equal, is_gpu = other["final_val_loss"] == loss, result["hardware"].get("device") == "cuda"
         if other["seed"] != seed and is_equal:
             return f"holds one run under two seeds: {other['seed']} and {seed} both end at {loss!r}"
@@ -357,7 +349,7 @@ def count_threads(jobs: int) -> int | None:
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
                 source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None,
                 jobs: int = 1) -> None:
-    """Run a script for each (name, seed, options) whose seed is not done yet, with a progress bar.
+    """Run a script for each (name, seed, options) whose seed is not done yet, and show the progress.
 
     A copy of the script runs, so that an edit in the meantime does not change later runs. keep() gets the
     name after each run. With several jobs the runs share the processors: their times mean nothing.
@@ -371,7 +363,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         if has_failed.is_set():  # start no further run
             return
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
-        bar.set_description(f"{name}, seed {seed}")
+        progress.show(f"{name}, seed {seed}")
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
         if done.returncode:
             has_failed.set()
@@ -379,9 +371,10 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
                               f"{' '.join(done.stderr.split())} (start {program} again to go on from here)")
         if keep:
             keep(name)
-        bar.update()
+        progress.finish(f"{name}, seed {seed}")
 
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(missing), unit="run", disable=None) as bar:
+    with (tempfile.TemporaryDirectory() as folder,
+          Progress(len(runs), len(runs) - len(missing)) as progress):
         script = Path(folder, "train_gpt.py")
         script.write_bytes(source)
         with ThreadPoolExecutor(jobs) as pool:
@@ -391,33 +384,6 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
                     future.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line with a module's docstring as its help. Errors are one line."""
-
-    def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
-                         allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}: see --help\n")
-
-
-def at_least(low: float, kind: type = int) -> Callable[[str], float]:
-    """The type of an option with a lower bound."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not value >= low:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not a {'whole ' if kind is int else ''}number of at least {low:g}")
-        return value
-
-    return parse
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -432,34 +398,3 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def run_guarded(body: Callable[[], int | None]) -> int:
-    """Run a tool and return its exit status.
-
-    An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
-    gives 141, the status of SIGPIPE, without a line.
-    """
-    status, line = 0, ""
-    try:
-        try:
-            status = body() or 0
-        except SystemExit as end:  # from argparse, which has printed its line or the help
-            status = end.code
-        sys.stdout.flush()
-    except RecordError as error:
-        status, line = 2, str(error)
-    except BrokenPipeError:
-        status = 141
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"
-    except UnicodeError as error:
-        status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
-    if line:
-        warn(f"error: {line}")
-    try:
-        sys.stdout.flush()
-    except OSError:  # the interpreter would flush the rest again at exit, and print an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status

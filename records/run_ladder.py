@@ -20,8 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import replay
-import results
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, RecordError, at_least, require_packages, run_guarded
+
+with require_packages():
+    from records import replay, results
 
 LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
@@ -53,7 +56,7 @@ def strip_log(log: str, result: dict) -> str:
     if not facts:
         return log
     if hashlib.sha256(head.encode()).hexdigest() != result["script_sha256"]:
-        raise results.RecordError("the script in a log is not the script of its result: run it again")
+        raise RecordError("the script in a log is not the script of its result: run it again")
     facts = {key: result[key] for key in ("script_sha256", "argv")} | json.loads(*facts)
     return f"{json.dumps(facts, indent=1)}{rule}{lines}"
 
@@ -71,9 +74,9 @@ def keep_run(place: Path, rung: Path) -> None:
 
 def main() -> None:
     """Run the missing seeds."""
-    parser = results.Parser(__doc__)
-    parser.add_argument("--seeds", type=results.at_least(1), default=3, help="seeds of each rung")
-    parser.add_argument("--end_seeds", type=results.at_least(1), default=8,
+    parser = Parser(__doc__)
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="seeds of each rung")
+    parser.add_argument("--end_seeds", type=at_least(1), default=8,
                         help="seeds of the first and the last rung")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
     parser.add_argument("--ladder", type=Path, default=LADDER, help="folder of a script with a LADDER")
@@ -85,11 +88,11 @@ def main() -> None:
     script = args.ladder / "train_gpt.py"
     frozen = results.load_script(args.ladder) if script.exists() else None
     if frozen is None or not results.read_ladder(args.ladder) and not hasattr(frozen, "LADDER"):
-        raise results.RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
+        raise RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
     presets, ends = read_presets(args.ladder)
     only = {name for name in args.only.split(",") if name} or set(presets)
     for name in only - set(presets):
-        raise results.RecordError(f"--only={name} is not a rung: {frozen.suggest(name, presets)} "
+        raise RecordError(f"--only={name} is not a rung: {frozen.suggest(name, presets)} "
                                   f"(choose among {', '.join(sorted(presets))})")
     ladder, source = args.ladder.resolve(), script.read_bytes()
     if args.extra:
@@ -102,11 +105,11 @@ def main() -> None:
     done = {name: results.find_done(ladder / name) for name in only}
     runs = [(name, seed, [f"--preset={preset}", f"--record={name}", *args.extra])
             for name, preset, seed in plan_runs(presets, ends, args.seeds, args.end_seeds)
-            if name in only and seed not in done[name]]
-    for name in sorted({name for name, _, _ in runs if done[name]}):
+            if name in only]
+    for name in sorted({name for name, seed, _ in runs if done[name] and seed not in done[name]}):
         differences = replay.find_differences(results.read_record(ladder / name).results[0])
         if differences:
-            raise results.RecordError(f"{ladder / name} is of another machine ({differences}): copy "
+            raise RecordError(f"{ladder / name} is of another machine ({differences}): copy "
                                       f"{script} into a folder for this one and give --ladder=FOLDER")
     # on the file system of the rungs, so that a move is atomic. The script reads data/ and writes records/
     with tempfile.TemporaryDirectory(dir=ladder, suffix=".partial") as place:
@@ -118,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

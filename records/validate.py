@@ -19,7 +19,13 @@ import statistics
 import sys
 from pathlib import Path
 
-import results
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages, run_guarded
+
+with require_packages():
+    import scipy.stats  # noqa: F401  # results.py imports it later
+
+    from records import results
 
 
 def format_record(record: results.Record, target: float | None, sets_target: bool = False
@@ -59,10 +65,10 @@ def format_comparison(record: results.Record, baseline: results.Record) -> str:
 
 def main() -> int:
     """Print a line for each folder."""
-    parser = results.Parser(__doc__)
+    parser = Parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="record folders")
     parser.add_argument("--baseline", type=Path, help="record folder to compare with")
-    parser.add_argument("--target", type=results.at_least(0, float),
+    parser.add_argument("--target", type=at_least(0, float),
                         help="loss to be below (default: the track's)")
     args = parser.parse_args()
     records = [results.read_record(folder) for folder in args.folders]
@@ -79,4 +85,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(results.run_guarded(main))
+    sys.exit(run_guarded(main))

@@ -45,10 +45,8 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import timeline  # noqa: E402
-
 import train_gpt as gpt  # noqa: E402
+from benchmarks import simulate_ranks  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 MOVES_NOTHING = re.compile(  # views, allocations, values asked for
@@ -281,14 +279,14 @@ class FakeBatches:
         return next(self)
 
 
-class NotingRecorder(timeline.Recorder):
+class NotingRecorder(simulate_ranks.Recorder):
     """Notes messages between what an observer sees."""
 
     def __init__(self, rt: gpt.Runtime, observer: Observer):
         super().__init__(rt)
         self.sequence = observer.sequence
 
-    def add(self, event: timeline.Event) -> None:
+    def add(self, event: simulate_ranks.Event) -> None:
         self.sequence.append(("event", *event))
 
 

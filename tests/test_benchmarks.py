@@ -14,19 +14,20 @@ import torch
 from conftest import ROOT, SCRIPT, data_args, gpt, launch, make_runtime, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import against  # noqa: E402
-import comm  # noqa: E402
-import common  # noqa: E402
-import copying  # noqa: E402
-import gpt2_baseline  # noqa: E402
-import gpu  # noqa: E402
-import laptop_choices  # noqa: E402
-import peer  # noqa: E402
-import roofline  # noqa: E402
-import rules  # noqa: E402
-import step  # noqa: E402
-import tune  # noqa: E402
+from benchmarks import (
+    comm,
+    common,
+    compare_nanogpt,
+    compare_scripts,
+    copy_loss,
+    cpu_ablation,
+    gpt2_baseline,
+    gpu,
+    roofline,
+    rules,
+    step,
+    tune,
+)
 
 
 @pytest.mark.slow
@@ -79,16 +80,17 @@ def test_step_makes_do_without_shards(tmp_path):
     (step, "--num_step=9", "--num_step is not an option"),
     (comm, "--num_steps=0", "0 is not a whole number of at least 1"),
     (comm, "--max_mb=-1", "-1 is not a number of at least 0.004"),
-    (copying, "--depth=3", "the following arguments are required: checkpoints"),
+    (compare_scripts, "--steps=0", "--steps: 0 is not a whole number of at least 1"),
+    (copy_loss, "--depth=3", "the following arguments are required: checkpoints"),
     (gpu, "--parts=tests,track_3", "track_3 is no part: choose among tests, track_1, train, frontier, kernels, memory"),
     (gpu, "--parts=", "nothing is no part"),
     (gpu, "--seconds=0", "0 is not a number of at least 1"),
     (gpt2_baseline, "--options='a", "--options: invalid split value"),
     (gpt2_baseline, "--steps=0", "0 is not a whole number of at least 1"),
     (gpt2_baseline, "--options=--model_dims=4", "--model_dims is not an option: did you mean --model_dim"),
-    (laptop_choices, "--num_steps=some", "some is not a whole number of at least 1"),
-    (laptop_choices, "--variant=bare", "invalid choice: 'bare'"),
-    (peer, "--seeds=0", "0 is not a whole number of at least 1"),
+    (cpu_ablation, "--num_steps=some", "some is not a whole number of at least 1"),
+    (cpu_ablation, "--variant=bare", "invalid choice: 'bare'"),
+    (compare_nanogpt, "--seeds=0", "0 is not a whole number of at least 1"),
     (roofline, "--cards=h200,x1", "x1 is not one of h200"),
     (rules, "--seeds=1", "1 is not a whole number of at least 2"),
     (tune, "--rounds=1", "1 is not a whole number of at least 2"),
@@ -97,7 +99,7 @@ def test_step_makes_do_without_shards(tmp_path):
     (tune, "--seq_len=100", "--seq_len=100 is too small: give at least 128")])
 def test_bad_options_end_with_one_line(module, option, words, monkeypatch, capsys):
     """And with status 2, for each tool."""
-    name = f"{module.__name__}.py"
+    name = Path(module.__file__).name
     monkeypatch.setattr(sys, "argv", [name, option])
     try:
         status = module.main()
@@ -309,20 +311,20 @@ def test_the_ratio_counts_both_kinds_of_steps(shards, clock, num_steps, changes,
     assert found["ratio"] == pytest.approx(1) and found["ratio_quartiles"] == pytest.approx([1, 1])
 
 
-def test_against_counts_all_stages(shards, clock, monkeypatch, capsys):
+def test_two_versions_are_compared_over_all_stages(shards, clock, monkeypatch, capsys):
     """Both versions of the script on the test's clock. One slow step has no effect."""
-    load = against.load_script
+    load = compare_scripts.load_script
 
     def load_slow(path):
         module = load(path)
         clock(module.Trainer, lambda state, number: 9 if number == 3 else STAGES["first"][state.stage_index])
         return module
 
-    monkeypatch.setattr(against, "load_script", load_slow)
+    monkeypatch.setattr(compare_scripts, "load_script", load_slow)
     clock(gpt.Trainer, lambda state, _: STAGES["second"][state.stage_index])
     words = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--num_value_embeds=0", "--tokens_per_step=1024"]
-    monkeypatch.setattr(sys, "argv", ["against.py", str(SCRIPT), *words, *data_args(shards), "--num_iterations=20"])
-    assert against.main() == 0
+    monkeypatch.setattr(sys, "argv", ["compare_scripts.py", str(SCRIPT), *words, *data_args(shards), "--num_iterations=20"])
+    assert compare_scripts.main() == 0
     us = [1e6 * sum(steps * s for steps, s in zip(STEPS, stages)) / 20 / 1024 for stages in STAGES.values()]
     line = capsys.readouterr().out
     assert f"{us[0]:.2f} us a token before, {us[1]:.2f} after: {TRUE_RATIO:.3f} (stages 1.000, 0.950, 1.333, " in line
@@ -482,7 +484,7 @@ def test_the_roofline_plays_messages_between_graphs():
     graph = dict(label="0 Segment.run_blocks forward", name="Segment.run_blocks", direction="forward", nodes=nodes)
     parts = [part for part, *_ in roofline.time_nodes({}, graph, roofline.DEVICES["h200"])]
     assert parts == ["pointwise forward", "pointwise forward", "blocks: matmuls with ReLU^2 (our kernel)"]
-    num_bytes = 1e6 * roofline.timeline.BUS_GB_PER_S * (10 - roofline.timeline.LATENCY_MS)
+    num_bytes = 1e6 * roofline.simulate_ranks.BUS_GB_PER_S * (10 - roofline.simulate_ranks.LATENCY_MS)
     run = dict(graphs=[graph], updates=2, ranks=8, micro_tokens=4096, sequence=[
         ("graph", graph["label"]), ("event", "send", "gather x", 5, "gathers", num_bytes), ("eager", 2 * 4.32e9),
         ("graph", graph["label"]), ("event", "wait", "gather x", 5)])
@@ -496,16 +498,16 @@ def test_repeats_are_found_within_a_document():
     eight = list(range(1, 9))
     inputs = torch.tensor([*eight, 9, *eight, 9, 9, 9, *eight, *[7] * 10], dtype=torch.int32)
     doc_ids = torch.zeros(len(inputs), dtype=torch.int32)
-    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9)
+    repeats = copy_loss.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9)
     assert repeats.nonzero()[0].tolist() == [16, 17, 36, 37]  # the third time comes 11 tokens after the second
-    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
+    repeats = copy_loss.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
     assert repeats.nonzero()[0].tolist() == [16, 17, 26, 27, 36, 37]
     doc_ids[9:] = 1
-    repeats = copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
+    repeats = copy_loss.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=11)
     assert repeats.nonzero()[0].tolist() == [27, 36, 37]
     doc_ids = torch.tensor([0] * 12 + [1] * 4, dtype=torch.int32)  # the second eight ends in the next document
     inputs = torch.tensor([*eight, *eight], dtype=torch.int32)
-    assert not copying.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9).any()
+    assert not copy_loss.find_repeats(gpt.Batch(inputs, inputs.long(), doc_ids), window=9).any()
 
 
 @pytest.mark.slow
@@ -516,7 +518,7 @@ def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = tmp_path.glob("checkpoints/*/step_*.pt")
     (result,) = tmp_path.glob("logs/*.json")
-    step, loss, share, repeated, others = copying.split_loss(path)
+    step, loss, share, repeated, others = copy_loss.split_loss(path)
     assert step == 4 and 0 < share < 1
     assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)
     assert loss == pytest.approx(json.loads(result.read_text())["final_val_loss"], rel=1e-5)
@@ -524,24 +526,24 @@ def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
 
 def test_the_peer_takes_only_texts_that_it_has(monkeypatch):
     """One line and status 2 for a name it lacks, and for a package that cannot be fetched."""
-    monkeypatch.setattr(sys, "argv", ["peer.py", "--only=code,poems"])
-    assert peer.main() == 2
+    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", "--only=code,poems"])
+    assert compare_nanogpt.main() == 2
     monkeypatch.setenv("PATH", "")
     with pytest.raises(gpt.InputError, match="package jargon-text cannot be fetched .* give --only="):
-        peer.TEXTS["prose"][1]()
-    assert len(peer.TEXTS["code"][1]()) > 1_000_000
+        compare_nanogpt.TEXTS["prose"][1]()
+    assert len(compare_nanogpt.TEXTS["code"][1]()) > 1_000_000
 
 
 def test_two_versions_step_against_step(shards, monkeypatch, capsys):
     """The script against itself: equal losses, a ratio for each stage. Another learning rate gives other losses."""
-    words = ["against.py", str(SCRIPT), "--preset=smoke", "--device=cpu", *data_args(shards)]
+    words = ["compare_scripts.py", str(SCRIPT), "--preset=smoke", "--device=cpu", *data_args(shards)]
     monkeypatch.setattr(sys, "argv", [*words, "--num_iterations=6", "--steps=2"])
-    assert against.main() == 0
+    assert compare_scripts.main() == 0
     line = capsys.readouterr().out
     assert re.search(r"smoke, float32, 1 threads, 6 steps: [\d.]+ us a token before, [\d.]+ after: [\d.]+ "
                      r"\(stages ([\d.]+, ){3}quartiles of turns [\d.]+ to [\d.]+\)\. "
                      r"Losses at most 0\.0e\+00 apart", line)
-    load = against.load_script
+    load = compare_scripts.load_script
 
     def load_another(path):
         module = load(path)
@@ -549,11 +551,11 @@ def test_two_versions_step_against_step(shards, monkeypatch, capsys):
         monkeypatch.setattr(module.Schedule, "at", lambda self, step: self.scale_lr(at(self, step), 0.5))
         return module
 
-    monkeypatch.setattr(against, "load_script", load_another)
+    monkeypatch.setattr(compare_scripts, "load_script", load_another)
     monkeypatch.setattr(sys, "argv", [*words, "--num_iterations=6", "--steps=2"])
-    assert against.main() == 0
+    assert compare_scripts.main() == 0
     assert "Losses at most 0.0e+00" not in capsys.readouterr().out
-    for words in (["/nowhere"], [str(SCRIPT), "--steps=0"], [str(SCRIPT), "--preset=smoke", "--num_iterations=no"],
+    for words in (["/nowhere"], [str(SCRIPT), "--preset=smoke", "--num_iterations=no"],
                   [str(SCRIPT), "--kernels=off"]):
-        monkeypatch.setattr(sys, "argv", ["against.py", *words, "--device=cpu"])
-        assert against.main() == 2 and capsys.readouterr().err.count("\n") == 1
+        monkeypatch.setattr(sys, "argv", ["compare_scripts.py", *words, "--device=cpu"])
+        assert compare_scripts.main() == 2 and capsys.readouterr().err.count("\n") == 1

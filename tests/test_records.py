@@ -6,26 +6,21 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, data_args, gpt, run_script
 
-sys.path.insert(0, str(ROOT / "records"))
-import ablate  # noqa: E402
-import make_leaderboard  # noqa: E402
-import plot  # noqa: E402
-import replay  # noqa: E402
-import results  # noqa: E402
-import run_ladder  # noqa: E402
-import validate  # noqa: E402
+from records import ablate, common, make_leaderboard, plot, replay, results, run_ladder, validate
 
 SCRIPTS = sorted((ROOT / "records").glob("*/*/train_gpt.py"))
 COMMITTED = results.read_track("*")
@@ -42,9 +37,9 @@ def tool(capsys, monkeypatch):
     """Run a tool in this process and return (status, stdout, stderr). run_tool() starts a process."""
 
     def run(module, *args):
-        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
         capsys.readouterr()
-        return results.run_guarded(module.main), *capsys.readouterr()
+        return common.run_guarded(module.main), *capsys.readouterr()
 
     return run
 
@@ -146,11 +141,11 @@ def test_paired_comparison(make_record, tool):
     "change, words",
     [
         (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
-        (lambda result: result["config"].update(matrix_lr=7.0), "seed 1 differs from seed 0: matrix_lr was 0.05, here 7.0"),
-        (lambda result: result["config"].update(telemetry_every=1), "differs from seed 0: telemetry_every was 0, here 1"),
-        (lambda result: result["hardware"].update(cpu="another"), "mixes runs: seed 1 differs from seed 0: cpu was "),
-        (lambda result: result["versions"].update(torch="1.0"), "mixes runs: seed 1 differs from seed 0: torch was "),
-        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes runs: seed 1 differs from seed 0: other data"),
+        (lambda result: result["config"].update(matrix_lr=7.0), "1.json (seed 1) differs from 0.json (seed 0): matrix_lr was 0.05, here 7.0"),
+        (lambda result: result["config"].update(telemetry_every=1), "differs from 0.json (seed 0): telemetry_every was 0, here 1"),
+        (lambda result: result["hardware"].update(cpu="another"), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): cpu was "),
+        (lambda result: result["versions"].update(torch="1.0"), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): torch was "),
+        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): other data"),
         (lambda result: result.update(final_val_loss=math.nan), "diverged run: seed 1 ends at a loss of nan: 1.json"),
         (lambda result: result.update(final_val_loss=math.inf), "diverged run: seed 1 ends at a loss of inf: 1.json"),
         (lambda result: result.update(final_val_loss=1.0), "one run under two seeds: 0 and 1 both end at 1.0: 1.json"),
@@ -198,7 +193,36 @@ def test_bad_options_end_with_one_line(module, option, words, tool, monkeypatch)
     monkeypatch.setattr(results, "run_missing", None)
     status, out, err = tool(module, option)
     assert (status, out, err.count("\n")) == (2, "", 1) and words in err
-    assert err.startswith(f"{module.__name__}.py: error: ")
+    assert err.startswith(f"{Path(module.__file__).name}: error: ")
+
+
+TOOLS = sorted(path.relative_to(ROOT).as_posix() for folder in ("benchmarks", "data", "records")
+               for path in (ROOT / folder).glob("*.py") if "def main(" in path.read_text())
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_missing_package_is_named(tool, tmp_path):
+    """A Python without installed packages, in another folder: one line with the remedies."""
+    done = subprocess.run([sys.executable, "-S", "-I", ROOT / tool], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    first = {"records/plot.py": "matplotlib", "data/cached_fineweb10B.py": "huggingface_hub"}
+    first |= dict.fromkeys(["benchmarks/rules.py", *(f"records/{name}.py" for name in ("ablate", "make_leaderboard", "validate"))], "scipy")
+    name = done.stderr.split()[2]
+    assert name == first.get(tool, name) in ("numpy", "torch", "tqdm", *first.values()) and done.stderr.startswith(f"{Path(tool).name}: error: {name} is not installed: ")
+    file = "requirements-dev.txt" if name in ("matplotlib", "scipy") else "requirements.txt"
+    assert done.stderr.endswith(f": start with ./run.sh {tool}, or first run pip install -r {file}\n")
+
+
+@pytest.mark.parametrize("tool, files", [
+    ("records/replay.py", ["records/laptop/notes.txt"]), ("benchmarks/step.py", ["records.py", "benchmarks/__init__.py"])])
+def test_tools_start_in_a_folder_with_their_names(tool, files, tmp_path):
+    """A folder or a package named records or benchmarks is not imported, also if PYTHONPATH names its parent."""
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("raise SystemExit('imported')")
+    done = subprocess.run([sys.executable, ROOT / tool, "--help"], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {Path(tool).name} ")
 
 
 @pytest.mark.slow
@@ -227,6 +251,14 @@ def test_output_that_cannot_be_written(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "set PYTHONIOENCODING=utf-8" in done.stderr
 
 
+def test_two_runs_of_one_seed_with_other_options_are_named_by_file(make_record, tool, tmp_path):
+    folder = make_record("again", [1.0, 1.1])
+    edit_json(folder, lambda result: (result.update(seed=0), result["config"].update(seed=0, matrix_lr=7.0)))
+    status, _, err = tool(plot, folder, f"--out={tmp_path}/x")
+    line = "mixes runs: 1.json (seed 0) differs from 0.json (seed 0): matrix_lr was 0.05, here 7.0: 1.json needs another folder"
+    assert status == 2 and err == f"plot.py: error: {folder} {line}, move its files\n"
+
+
 def test_runs_of_one_seed_count_once(make_record):
     folder = make_record("again", [1.0, 1.1])
     edit_json(folder, lambda result: (result.update(seed=0, final_val_loss=1.0), result["config"].update(seed=0)))
@@ -253,7 +285,7 @@ def test_facts_that_one_result_lacks_hide_no_other_difference(make_record, tool)
         result["hardware"] |= dict(simd=simd) if simd else {}
         path.write_text(json.dumps(result))
     status, _, err = tool(validate, folder)
-    assert status == 2 and "seed 2 differs from seed 1: simd was AVX2, here NEON" in err
+    assert status == 2 and "2.json (seed 2) differs from 1.json (seed 1): simd was AVX2, here NEON" in err
 
 
 def test_another_cuda_version_is_another_machine(make_record, tool):
@@ -261,7 +293,7 @@ def test_another_cuda_version_is_another_machine(make_record, tool):
     folder = make_record("cuda", [1.0, 1.1], hardware=dict(device="cuda", ranks=1, gpu="a GPU"), versions=versions)
     edit_json(folder, lambda result: result["versions"].update(cudnn="92000"))
     status, _, err = tool(validate, folder)
-    assert status == 2 and "seed 1 differs from seed 0: cudnn was 91000, here 92000" in err
+    assert status == 2 and "1.json (seed 1) differs from 0.json (seed 0): cudnn was 91000, here 92000" in err
 
 
 def test_resumed_and_guarded_runs_are_named(make_record, tool):
@@ -620,7 +652,8 @@ def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
     (folder / "yarn" / "x.json").write_text("{}")
     status, _, err = tool(make_leaderboard, *args)
     assert status == 1 and err.count("\n") == 3, err  # a rung without any run has a line, too
-    assert f"left out: {folder}/muon mixes runs: seed 7 differs from seed 0: matrix_lr was 0.00036, here 7: 2027" in err
+    assert f"left out: {folder}/muon mixes runs: 20270101-000000_seed7_0000.json (seed 7) differs from " in err
+    assert "_seed0_3e62.json (seed 0): matrix_lr was 0.00036, here 7: 2027" in err
     assert f"left out: {folder}/yarn holds a file that is no result (KeyError: " in err
     assert before == ((tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes())
     status, out, err = tool(validate, folder / "adamw_rotary")
@@ -820,6 +853,26 @@ def test_no_run_starts_after_a_failed_run(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+RUNS = [(name, seed, []) for seed in range(2) for name in "ab"]
+
+
+def test_a_finished_run_has_a_line(tmp_path, capsys):
+    """With its number among all runs. One of them was already done."""
+    results.run_missing(RUNS, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
+    assert capsys.readouterr() == ("", "run 2/4: b, seed 0\nrun 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
+
+
+def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
+    ours, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    with os.fdopen(ours, "rb") as screen, os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        results.run_missing(RUNS, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
+        stream.flush()
+        shown = screen.readline().decode()
+    assert "b, seed 1: 100%" in shown and "4/4" in shown and "run 4/4" not in shown
+
+
 @pytest.fixture
 def make_ablation(real_record, tmp_path):
     """Write finished runs for ablate.py, so that it has nothing to run."""
@@ -859,10 +912,10 @@ def test_an_ablation_refuses_runs_of_another_kind(make_ablation, tmp_path, tool)
     assert status == 2 and "softcap is not comparable with" in err and "(other data)" in err and "| softcap |" not in out
     make_ablation(dict(softcap=2.0))
     edit_json(folder / "softcap", lambda result: result.update(corpus_fingerprint="b" * 16))
-    assert "seed 2 differs from seed 0: other data" in tool(ablate, *args)[2]
+    assert "2.json (seed 2) differs from 0.json (seed 0): other data" in tool(ablate, *args)[2]
     make_ablation(dict(softcap=2.0))
     edit_json(folder / "softcap", lambda result: result["hardware"].update(cpu="another"))
-    assert "seed 2 differs from seed 0: cpu was" in tool(ablate, *args)[2]
+    assert "2.json (seed 2) differs from 0.json (seed 0): cpu was" in tool(ablate, *args)[2]
 
 
 def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
@@ -890,6 +943,7 @@ def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
     ]
     done = run_tool("ablate.py", *args)
     assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"run 1/2: --without=(\w+), seed 0\nrun 2/2: --without=(?!\1)(nothing|muon), seed 0\n", done.stderr)
     found = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
     assert found["muon"]["config"]["without"] == "muon"
     assert {result["hardware"]["threads"] for result in found.values()} == {results.count_threads(2)}
@@ -961,7 +1015,7 @@ def test_trials_leave_the_ladder_as_it_is(small_ladder, tmp_path, tool):
     """Runs with further options make a separate ladder that the other tools can read."""
     args = "--only=muon", "--seeds=2", "--end_seeds=2", f"--ladder={small_ladder}", f"--logs_dir={tmp_path}/trials"
     status, _, err = tool(run_ladder, *args)
-    assert status == 0, err
+    assert (status, err) == (0, "run 1/2: muon, seed 0\nrun 2/2: muon, seed 1\n")
     before = {path: path.read_bytes() for path in small_ladder.rglob("*") if path.is_file()}
     assert results.read_record(small_ladder / "muon").losses == {0: 1.0, 1: 2.0}
     for extra in ("--matrix_lr=1", "--matrix_lr=2"):
@@ -983,7 +1037,7 @@ def test_a_rung_takes_no_seed_of_another_machine(small_ladder, tmp_path, tool):
     status, _, err = tool(run_ladder, *args, "--seeds=2", "--end_seeds=2")
     assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu was another, here this): copy" in err
     assert len(list((small_ladder / "muon").iterdir())) == 2
-    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0  # nothing to run, nothing to refuse
+    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1") == (0, "", "")  # nothing to run, nothing to refuse
 
 
 def test_the_script_is_removed_from_a_log():

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
+from conftest import data_args, gpt, make_runtime, smoke_config
 from ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_wiring import TINY, before_call, enter_folder, find_saved, replace_clock, run  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter
 
-sys.path.insert(0, str(ROOT / "records"))
-import plot  # noqa: E402
-import results  # noqa: E402
+from records import plot, results
 
 ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=3", "--num_iterations=9", "--val_loss_every=4"]
 ARGS += ["--micro_batch_tokens=512"]  # so that two ranks sum equal packed sequences

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import termios
@@ -16,8 +17,7 @@ import numpy as np
 import pytest
 from conftest import BOS, ROOT, VOCAB, at_most, gpt, make_runtime, smoke_config
 
-sys.path.insert(0, str(ROOT / "data"))
-import text  # noqa: E402
+from data import text
 
 
 def make(capsys, *args, status: int = 0) -> str:
@@ -141,11 +141,43 @@ def test_the_printed_command_trains(size, epochs, tmp_path, capsys, monkeypatch)
     """5,000 bytes are one document for validation and 2,953 tokens for training: two packed sequences per epoch, for 260 steps of two."""
     monkeypatch.chdir(tmp_path)
     said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine")
-    command = shlex.split(said.splitlines()[-1].partition("./run.sh ")[2])
+    command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command)[0])
     assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520  # enough for the whole run
     assert gpt.main([*command, "--num_iterations=10", "--device=cpu"]) == 0
     assert "step:10/10 val_loss" in capsys.readouterr().out
+
+
+@pytest.fixture
+def copied_repository(tmp_path):
+    """A folder with a space in its name, in which run.sh finds this Python."""
+    repository = tmp_path / "a copy"
+    for name in ("run.sh", "train_gpt.py", "data/text.py", "records/common.py"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, repository / name)
+    python = repository / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$1" = - ] || exec {sys.executable} "$@"\n')  # its packages are not checked
+    python.chmod(0o755)
+    return repository
+
+
+@pytest.mark.parametrize("started, launcher", [
+    (["python", "../a copy/data/text.py"], "python '../a copy/train_gpt.py' "),
+    (["../a copy/run.sh", "data/text.py"], "NPROC=1 '../a copy/run.sh' ")])
+def test_the_printed_command_runs_in_the_folder_of_the_call(started, launcher, copied_repository, tmp_path):
+    """With a relative --out, by the launcher of the call, from another folder. run.sh enters its own folder."""
+    other = tmp_path / "other"
+    other.mkdir()
+    env = {**os.environ, "PATH": f"{copied_repository}/.venv/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    book = write_book(tmp_path / "book.txt", 60_000)
+    made = subprocess.run([*started, book, "--out", "my shards"], cwd=other, env=env, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    line = made.stdout.splitlines()[-1].removeprefix("train on it: ")
+    assert line.startswith(launcher) and "--train_files='my shards/train_*.bin'" in line
+    more = f" --num_iterations=1 --device=cpu --logs_dir={shlex.quote(str(tmp_path / 'logs'))}"
+    done = subprocess.run(["sh", "-c", line + more], cwd=other, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "step:1/1 val_loss" in done.stdout, done.stderr
 
 
 def test_a_foreign_corpus_json_is_not_replaced(tmp_path, capsys):
@@ -234,7 +266,7 @@ def test_the_printed_command_quotes_every_folder(name, tmp_path, capsys):
     """After the shell has split it, its patterns match the shards."""
     out = tmp_path / name
     said = make(capsys, write_book(tmp_path / "book.txt", 20_000), "--out", out)
-    command = "set -- " + said.splitlines()[-1].partition("./run.sh ")[2] + "; printf '%s\\0' \"$@\""
+    command = "set -- " + said.splitlines()[-1].partition("train_gpt.py ")[2] + "; printf '%s\\0' \"$@\""
     words = subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout.split("\0")
     values = dict(word[2:].split("=", 1) for word in words[:-1])
     for split in ("train", "val"):
@@ -471,7 +503,7 @@ def test_a_full_disk_keeps_the_old_corpus(tmp_path, capsys):
 def test_the_next_call_removes_the_partial_folder_of_a_killed_one(tmp_path, capsys):
     """The call is killed with all shards written and none in place. A user's folder of a similar name stays."""
     book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
-    code = (f"import os, sys\nsys.path.insert(0, {str(ROOT / 'data')!r})\nimport text\n"
+    code = (f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom data import text\n"
             "text.gpt.fingerprint = lambda _: os.kill(os.getpid(), 9)\ntext.main(sys.argv[1:])")
     killed = subprocess.run([sys.executable, "-c", code, book, "--out", out], capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 import pytest
 from conftest import ROOT, data_args, gpt, launch, smoke_config
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import tune  # noqa: E402
+from benchmarks import tune
 
 TIMED = {"faster", "no difference", "slower"}
 STUB = """import json, os, sys
@@ -28,7 +27,9 @@ def run_tune(shards, cwd, *words, **env):
     args = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=1024", *data_args(shards),
             "--rounds=2", "--seconds=3000", "--json=tune.json", *words]
     done = launch([str(ROOT / "benchmarks" / "tune.py"), *args], cwd, env=env)
-    assert done.returncode == 0 and done.stderr == "", done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"alternative {n}/{len(lines)}" for n in range(1, len(lines) + 1)]
     return json.loads((cwd / "tune.json").read_text()), done.stdout
 
 
@@ -79,10 +80,11 @@ def run_stubs(tmp_path, monkeypatch):
     return run
 
 
-def test_verdicts_follow_from_the_times(run_stubs):
+def test_verdicts_follow_from_the_times(run_stubs, capsys):
     """0.97 of the time is faster, 0.99 makes no difference. The two fastest go together, the last of both counts."""
     tokens = ["0.9e-6", "0.97e-6", "0.99e-6", "1.05e-6", "1.2e-6"]
     result = run_stubs([f"TOKEN={token}" for token in tokens])
+    assert capsys.readouterr().err == "".join(f"alternative {n}/5: TOKEN={token}\n" for n, token in enumerate(tokens, 1))
     rows = result["alternatives"]
     assert [row["verdict"] for row in rows] == ["faster", "faster", "no difference", "slower", "slower"]
     assert [row["ratio"] for row in rows] == pytest.approx([0.9, 0.97, 0.99, 1.05, 1.2])

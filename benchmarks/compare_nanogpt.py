@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compare preset quick with the customary small GPT-2 by whole-process time, on eight small texts.
+"""Compare preset quick with nanoGPT's recipe for CPUs by whole-process time, on eight small texts.
 
-    python benchmarks/peer.py                         # an hour on two cores, prints a table for RESULTS.md
-    python benchmarks/peer.py --seeds=1 --only=code
+    python benchmarks/compare_nanogpt.py                # an hour on two cores, prints a table for RESULTS.md
+    python benchmarks/compare_nanogpt.py --seeds=1 --only=code
 
-The peer: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
+That recipe: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast.
 
 quick was tuned on two texts: Python's reference documentation in CPython, and the docstrings of NumPy. Its
@@ -27,16 +27,16 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import numpy as np
-import torch
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "data")]
-from results import Parser, at_least  # noqa: E402
-from text import split_text  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from data.text import split_text
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
 
@@ -113,8 +113,8 @@ def time_process(command: list[str]) -> tuple[float, str]:
     return time.perf_counter() - start, done.stdout
 
 
-def run_peer(data: list[str], seed: int) -> tuple[float, float]:
-    """(whole-process seconds, validation loss) of the peer."""
+def run_nanogpt(data: list[str], seed: int) -> tuple[float, float]:
+    """(whole-process seconds, validation loss) of nanoGPT's recipe."""
     size = ["--num_layers=4", "--model_dim=128", "--num_heads=4", "--head_dim=32", "--dtype=float32"]
     options = shlex.join([*size, *data, f"--seed={seed}"])
     seconds, text = time_process(
@@ -141,15 +141,16 @@ def compare(names: list[str], seeds: int) -> str:
     for seed, name in tqdm([(seed, name) for seed in range(seeds) for name in texts], unit="text"):
         with tempfile.TemporaryDirectory() as folder:
             data = write_text(texts[name], Path(folder))
-            peer = run_peer(data, seed)
-            rows.append((names.index(name), seed, *peer, [run_quick(data, seed, dtype) for dtype in dtypes]))
+            theirs, ours = run_nanogpt(data, seed), [run_quick(data, seed, dtype) for dtype in dtypes]
+            rows.append((names.index(name), seed, *theirs, ours))
     heads = "".join(f" quick in {dtype}: s, loss | | ratio |" for dtype in dtypes)
-    lines = [f"| text | seed | peer: s, loss | |{heads}", f"|---|---|---|---|{'---|---|---|' * len(dtypes)}"]
-    for index, seed, peer_seconds, peer_loss, ours in sorted(rows):
-        cells = "".join(f" {seconds:.1f} | {loss:.4f} | {seconds / peer_seconds:.2f} |"
+    lines = [f"| text | seed | nanoGPT: s, loss | |{heads}",
+             f"|---|---|---|---|{'---|---|---|' * len(dtypes)}"]
+    for index, seed, their_seconds, their_loss, ours in sorted(rows):
+        cells = "".join(f" {seconds:.1f} | {loss:.4f} | {seconds / their_seconds:.2f} |"
                         for seconds, loss in ours)
-        lines.append(f"| {names[index]}: {TEXTS[names[index]][0]} | {seed} | {peer_seconds:.1f} | "
-                     f"{peer_loss:.4f} |{cells}")
+        lines.append(f"| {names[index]}: {TEXTS[names[index]][0]} | {seed} | {their_seconds:.1f} | "
+                     f"{their_loss:.4f} |{cells}")
     return "\n".join(lines)
 
 
@@ -168,7 +169,7 @@ def main() -> int:
         print(compare(names, args.seeds))
         return 0
 
-    return gpt.run_guarded(body, "peer.py")
+    return gpt.run_guarded(body, "compare_nanogpt.py")
 
 
 if __name__ == "__main__":

@@ -2,30 +2,30 @@
 """Compare the speed of two versions of train_gpt.py, step against step.
 
     git show 6aa2415:train_gpt.py > /tmp/before.py
-    python benchmarks/against.py /tmp/before.py --preset=laptop --num_iterations=200  # and the file here
-    OMP_NUM_THREADS=1 python benchmarks/against.py /tmp/before.py --preset=laptop --dtype=float32
+    python benchmarks/compare_scripts.py /tmp/before.py --preset=laptop --num_iterations=200
+    OMP_NUM_THREADS=1 python benchmarks/compare_scripts.py /tmp/before.py --preset=laptop --dtype=float32
 
-Other options go to both scripts. Both train all steps in one process, in turns of a few steps, from equal
-weights on equal tokens. Each chooses precision and kernels as in a run.
+The second version is the file here. Other options go to both scripts. Both train all steps in one process,
+in turns of a few steps, from equal weights on equal tokens. Each chooses precision and kernels as in a run.
 Prints the time per token of both over all stages (common.py), their ratio, the ratio in each stage, the
 quartiles of the turns' ratios, and the largest difference of the losses.
 """
 
-import argparse
 import importlib.util
 import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-import common  # noqa: E402
+with require_packages():
+    import torch
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
+    from benchmarks import common
 
 
 def load_script(path: Path) -> ModuleType:
@@ -96,16 +96,14 @@ def compare(before: Version, after: Version, num_steps: int) -> str:
 
 def main() -> int:
     """Parse, run both in turn, print. Bad input ends with status 2 and one line."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("before", type=Path, help="another train_gpt.py")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn (default %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=8, help="steps of a turn (default %(default)s)")
     args, words = parser.parse_known_args()
 
     def body() -> int:
-        if not args.before.is_file() or args.steps < 1:
-            raise gpt.InputError(f"{args.before}, --steps={args.steps}: give a file, and turns of at least "
-                                 "one step")
+        if not args.before.is_file():
+            raise gpt.InputError(f"{args.before} is no file: give another train_gpt.py")
         before, after = (Version(script, words) for script in (load_script(args.before), gpt))
         try:
             if before.rt.dtype != after.rt.dtype:
@@ -120,7 +118,7 @@ def main() -> int:
                 version.batches.executor.shutdown(cancel_futures=True)
         return 0
 
-    return gpt.run_guarded(body, "against.py")
+    return gpt.run_guarded(body, "compare_scripts.py")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ after the other. Communicators that send simultaneously share the link.
 
 import math
 import statistics
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train_gpt as gpt  # noqa: E402
+import train_gpt as gpt
 
 # All-gather and reduce-scatter of NCCL over eight H100 on NVSwitch: published runs of nccl-tests have about
 # 350 GB/s of bus bandwidth for large messages (450 GB/s in the data sheet) and 20 to 30 microseconds for

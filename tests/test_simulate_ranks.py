@@ -1,13 +1,10 @@
 """Simulated messages: their arrival, calculated by hand, and the record of a real step."""
 
-import sys
-
 import pytest
-from conftest import ROOT, gpt, make_runtime, smoke_config
+from conftest import gpt, make_runtime, smoke_config
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import timeline  # noqa: E402
-from timeline import Event  # noqa: E402
+from benchmarks import simulate_ranks
+from benchmarks.simulate_ranks import Event
 
 
 def send(number, ms, communicator="a"):
@@ -23,7 +20,7 @@ def compute(ms):
 
 
 def play(*events, latency_ms=0.0, num_cycles=1):
-    return timeline.play(list(events), 1.0, latency_ms, num_cycles)
+    return simulate_ranks.play(list(events), 1.0, latency_ms, num_cycles)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +74,7 @@ def test_a_recorded_step_has_all_its_messages(shards, preset):
 
     gpt.Trainer.train_step = train_step
     try:
-        events = timeline.record_cycle(cfg, rt, gpt.TrainData(cfg, gpt.Schedule(cfg)), num_cycles=2)
+        events = simulate_ranks.record_cycle(cfg, rt, gpt.TrainData(cfg, gpt.Schedule(cfg)), num_cycles=2)
     finally:
         gpt.Trainer.train_step = real
     sent = [event for event in events if event.kind == "send"]

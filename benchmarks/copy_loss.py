@@ -2,7 +2,7 @@
 """Split the loss of a model into tokens that it could copy from its context, and the rest.
 
     python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
-    python benchmarks/copying.py checkpoints/*/step_*.pt
+    python benchmarks/copy_loss.py checkpoints/*/step_*.pt
 
 Prints for each checkpoint the validation loss (nats per token, first 65,536 tokens), the loss on repeats,
 and the loss on the rest. A token is a repeat if the 8 tokens before it also occur earlier in its document,
@@ -13,15 +13,16 @@ occurrence.
 import sys
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, require_packages
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-from results import Parser  # noqa: E402
+with require_packages():
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
 
 MATCH, MOST_TOKENS = 8, 65_536
 
@@ -74,7 +75,7 @@ def main() -> int:
                   f"{others:.3f} |", flush=True)
         return 0
 
-    return gpt.run_guarded(body, "copying.py")
+    return gpt.run_guarded(body, "copy_loss.py")
 
 
 if __name__ == "__main__":

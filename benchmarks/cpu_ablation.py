@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the effect of each CPU choice of train_gpt.py on a step of preset laptop.
 
-    python benchmarks/laptop_choices.py            # about three minutes, prints a table for RESULTS.md
+    python benchmarks/cpu_ablation.py            # about three minutes, prints a table for RESULTS.md
 
 Each variant undoes one choice and runs in a separate process. All variants run in turn, twice, so that noise
 affects all of them. The figure is the median time of a training step of the first stage. The ratio is to
@@ -15,12 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
-from results import Parser, at_least  # noqa: E402
+with require_packages():
+    from tqdm import tqdm
 
-import train_gpt as gpt  # noqa: E402
+    import train_gpt as gpt
 
 VARIANTS = {  # name: changes of the config
     "as is": {},
@@ -86,7 +87,7 @@ def main() -> int:
             compare(args.num_steps)
         return 0
 
-    return gpt.run_guarded(body, "laptop_choices.py")
+    return gpt.run_guarded(body, "cpu_ablation.py")
 
 
 if __name__ == "__main__":

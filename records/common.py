@@ -1,0 +1,134 @@
+"""Shared by tools: command line, missing packages, errors, progress. Imports only the standard library."""
+
+import argparse
+import math
+import os
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RecordError(Exception):
+    """An error of the user. Its line names the records and the remedy."""
+
+
+def warn(line: str) -> None:
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+
+
+@contextmanager
+def require_packages() -> Iterator[None]:
+    """Wrap the imports of a tool: a package that is not installed ends it with status 2 and one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name, file = error.name.partition(".")[0], "requirements-dev.txt"
+        if not re.search(rf"^{re.escape(name)}\b", (ROOT / file).read_text(), re.MULTILINE):
+            file = "requirements.txt"
+        tool = os.path.relpath(sys.argv[0], ROOT)
+        warn(f"error: {name} is not installed: start with ./run.sh {tool}, or first run pip install "
+             f"-r {file}")
+        sys.exit(2)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line with a module's docstring as its help. Errors are one line."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}: see --help\n")
+
+
+def at_least(low: float, kind: type = int) -> Callable[[str], float]:
+    """The type of an option with a lower bound."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not value >= low:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a {'whole ' if kind is int else ''}number of at least {low:g}")
+        return value
+
+    return parse
+
+
+def find_launcher(is_alone: bool = False) -> str:
+    """The command that trains, without options: run.sh if it started this tool, else python.
+
+    is_alone: in one process. Without NPROC, run.sh starts a process for each GPU.
+    """
+    if run_sh := os.environ.get("RUN_SH"):
+        return f"{'NPROC=1 ' if is_alone else ''}{shlex.quote(run_sh)}"
+    return f"python {shlex.quote(os.path.relpath(ROOT / 'train_gpt.py'))}"
+
+
+class Progress:
+    """Progress of long work on stderr: a bar on a terminal, else a line for each finished run."""
+
+    def __init__(self, total: int, done: int = 0, unit: str = "run"):
+        from tqdm import tqdm
+
+        self.total, self.done, self.unit, self.lock = total, done, unit, threading.Lock()
+        self.bar = tqdm(total=total, initial=done, unit=unit, disable=None)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    def show(self, label: str) -> None:
+        """Name the work that starts."""
+        self.bar.set_description(label)
+
+    def finish(self, label: str) -> None:
+        """Count a finished run. Several threads may call it."""
+        with self.lock:
+            self.done += 1
+            self.bar.update()
+            if self.bar.disable:
+                print(f"{self.unit} {self.done}/{self.total}: {label}", file=sys.stderr, flush=True)
+
+
+def run_guarded(body: Callable[[], int | None]) -> int:
+    """Run a tool and return its exit status.
+
+    An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
+    gives 141, the status of SIGPIPE, without a line.
+    """
+    status, line = 0, ""
+    try:
+        try:
+            status = body() or 0
+        except SystemExit as end:  # from argparse, which has printed its line or the help
+            status = end.code
+        sys.stdout.flush()
+    except RecordError as error:
+        status, line = 2, str(error)
+    except BrokenPipeError:
+        status = 141
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"
+    except UnicodeError as error:
+        status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
+    if line:
+        warn(f"error: {line}")
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would flush the rest again at exit, and print an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
