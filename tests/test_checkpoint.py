@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, at_most, data_args, gpt, slow_but
-from ranks import ENVIRONMENT, run_ranks
+from run_ranks import ENVIRONMENT, run_ranks
 
 TINY = [
     "--preset=smoke",
@@ -252,7 +252,7 @@ def test_an_older_checkpoint_of_a_run_begins_a_new_one(shards, here):
 
 
 def fail(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | None, str]:
-    """ranks.fail, in rank 1: exit statuses by rank, validation points or None, and stderr."""
+    """run_ranks.fail, in rank 1: exit statuses by rank, validation points or None, and stderr."""
     before = find_results()
     ends, _, errors = run_ranks("fail", num_ranks, mode, 1, *TINY, *data_args(shards), *args)
     new = find_results() - before
@@ -492,7 +492,7 @@ def test_the_time_limit_saves_and_stops(shards, here, capsys):
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step. No life falls behind the one before it."""
     args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=1", "--val_tokens=1024"]
-    command = [sys.executable, str(ROOT / "tests/killed.py"), "20", *TINY, *data_args(shards), *args]
+    command = [sys.executable, str(ROOT / "tests/run_and_kill.py"), "20", *TINY, *data_args(shards), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -23,10 +23,10 @@ from conftest import (
     smoke_config,
     smoke_run,
 )
-from ranks import ENVIRONMENT, run_ranks
+from run_ranks import ENVIRONMENT, run_ranks
 from torch.overrides import TorchFunctionMode
 
-RANKS = ROOT / "tests" / "ranks.py"
+RANKS = ROOT / "tests" / "run_ranks.py"
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -46,7 +46,7 @@ FEW = [(rule, case) for rule, case in RULES_AND_CASES if rule in ("muon", "adamw
 
 @pytest.fixture(scope="module")
 def equality(shards, tmp_path_factory, request):
-    """{world size: {case: the results of rank 0 after four steps}}, see ranks.equality.
+    """{world size: {case: the results of rank 0 after four steps}}, see run_ranks.equality.
 
     24 sequences a step, one at a time, so that every world size sums the same ones. Three layers leave 8 matrices of
     one shape and 4 of another, which 3 and 8 ranks do not divide. Every second parameter has other multipliers, and so

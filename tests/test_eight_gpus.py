@@ -8,11 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch.nn.functional as F
 from conftest import data_args, gpt, make_runtime, smoke_config
-from ranks import run_ranks
+from run_ranks import ENVIRONMENT, run_ranks
 from test_wiring import (  # noqa: F401
     ATTENTION_FORMS,
     TINY,
@@ -510,7 +509,7 @@ def refuse_library(name):
 
 def test_an_interface_that_is_not_there(shards, tmp_path, monkeypatch):
     """Two ranks of one node."""
-    monkeypatch.setitem(ranks.ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nosuchif")
+    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nosuchif")
     args = [*TINY, *data_args(shards), "--tokens_per_step=1024"]
     ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
     lines = errors.splitlines()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, data_args, gpt, make_runtime, slow_but, smoke_config
-from ranks import run_ranks
+from run_ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "data"))
 import text as text_tool  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, data_args, gpt, make_runtime, smoke_config
-from ranks import run_ranks
+from run_ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_wiring import TINY, before_call, enter_folder, find_saved, replace_clock, run  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter

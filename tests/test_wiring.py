@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import BOS, data_args, gpt, make_runtime, smoke_config
-from ranks import run_ranks
+from run_ranks import run_ranks
 
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
 TINY += ["--val_tokens=1024"]

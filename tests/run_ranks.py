@@ -1,6 +1,6 @@
 """Run a function as every rank of a job: forks of one process, so that PyTorch is imported only once.
 
-python tests/ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit status or -signal, seconds], ...] by rank
+python tests/run_ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit status or -signal, seconds], ...] by rank
 """
 
 import dataclasses
