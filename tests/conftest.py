@@ -180,3 +180,81 @@ VAL_LINE = re.compile(
 STEP_LINE = re.compile(
     r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms train_loss:(\d+\.\d{4}|nan)$", re.M
 )
+
+
+CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
+    "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
+)
+
+
+TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
+TINY += ["--val_tokens=1024"]
+AT_THE_END = "--val_loss_every=0"  # the only validation
+
+
+@pytest.fixture(name="here")
+def enter_folder(tmp_path, monkeypatch):
+    """A new folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(name="now")
+def replace_clock(monkeypatch):
+    """The time in seconds, in a list. Only the test advances it."""
+    seconds = [1000.0]
+    monkeypatch.setattr(gpt.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
+    return seconds
+
+
+def before_call(monkeypatch, owner, name, do) -> None:
+    """Call do(*arguments) before the real function."""
+    real = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        do(*args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def advance(monkeypatch, now, owner, name, seconds) -> None:
+    """Advance the time by these seconds in each call of a function."""
+    before_call(monkeypatch, owner, name, lambda *_: now.__setitem__(0, now[0] + seconds))
+
+
+def run(shards, *args, preset=TINY) -> dict:
+    """A run in this process. Returns its json."""
+    before = set(Path("logs").glob("*.json"))
+    assert gpt.main([*preset, *data_args(shards), *args]) == 0
+    (path,) = set(Path("logs").glob("*.json")) - before
+    return json.loads(path.read_text())
+
+
+def find_saved(step: int) -> Path:
+    """The only checkpoint of a step in this folder."""
+    (path,) = Path().glob(f"checkpoints/*/step_{step:06d}.pt")
+    return path
+
+
+def make_trainer(shards, **changes):
+    """A new trainer, a function that makes one step, and a function that ends its thread."""
+    cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
+    fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
+    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
+    batches = start_prefetcher(trainer)
+
+    def step():
+        loss = trainer.train_step(batches, trainer.schedule.at(trainer.progress.step))
+        trainer.progress.step += 1
+        return loss
+
+    return trainer, step, lambda: batches.executor.shutdown(cancel_futures=True)
+
+
+def start_prefetcher(trainer):
+    data = gpt.TrainData(trainer.cfg, trainer.schedule)
+    return gpt.Prefetcher(
+        data.batches(trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
+    )

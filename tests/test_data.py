@@ -1,5 +1,7 @@
 """Shards, packed sequences, batches, prefetch and downloads. Bad files are refused. The tokens of a step do not depend on ranks."""
 
+import dataclasses
+import random
 import shlex
 import sys
 import threading
@@ -8,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, smoke_config
+from conftest import BOS, ROOT, TINY, VOCAB, gpt, make_documents, make_runtime, smoke_config
 from huggingface_hub import constants
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -114,6 +116,28 @@ def test_a_packed_sequence_is_not_joined_to_the_previous_one(shards):
     assert (ids[:, -1] - ids[:, 0] + 1).tolist() == starts
 
 
+def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
+    rng = np.random.default_rng(1)
+    tokens = [make_documents(rng, size) for size in (5_000, 30_000)]
+    for i, part in enumerate(tokens):
+        gpt.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
+    cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", sequence_start="anywhere")
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    expected = [part[i : i + 513] for part in tokens for i in range(0, len(part) - 512, 512)]
+    assert len(data.sequences) == 48 > (len(tokens[0]) - 1) // 512
+    for index in range(48):
+        assert data.read_tokens(index).tolist() == expected[index].tolist()
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
+    sequences = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
+    made = gpt.make_batch(sequences, BOS, has_mask)
+    assert made.doc_ids.tolist() == ([1, 2, 2, 3, 3, 4] if has_mask else [1, 1, 1, 2, 2, 2])
+    assert made.inputs.tolist() == [5, BOS, 6, 8, 9, BOS]
+    assert made.targets.tolist() == [BOS, 6, 7, 9, BOS, 1]
+
+
 def test_documents_without_a_mask_are_one_for_each_packed_sequence(shards):
     data, sequences = all_sequences(smoke_config(shards, document_mask="off"))
     assert data.batch(range(4)).doc_ids.tolist() == [i for i in (1, 2, 3, 4) for _ in range(512)]
@@ -183,6 +207,21 @@ def test_validation_is_the_stream_itself(shards):
     assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
 
 
+def test_short_validation_sequences_travel_together(shards):
+    """With masked documents and windows shorter than a sequence only the cuts between sequences can matter."""
+    cfg = smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024)
+    data = gpt.ValData(cfg)
+    assert (data.batch_tokens, data.num_batches) == (1024, 4)
+    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
+    batches = [data.batch(i) for i in range(4)]
+    assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
+    assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
+    trainer = gpt.Trainer(cfg, make_runtime())
+    one_by_one = gpt.ValData(dataclasses.replace(cfg, micro_batch_tokens=512, seq_len=512, val_seq_len=256))
+    state = trainer.schedule.at(0)
+    assert trainer.validate(data, state) == pytest.approx(trainer.validate(one_by_one, state), rel=1e-6)
+
+
 def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     def batches():
         yield gpt.make_batch(np.array([[BOS, 1, 2]]), BOS)
@@ -217,6 +256,56 @@ def test_a_prefetcher_with_batches_left_can_be_closed(shards):
     assert len(prefetch_threads()) == 1
     prefetcher.executor.shutdown(cancel_futures=True)
     assert not prefetch_threads()
+
+
+def test_a_shard_that_is_cut_short_during_training(tmp_path):
+    """Reading a lost part is an error. A memory map would end the process. A new file of this name has no effect."""
+    tokens = np.arange(5000, dtype=np.uint16) % 256
+    tokens[::100] = BOS
+    path = tmp_path / "train_0.bin"
+    gpt.write_shard(path, tokens, 257, BOS)
+    shard = gpt.open_shard(str(path), 257)
+    gpt.write_shard(path, tokens[:1000], 257, BOS)
+    assert np.array_equal(shard.read(4000, 5000), tokens[4000:])
+    shard = gpt.open_shard(str(path), 257)
+    with open(path, "r+b") as file:
+        file.truncate(1024 + 2 * 600)
+    assert np.array_equal(shard.read(100, 600), tokens[100:600])
+    with pytest.raises(gpt.RunError, match="train_0.bin was cut short during this run, before token 601"):
+        shard.read(500, 601)
+
+
+def test_a_run_whose_shard_is_cut_short_ends_with_a_line(shards, here, monkeypatch, capsys):
+    path = here / "train_0.bin"
+    path.write_bytes((shards / "train_1.bin").read_bytes())
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.progress.step == 3:
+            with open(path, "r+b") as file:
+                file.truncate(2000)
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    args = [f"--train_files={path}", f"--val_files={shards}/val_*.bin", "--num_iterations=30"]
+    assert gpt.main([*TINY, *args]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "train_0.bin was cut short" in err
+
+
+def test_prefixes_equal_a_search_of_all_pairs():
+    """Texts of two bytes, so that many begin with others, in random order, with the empty text."""
+    chance = random.Random(0)
+    for count in (0, 1, 30, 150):
+        texts = list({bytes(chance.choices((0, 255), k=chance.randint(0, 8))) for _ in range(count)})
+        ids = dict(zip(texts, chance.sample(range(200), len(texts))))
+        expected = [-1] * 200
+        for text in texts:
+            shorter = [p for p in texts if p and len(p) < len(text) and text.startswith(p)]
+            if shorter:
+                expected[ids[text]] = ids[max(shorter, key=len)]
+        assert gpt.find_prefix_tokens(ids, 200).tolist() == expected
+    assert sum(number >= 0 for number in expected) > 50
 
 
 # ---- downloads ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Several ranks against one: the same parameters, no byte in vain, a clear end when one fails."""
 
+import datetime
 import json
 import re
 import shlex
@@ -12,8 +13,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     ROOT,
+    TINY,
     data_args,
     gpt,
     launch,
@@ -24,7 +27,6 @@ from conftest import (
     smoke_run,
 )
 from run_ranks import ENVIRONMENT, run_ranks
-from torch.overrides import TorchFunctionMode
 
 RANKS = ROOT / "tests" / "run_ranks.py"
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
@@ -261,86 +263,6 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
-class NoteReads(TorchFunctionMode):
-    """Call note(name) whenever a function of PyTorch is given a parameter."""
-
-    def __init__(self, model: torch.nn.Module, note):
-        super().__init__()
-        self.names, self.note = {id(param): name for name, param in model.named_parameters()}, note
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        for x in torch.utils._pytree.tree_leaves((args, kwargs or {})):
-            if id(x) in self.names:
-                self.note(self.names[id(x)])
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("tie_head", ["off", "on"])
-@pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (5, 4)])
-def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, num_segments, tie_head):
-    """On several ranks, with as few as one segment. The parts are the model, its segments and the head. The first
-    part that reads a parameter of a bucket waits for the bucket, and no parameter is left out. While tied the
-    embedding is not read, and the model waits for the head's weight. Afterwards it waits for both."""
-    awaited, first_read = [], {}  # parts in the order of their waits, and by parameter the part that reads it first
-    monkeypatch.setattr(gpt.Optimizer, "wait_for_parameters", lambda _optimizer, reader, *_: awaited.append(reader))
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)  # nobody else is there
-    cfg = smoke_config(num_layers=num_layers, tie_head=tie_head)
-    trainer = gpt.Trainer(cfg, make_runtime(0, 2, fast=frozenset({"sparse_embedding"})))
-    model, optimizer, tokens = trainer.model, trainer.optimizer, torch.randint(257, (128,))
-    assert any(bucket.sparse for bucket in optimizer.buckets) == (num_layers > 1)
-    step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), 128, 128)
-    names = {name for name, _ in model.named_parameters()}
-    for is_tied in (True, False) if tie_head == "on" else (False,):
-        assert model.is_tied == is_tied
-        awaited.clear(), first_read.clear()
-        with torch.no_grad(), NoteReads(model, lambda name: first_read.setdefault(name, awaited[-1])):
-            model(tokens.int(), tokens, torch.zeros(128, dtype=torch.int32), step_inputs)
-        assert awaited == list(range(num_segments + 2))
-        assert first_read.keys() == names - ({"embed"} if is_tied else set())
-        assert first_read["head.weight" if is_tied else "embed"] == 0
-        assert first_read["head.weight"] == (0 if is_tied else num_segments + 1)
-        for bucket in optimizer.updated:  # the model hands its scalars to all segments and waits for them itself
-            readers = {0 if name.startswith("scalars.") else first_read[name] for name in bucket.params}
-            assert bucket.first_reader == min(readers)
-        assert {name for bucket in optimizer.updated for name in bucket.params} == first_read.keys()
-        if is_tied:
-            optimizer.untie()
-
-
-@pytest.mark.parametrize("reader", range(4))
-def test_a_part_waits_for_its_buckets(monkeypatch, reader):
-    """For all whose first reader it is, and for no others."""
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)
-    trainer = gpt.Trainer(smoke_config(num_layers=2), make_runtime(0, 2))
-    optimizer, tokens, finished = trainer.optimizer, torch.zeros(128, dtype=torch.int32), []
-    assert {bucket.first_reader for bucket in optimizer.buckets} == set(range(4))
-
-    class Work:
-        def __init__(self, bucket):
-            self.bucket = bucket
-
-        def wait(self):
-            finished.append(self.bucket)
-
-    for bucket in optimizer.buckets:
-        bucket.gathering = Work(bucket)
-    optimizer.wait_for_parameters(reader)
-    assert finished == [bucket for bucket in optimizer.buckets if bucket.first_reader == reader] != []
-    with torch.no_grad():
-        trainer.model(tokens, tokens.long(), tokens, trainer.get_step_inputs(trainer.schedule.at(0), 128, 128))
-    assert len(finished) == len(optimizer.buckets) == len(set(finished))
-
-
-@pytest.mark.slow
-def test_a_single_layer_is_waited_for_too(shards, tmp_path):
-    """One segment is still a segment: every parameter of the last step has come back before it is read."""
-    options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    one = smoke_run(shards, tmp_path / "one", *options)
-    two = smoke_run(shards, tmp_path / "two", *options, "--check_ranks_every=1", nproc=2)
-    assert [loss for _, loss, _ in one["val_points"]] == [loss for _, loss, _ in two["val_points"]]
-
-
 def start_agents(shards, folder, *options, second: tuple = ()) -> list[subprocess.Popen]:
     """torchrun --nnodes=2, each agent in another folder. second: further options of the second agent."""
     args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards), *options]
@@ -507,3 +429,45 @@ def test_ranks_that_cannot_share_a_step_are_told_what_fits(shards, tmp_path):
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 64, 64, tokens_per_step=49152 * 3))
     with pytest.raises(gpt.InputError, match="tokens_per_step=147456 is 3 packed sequences"):
         gpt.check_world_size(gpt.make_config({"preset": "track_1", "stages": stages}), 2)
+
+
+def test_the_timeout_is_set_for_both_groups_of_a_step():
+    """The group of gradients and the group of all-gathers. The gloo group keeps its long timeout."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        groups = [dist.group.WORLD, *(dist.new_group(timeout=gpt.LONG_TIMEOUT) for _ in range(2))]
+        gpt.Comm(0, 2, *groups[1:]).set_timeout(datetime.timedelta(seconds=7))
+        timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        dist.destroy_process_group()
+    assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7]
+
+
+def test_an_address_that_does_not_exist(shards, here, monkeypatch, capsys):
+    """One line, before init_process_group() would retry for an hour."""
+    monkeypatch.setattr(gpt.dist, "init_process_group", lambda *_, **__: pytest.fail("it joins the group"))
+    monkeypatch.setattr(gpt.ctypes, "CDLL", refuse_library)
+    address = dict(MASTER_ADDR="node7.invalid", MASTER_PORT="1", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    assert gpt.main([*TINY, *data_args(shards), "--tokens_per_step=1024"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "rank 0 does not reach the others at MASTER_ADDR=node7.invalid" in err
+    assert "start with torchrun. On several nodes also set GLOO_SOCKET_IFNAME" in err
+
+
+def refuse_library(name):
+    """Without libc this process does not request a signal for the end of its parent."""
+    raise OSError(name)
+
+
+def test_an_interface_that_is_not_there(shards, tmp_path, monkeypatch):
+    """Two ranks of one node."""
+    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nosuchif")
+    args = [*TINY, *data_args(shards), "--tokens_per_step=1024"]
+    ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
+    lines = errors.splitlines()
+    assert [status for status, _ in ends] == [2, 2]
+    ours = [line for line in lines if line.startswith("train_gpt.py: error: ")]
+    assert ours and all("GLOO_SOCKET_IFNAME" in line and "nosuchif" in line for line in ours), errors[-2000:]
+    assert "Traceback" not in errors
