@@ -1,10 +1,17 @@
 """Shards, packed sequences, batches, prefetch and downloads. Bad files are refused. The tokens of a step do not depend on ranks."""
 
 import dataclasses
+import hashlib
+import os
 import random
 import shlex
+import socket
+import struct
+import subprocess
 import sys
 import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -357,14 +364,139 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
     assert status == 2 and "fineweb_train_000001.bin" in said
 
 
-def test_an_existing_vocab_json_is_kept(tmp_path, monkeypatch):
-    """The downloaded file is called vocab.json, too."""
+class Hub(ThreadingHTTPServer):
+    """The hub on loopback, for the real client.
 
-    def download(filename, local_dir, **_):
-        Path(local_dir, filename).write_text('{"a": 0}')
+    files: contents by path. breaks: by path, (bytes sent, how the connection ends) of its next downloads.
+    """
 
-    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
-    (tmp_path / "vocab.json").write_text("mine")
-    cached_fineweb10B.fetch_vocabulary(tmp_path)
-    contents = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert contents == {"vocab.json": "mine", "gpt2_vocab.json": '{"a": 0}'}
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.breaks, self.starts = {}, defaultdict(list), defaultdict(list)
+
+    def add(self, name: str, content: bytes, repository: str = "datasets/kjj0/fineweb10B-gpt2") -> str:
+        """Offer a file of the main branch. Returns its path."""
+        path = f"/{repository}/resolve/main/{name}"
+        self.files[path] = content
+        return path
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_file(b"")
+
+    def do_GET(self):
+        hub, content = self.server, self.server.files.get(self.path)
+        if content is None:
+            self.send_file(b"")
+            return
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        hub.starts[self.path].append(start)
+        num_bytes, end = hub.breaks[self.path].pop(0) if hub.breaks[self.path] else (len(content), "complete")
+        self.send_file(content[start : start + num_bytes], start)
+        if end == "reset":  # without a FIN before it
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+
+    def send_file(self, body: bytes, start: int = 0) -> None:
+        """Send the header of a file from this byte to its end, and a body that may be shorter."""
+        content = self.server.files.get(self.path)
+        if content is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+        else:
+            self.send_response(206 if start else 200)
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "5" * 40)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content or b"") - start))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Keep the output of pytest clean."""
+
+
+@pytest.fixture
+def hub():
+    """A hub with one shard of each split, of random bytes, and a vocabulary."""
+    hub, rng = Hub(), np.random.default_rng(0)
+    for name, num_tokens in (("fineweb_val_000000.bin", 12_000_000), ("fineweb_train_000001.bin", 1000)):
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, num_tokens
+        hub.add(name, header.tobytes() + rng.bytes(2 * num_tokens))
+    hub.add("vocab.json", b'{"a": 0}', "openai-community/gpt2")
+    thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+    thread.start()
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+    thread.join()
+
+
+def download(hub: Hub, folder: Path):
+    """Run the tool as a user does, with the hub's address. Returns the finished process."""
+    env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(folder / "home"), HF_HUB_OFFLINE="0",
+                HF_HUB_DISABLE_XET="1", HF_HUB_ETAG_TIMEOUT="600", HF_HUB_DOWNLOAD_TIMEOUT="600")
+    command = [sys.executable, str(ROOT / "data" / "cached_fineweb10B.py"), "1", "--out", str(folder / "shards")]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
+
+
+def list_downloads(folder: Path) -> set[str]:
+    """Names of all files, except empty ones and notes of the client about complete files."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    return {path.name for path in paths if path.suffix not in (".metadata", ".TAG") and path.name != ".gitignore"}
+
+
+SHARD_NAMES = {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
+
+
+def test_a_download_continues_after_two_broken_connections(tmp_path, hub):
+    """The server closes both in the middle of a shard of 24 MB. The client keeps chunks of 10 MiB."""
+    (path,) = (path for path in hub.files if "_val_" in path)
+    hub.breaks[path] = [(15_000_000, "closed"), (12_000_000, "closed")]
+    (tmp_path / "vocab.json").write_text("mine")  # not the vocabulary: its file has another name
+    done = download(hub, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert hub.starts[path] == [0, 10 << 20, 20 << 20]
+    assert list_downloads(tmp_path) == {"vocab.json", "gpt2_vocab.json", *SHARD_NAMES}
+    assert (tmp_path / "vocab.json").read_text() == "mine"
+    assert (tmp_path / "gpt2_vocab.json").read_bytes() == b'{"a": 0}'
+    for path, content in hub.files.items():
+        assert path.endswith("vocab.json") or (tmp_path / "shards" / Path(path).name).read_bytes() == content
+    done = download(hub, tmp_path)
+    assert done.returncode == 0 and sorted(map(len, hub.starts.values())) == [1, 1, 3]
+
+
+def test_a_repeated_command_keeps_complete_files(tmp_path, hub):
+    """Connections that are reset end the command. It leaves only complete files, and its next run fetches the rest."""
+    val, train, vocabulary = hub.files
+    hub.breaks |= {train: [(1500, "reset")], vocabulary: [(4, "reset")]}
+    complete = set()
+    for broken, name in ((train, "fineweb_val_000000.bin"), (vocabulary, "fineweb_train_000001.bin")):
+        done = download(hub, tmp_path)
+        complete.add(name)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"{Path(broken).name} cannot be downloaded" in done.stderr and "keeps complete files" in done.stderr
+        assert list_downloads(tmp_path) == complete
+    assert download(hub, tmp_path).returncode == 0
+    assert dict(hub.starts) == {val: [0], train: [0, 0], vocabulary: [0, 0]}
+    for path in (val, train):
+        assert (tmp_path / "shards" / Path(path).name).read_bytes() == hub.files[path]
+    assert (tmp_path / "gpt2_vocab.json").read_bytes() == hub.files[vocabulary]
+
+
+@pytest.mark.parametrize("missing, complete", [
+    ("fineweb_val_000000.bin", set()),
+    ("fineweb_train_000001.bin", {"fineweb_val_000000.bin"}),
+    ("vocab.json", SHARD_NAMES),
+])  # fmt: skip
+def test_a_file_that_the_hub_does_not_have(tmp_path, hub, missing, complete):
+    """One line with its name. Only complete files are left."""
+    (path,) = (path for path in hub.files if path.endswith(missing))
+    del hub.files[path]
+    done = download(hub, tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert f"error: {missing} cannot be downloaded from the hub" in done.stderr and "404" in done.stderr
+    assert list_downloads(tmp_path) == complete
