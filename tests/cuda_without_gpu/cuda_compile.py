@@ -1,6 +1,6 @@
 """Compile the training step and validation of train_gpt.py for a GPU that is not there; print JSON of what came out.
 
-    python tests/cuda_compile.py CARD [--micros=2] [--ranks=1] [--own] [--json=FILE] [train_gpt.py options]
+    python tests/cuda_without_gpu/cuda_compile.py CARD [--micros=2] [--ranks=1] [--own] [--json=FILE] [train_gpt.py options]
 
 Drives the real Trainer on fake tensors, which have shapes and no values: TorchDynamo traces, Inductor and Triton
 compile to cubins, the generated code runs and launches nothing. benchmarks/roofline.py reads the file; the line
@@ -43,9 +43,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.dont_write_bytecode = True
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import timeline  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402

@@ -1,14 +1,15 @@
-"""The CUDA path without a GPU: what tests/cuda_compile.py compiles, and what must be true of it."""
+"""The CUDA path without a GPU: what tests/cuda_without_gpu/cuda_compile.py compiles, and what must be true of it."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_cuda
 import pytest
-from conftest import ROOT, gpt
+from conftest import gpt
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
@@ -23,8 +24,8 @@ SPILLS_BY_PYTORCH = ("triton_tem_fused", "triton_red_fused", "triton_per_fused",
 
 
 def compile_for(card: str, *options: str) -> dict:
-    """The figures of tests/cuda_compile.py, once they hold for every card and config."""
-    command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, *options]
+    """The figures of tests/cuda_without_gpu/cuda_compile.py, once they hold for every card and config."""
+    command = [sys.executable, str(Path(__file__).with_name("cuda_compile.py")), card, *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout.startswith("{"), done.stderr[-2000:]
