@@ -2,7 +2,7 @@
 
     python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [train_gpt.py options]
 
-Compiles the step for each GPU with tests/cuda_without_gpu/cuda_compile.py (2 to 10 minutes each) and keeps the
+Compiles the step for each GPU (tests/cuda_without_gpu/cuda_compile.py, 2 to 10 minutes each) and keeps the
 results in FOLDER.
 Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak. Each buffer is read or
 written once. Launch gaps and overlap are ignored, and all kernels run at the attainable rates below. The

@@ -1,4 +1,4 @@
-"""What the tests share: the module, small shards, and running the script as a user does."""
+"""Shared by the tests: the module, small shards, short runs in this process, and the script in its own process."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import sys
 from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # here and in what tests start: threads that spin slow others
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down other processes
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -36,7 +36,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests marked gpu where there is none; leave slow ones and those of cards out unless they are asked for."""
+    """Skip tests marked gpu without a GPU. Deselect tests marked slow or cards unless -m names the marker."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -51,13 +51,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="session")
 def use_one_thread():
-    """Small tensors: more threads only add noise and time."""
+    """Use one thread. With small tensors more threads only add noise and time."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def measure_small_products():
-    """Every run measures a matmul of size 1,024. In bfloat16 it takes half a minute on some processors."""
+    """Measure a matmul of size 256 on CPUs. In bfloat16 size 1,024 takes half a minute on some processors."""
     real = gpt.measure_matmul
     gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
     yield
@@ -66,13 +66,13 @@ def measure_small_products():
 
 @pytest.fixture(autouse=True)
 def no_sample(request, monkeypatch):
-    """Runs in this process write no text at their end, which takes longer than their steps; but for marker sample."""
+    """Omit the sample at the end of runs in this process, except with marker sample. It takes longer than the steps."""
     if not request.node.get_closest_marker("sample"):
         monkeypatch.setattr(gpt, "print_sample", lambda *_: None)
 
 
 def slow_but(values, *quick) -> list:
-    """Parameters of a test, all but a few of them only for -m slow."""
+    """Parameters of a test. All values except `quick` are marked slow."""
     return [
         value
         if value in quick
@@ -85,7 +85,7 @@ def slow_but(values, *quick) -> list:
 
 @contextmanager
 def at_most(seconds: int):
-    """Raise TimeoutError if something takes longer. This only guards against an endless wait."""
+    """Raise TimeoutError if the body takes longer. The limit only guards against an endless wait."""
 
     def give_up(*_):
         raise TimeoutError(f"not done after {seconds} seconds")
@@ -100,7 +100,7 @@ def at_most(seconds: int):
 
 
 def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind BOS."""
+    """Documents of arithmetic progressions of bytes, learnable in a few steps. uint16, each starts with BOS."""
     parts, total = [], 0
     while total < num_tokens:
         length = int(rng.integers(20, 600))
@@ -114,7 +114,7 @@ def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Path:
-    """A folder with two training shards and one of validation."""
+    """A folder with two training shards and one validation shard."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
@@ -134,13 +134,13 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime in plain forms, without measurements. Several ranks only if no collective is called."""
+    """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called."""
     comm = gpt.Comm(rank, world_size)
     return gpt.Runtime(comm=comm, local_rank=rank, **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
-    """Run a script in its own process, or under torchrun in several; returns the finished process."""
+    """Run a script in a child process, or under torchrun if nproc > 1. Returns the finished process."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -155,12 +155,12 @@ def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = Non
 
 
 def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1):
-    """Run the trainer as a user would, on the CPU unless told otherwise."""
+    """Run the trainer as a user would, by default on the CPU."""
     return launch([str(script), "--device=cpu", *args], cwd, nproc)
 
 
 def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
-    """A smoke run that must succeed, of one rank in this process; returns its json, with "stdout" added."""
+    """A smoke run that must succeed. One rank runs in this process. Returns its json with "stdout" and "path"."""
     before, words = set(cwd.rglob("*.json")), ["--preset=smoke", *data_args(shards), *args]
     if nproc > 1:
         done = run_script(words, cwd, nproc=nproc)

@@ -1,4 +1,4 @@
-"""Attention: one mask function, its plain form and three fast forms, one graph for all windows. RoPE. The choice of a form."""
+"""Attention: masks, the plain form and three fast forms, one graph for all windows. RoPE. The choice of a form."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Shards, packed sequences, batches, prefetch and downloads. Bad files are refused. The tokens of a step do not depend on ranks."""
+"""Shards, packed sequences, batches, prefetch and downloads. The tokens of a step do not depend on the ranks."""
 
 import dataclasses
 import hashlib
