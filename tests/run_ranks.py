@@ -145,7 +145,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
 
     gpt.GPT.__init__ = build_with_multipliers
     for name, cfg in cfgs.items():
-        cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # seeds differ, so the weights of rank 0 must be broadcast
+        cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # rank 0 must broadcast its weights
         trainer = gpt.Trainer(cfg, choose_forms(cfg, rt))
         notes = note_overlap(trainer, steps - 1) if rt.world_size > 1 else {}
         data = gpt.TrainData(cfg, trainer.schedule)
