@@ -6,7 +6,7 @@ import math
 import pytest
 from conftest import gpt, make_runtime, smoke_config
 
-WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is then). Of layers and stages: of each
+WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets are the values of all layers or stages
     "muon": ("track_1", dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_weight_decay=0.1)),
     "momentum_warmup": ("track_1", dict(momentum_warmup_steps=0)),
     "momentum_cooldown": ("frontier", dict(momentum_cooldown_steps=0)),
@@ -56,7 +56,7 @@ WITHOUT = {  # mechanism: (preset that has it, all that must differ, as it is th
 
 
 def list_facts(cfg) -> dict:
-    """Every option by name. Of layers and stages the values of each field, in order."""
+    """All options by name. Fields of layers and stages are lists of values."""
     facts = {**gpt.flatten_groups(vars(cfg)), "layers": None, "stages": None, "without": None}
     for items in (cfg.layers, cfg.stages):
         for field in dataclasses.fields(items[0]):
@@ -71,18 +71,20 @@ def test_without_a_mechanism_exactly_its_options_are_others(mechanism):
     expected = {f"{name} of stages" if name in ("tokens_per_step", "seq_len") and isinstance(value, set) else name:
                 value for name, value in expected.items()}  # fmt: skip
     before, after = (
-        list_facts(gpt.make_config(dict(preset=preset, device="cpu", **extra))) for extra in ({}, dict(without=mechanism))
+        list_facts(gpt.make_config(dict(preset=preset, device="cpu", **extra)))
+        for extra in ({}, dict(without=mechanism))
     )
     assert {name for name in before if before[name] != after[name]} == set(expected)
-    assert {name: set(after[name]) if isinstance(value, set) else after[name] for name, value in expected.items()} == expected
+    found = {name: set(after[name]) if isinstance(value, set) else after[name] for name, value in expected.items()}
+    assert found == expected
 
 
 SHORT = [name for name, (preset, _) in WITHOUT.items() if preset == "track_1" and name != "fp8_head"]
 
 
-@pytest.mark.parametrize("mechanism", SHORT)  # test_frontier.py has the others
+@pytest.mark.parametrize("mechanism", SHORT)  # test_frontier.py tests the remaining ones
 def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
-    """Four steps: the loss falls below ln 257, which a uniform guess has."""
+    """Four steps: the loss falls below ln 257, the loss of a uniform guess."""
     cfg = smoke_config(shards, num_layers=6, tokens_per_step=512, num_iterations=4, without=mechanism)
     trainer = gpt.Trainer(cfg, make_runtime())
     batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 4), trainer.rt.device)
@@ -97,7 +99,7 @@ def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
 def test_only_a_mechanism_that_is_there_can_be_taken_away(capsys):
     assert gpt.main(["--preset=quick", "--without=dc", "--print_config"]) == 2
     assert capsys.readouterr().err.endswith("--without=dc: preset quick has no dc: leave it out\n")
-    only = gpt.make_config(dict(preset="frontier", only_with="qk_norm"))  # neither Muon nor, in its place, its variance
+    only = gpt.make_config(dict(preset="frontier", only_with="qk_norm"))  # no Muon, and no NorMuon instead
     assert only.groups["matrix"].rule == "adamw"
     assert gpt.make_config(dict(preset="muonh", without="variance")).groups["matrix"].rule == "muonh"
 
@@ -118,7 +120,7 @@ def test_mechanisms_reach_layers_that_a_preset_spells_out():
 
 
 def test_only_with_leaves_the_named_ones():
-    """All others are off. So are those of the newest recipe, in which one needs another."""
+    """All other mechanisms are off, also in the newest recipe, whose mechanisms depend on one another."""
     cfg = gpt.make_config({"preset": "track_1", "only_with": "muon,qk_norm"})
     assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr, cfg.qk_norm) == ("muon", 0.05, "on")
     off = dict(momentum_warmup_steps=0, cooldown_frac=0.0, tie_head="on", untie_frac=1.0, zero_init="off", softcap=0.0,

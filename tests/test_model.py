@@ -309,7 +309,7 @@ def test_gains_multiply_inputs_or_outputs(gain):
 
 
 def test_flops_count_the_keys_that_can_be_seen():
-    """Documents cut to 100 tokens, masked; not masked, a key may be anywhere in the window."""
+    """Documents are cut to 100 tokens. Without a mask a key may be anywhere in the window."""
     flops = {
         mask: gpt.count_flops(
             smoke_config(max_doc_len=100, document_mask=mask, num_layers=1, stages=(gpt.Stage(1, 256, 256),))

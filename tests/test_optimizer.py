@@ -12,7 +12,7 @@ from torch import nn
 
 @pytest.mark.parametrize("name, method", RULES_AND_METHODS)
 def test_the_optimizer_tells_every_rule_its_numbers(name, method):
-    """Three steps of 24,576 tokens. Gradients are scaled to twice as many. Weight decay is 0.4, times the rate."""
+    """Three steps of 24,576 tokens. Gradients are scaled to 49,152 tokens. Weight decay is 0.4, times the rate."""
     rng, model = np.random.default_rng(0), Ends()
     weights, grads = rng.standard_normal((2, 6, 14)), rng.standard_normal((3, 2, 6, 14))
     model.stack = gpt.parameter(torch.tensor(weights).float(), "matrix")
@@ -54,7 +54,7 @@ def test_multipliers(rule):
         param.grad = (matrix if param.dim() == 2 else vector).to(param.dtype).expand_as(param).clone()
     optimizer.step(first_state(cfg))
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
-    # without decay, b would move twice as far as a. Its decay is lr_mul * wd_mul = 6 times as strong
+    # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
     decay = 0.1 * 0.2
     update = moved["a"] - decay * before["a"]
     assert update.abs().max() > 0.01
@@ -64,7 +64,7 @@ def test_multipliers(rule):
 
 @pytest.mark.parametrize("decay, acts", [("decoupled", 1), ("cautious", 0)])
 def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
-    """Rates of Adam's groups at half, of matrices at a quarter: W (1 - lr f wd f), and no gradient.
+    """LR factors f of 1/2 for Adam's groups and 1/4 for matrices, without gradients: W (1 - lr f wd f).
 
     Cautious decay does not act on Adam's parameters then, but it acts on Muon's.
     """
@@ -138,7 +138,7 @@ def test_the_fused_form_of_adam_is_used_only_if_it_fits(group, fits, model, chan
 
 
 def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
-    """A bucket of one parameter takes its gradient as it is. Several gradients are packed side by side."""
+    """A bucket of one parameter uses its gradient without a copy. Several gradients are packed into one buffer."""
     model = gpt.GPT(smoke_config())
     optimizer = gpt.Optimizer(model, smoke_config(), make_runtime())
     for name, param in model.named_parameters():
@@ -185,7 +185,7 @@ def test_padding_stays_zero():
 
 
 class Stuck(Ends):
-    """A zero matrix beside another one."""
+    """A zero matrix and a non-zero matrix."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ def test_a_zero_matrix_is_refused_by_name(name):
 
 
 def test_a_table_has_a_gradient_by_rows_only_with_its_fast_form():
-    """An ordinary gradient of such a table would be lost, so it is an error that names the table."""
+    """A dense gradient of a row-sparse table would be lost, so it is an error that names the table."""
     cfg, rt = smoke_config(), make_runtime(fast=frozenset({"sparse_embedding"}))
     plain = gpt.Optimizer(gpt.GPT(cfg), cfg, make_runtime())
     assert not any(bucket.sparse for bucket in plain.buckets)
@@ -218,7 +218,7 @@ def test_a_table_has_a_gradient_by_rows_only_with_its_fast_form():
 
 
 def test_a_row_sparse_gradient_equals_the_dense_one():
-    """Two micro-batches, bit for bit in float64. Some rows repeat, both ends are read, others never."""
+    """Two micro-batches, bit for bit in float64. Some rows repeat, some are never read. Both ends are read."""
     torch.manual_seed(0)
     param, rt = gpt.parameter(torch.randn(37, 6, dtype=torch.float64), "value_embed", is_table=True), make_runtime()
     bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
@@ -280,8 +280,8 @@ def test_without_the_fast_form_a_table_has_an_ordinary_gradient(shards):
 
 
 def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
-    """While tied the model reads one tensor: its gradient is the sum of both. It moves as an untied head on that sum,
-    and the embedding follows."""
+    """A tied model reads one tensor, and its gradient is the sum of both. Its update is the update of an untied head
+    with this sum, and the embedding gets the values."""
     grads, moved = {}, {}
     for is_tied in ("on", "off"):
         torch.manual_seed(0)

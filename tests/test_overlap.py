@@ -87,7 +87,7 @@ def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, n
     embedding is not read, and the model waits for the head's weight. Afterwards it waits for both."""
     awaited, first_read = [], {}  # parts in the order of their waits, and by parameter the part that reads it first
     monkeypatch.setattr(gpt.Optimizer, "wait_for_parameters", lambda _optimizer, reader, *_: awaited.append(reader))
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)  # nobody else is there
+    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)  # the second rank does not exist
     cfg = smoke_config(num_layers=num_layers, tie_head=tie_head)
     trainer = gpt.Trainer(cfg, make_runtime(0, 2, fast=frozenset({"sparse_embedding"})))
     model, optimizer, tokens = trainer.model, trainer.optimizer, torch.randint(257, (128,))

@@ -1,5 +1,8 @@
-"""The ladder of records, by the script that its folder has frozen: constants against a table typed from the published
-scripts, mechanisms that only old rungs use. Below, of the script in the root: what takes mechanisms away, the medium track."""
+"""Constants of the published records against tables copied from their scripts.
+
+The ladder is checked in its frozen script, together with mechanisms that only old records use. The medium track is a
+preset of the script in the root.
+"""
 
 import dataclasses
 import math
@@ -17,7 +20,7 @@ frozen = results.load_script(ROOT / "records" / "laptop" / "2026-11-21_ladder")
 BATCH, SMALL = 512 * 1024, 8 * 48 * 1024
 HIDDEN_DEFAULT = 1 / math.sqrt(3)  # standard deviation of PyTorch's default, times sqrt(inputs)
 
-# name: minutes, steps, tokens a step, last steps in which rates fall (or their share), what the record says
+# name: minutes, steps, tokens per step, cooldown steps (or their fraction), options of the record
 PUBLISHED = {
     "2024-06-06_adamw_rotary": (
         31.4,
@@ -235,7 +238,7 @@ def test_the_ladder_is_whole_and_in_order():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_constants_are_the_records(name):
-    """But for a slip: two rungs kept the share of the steps in which rates fall from the rung before them."""
+    """Two rungs have a known error: they keep the cooldown fraction of the previous rung."""
     _, steps, tokens, fall, facts = PUBLISHED[name]
     if name in ("2024-12-08_mirrored_values", "2024-12-17_sparse_values"):
         assert fall == 600
@@ -258,12 +261,12 @@ def test_the_last_rung_is_the_recipe():
 
 
 def test_laptop_rungs_differ_as_the_records_do_and_see_equal_tokens():
-    """But for what the laptop cannot show: bfloat16 embeddings and the epsilon, which its noise decides."""
+    """Except options without a measurable effect on a laptop, such as bfloat16 embeddings and Adam's epsilon."""
     names, per_record = list(frozen.LADDER), {"preset", "num_iterations", "cooldown_frac", "val_loss_every"}
     for before, name in zip(names, names[1:]):
         full, small = differing(before, name), differing(f"laptop_{before}", f"laptop_{name}")
         skipped = {"embed_dtype", "adam_eps", "momentum_warmup_steps", "max_doc_len"} | per_record
-        if name == "2025-01-26_smaller_batch":  # whose rows, 65,536 and 49,152 tokens, are 1,024 both times
+        if name == "2025-01-26_smaller_batch":  # sequences of 65,536 and 49,152 tokens are both 1,024 here
             skipped |= {"seq_len", "val_seq_len"}
         assert full - skipped == small - skipped, name
     for name in names:
@@ -279,7 +282,7 @@ def test_windows_of_the_records():
         ("2025-01-16_long_short", lambda x: 128 * math.floor((1728 * x + 128) / 128)),
     ):
         schedule = frozen.Schedule(resolve(name))
-        for step in range(2, schedule.num_iterations - 2):  # a step from a boundary either side may be right
+        for step in range(2, schedule.num_iterations - 2):  # one step from a boundary both windows are accepted
             near = {window(other / schedule.num_iterations) for other in (step - 1, step, step + 1)}
             assert schedule.at(step).stage.window_long in near, (name, step)
     assert frozen.Schedule(resolve("2024-11-24_window_warmup")).at(1750).stage.window_long == 1792
@@ -301,7 +304,7 @@ def test_layers_of_the_records():
 
 
 def test_muons_older_forms():
-    """m = mu m + g and steps of root mean square 1, by formula and as measured."""
+    """m = mu m + g, and updates of root mean square 1, by formula and measured."""
     torch.manual_seed(0)
     grad, buffer, param = torch.randn(3, 2, 24, 8)
     knobs = frozen.Knobs(*map(torch.tensor, (0.9, 1.0, 1.0, 1.0)), (0.9, 0.95), 1e-8, torch.float32)
@@ -334,7 +337,7 @@ def test_learning_rate_warm_up_and_decay_of_embeddings():
 
 
 def test_full_rotary_frequencies():
-    """1 / 10000^(2 i / head_dim), and the customary softmax scale, the same in all stages without YaRN."""
+    """1 / 10000^(2 i / head_dim) and the usual softmax scale. Without YaRN they are constant over all stages."""
     cfg = smoke(rotary="full", rotary_base=10_000, yarn_max_window=0, attention_scale=0.0)
     for frequencies, scale in frozen.Schedule(cfg).rotary:
         assert np.allclose(frequencies, 10_000.0 ** (-np.arange(0, 32, 2) / 32), rtol=1e-12)
@@ -345,7 +348,7 @@ def test_full_rotary_frequencies():
 
 
 def test_the_medium_track():
-    """Record 18 of the medium track as far as the mechanisms exist, its record 2 otherwise."""
+    """Record 18 of the medium track. Mechanisms that do not exist here are replaced by record 2 of this track."""
     cfg = gpt.make_config({"preset": "track_2"})
     assert (cfg.num_layers, cfg.model_dim, cfg.num_heads, cfg.head_dim) == (16, 1024, 8, 128)
     assert [s.value_embed for s in cfg.layers] == [0, 1, 2, 3, 4, *[None] * 6, 0, 1, 2, 3, 4]
@@ -364,9 +367,9 @@ def test_the_medium_track():
     assert cfg.val_windows == (27 * 128, 11 * 128)
     assert (cfg.max_doc_len, cfg.cooldown_frac, cfg.final_lr_frac, cfg.fp8_head) == (4096, 0.7, 0.1, "off")
     rates = [cfg.groups[name].lr * train[-1].lr_factor for name in ("matrix", "head", "embed", "value_embed")]
-    assert rates == [0.025, 0.003, 0.3, 0.6]  # the first three are record 2's
+    assert rates == [0.025, 0.003, 0.3, 0.6]  # the first three are from record 2
     scales = [scale for _, scale in gpt.Schedule(cfg).rope_settings]
-    assert len(set(scales[:4])) == 4 and len(set(scales[3:])) == 1  # YaRN follows as far as 13 blocks
+    assert len(set(scales[:4])) == 4 and len(set(scales[3:])) == 1  # YaRN stops at 13 blocks
     assert gpt.derived_numbers(cfg, 8)["num_params"] == (
         7 * 50_304 * 1024 + 16 * (4 + 8) * 1024**2 + 16 * 8 * 16 + 16 * 2 + 3 + 16 + 10
     )

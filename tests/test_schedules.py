@@ -252,7 +252,7 @@ def test_decay_follows_its_schedule():
 
 
 def test_yarn_stops_where_it_is_told():
-    """Windows 64, 192, 256, 320 with a limit of 192: one change; below the first window, and at 0, none."""
+    """Windows 64, 192, 256, 320. A limit of 192 allows one change. Limits of 0 and 32 allow none."""
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 192, 64), gpt.Stage(1, 256, 128))
     scales = {
         limit: [
