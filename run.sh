@@ -28,14 +28,15 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python. Makes
   "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
 }
 
+export RUN_SH=$0  # printed commands start with it
+if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton tensorboard
-  if [[ $1 != test ]]; then
-    run_sh=$0
-    if [[ $run_sh != */* ]]; then run_sh=./$run_sh; fi
-    RUN_SH=$run_sh exec "$python" "$@"  # data/text.py prints a command that starts with it
+  if [[ $1 == test ]]; then
+    unset RUN_SH
+    exec "$python" -m pytest "${@:2}"
   fi
-  exec "$python" -m pytest "${@:2}"
+  exec "$python" "$@"
 fi
 
 if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,4}$ ]]; then

@@ -3744,11 +3744,13 @@ class Stop:
             per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
             nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
             nodes = nodes if rt.world_size > per_node else "--standalone"
+            script = shlex.quote(os.path.relpath(__file__))
             launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
+            if "RUN_SH" in os.environ:  # set by run.sh
+                launcher, script = f"NPROC={rt.world_size}", shlex.quote(os.environ["RUN_SH"])
             kept = [word for before, word in zip(("", *argv), argv)
                     if not word.startswith("--resume") and before != "--resume"]
-            words = shlex.join([os.path.relpath(__file__), *kept, f"--resume={path}"])
-            remedy = f"continue with: {launcher} {words}"
+            remedy = f"continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
         raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
@@ -6001,7 +6003,7 @@ class Checkpoints:
         if path.name != "model.pt":  # a result has its script anyway
             with suppress(OSError):  # the log reports a full disk
                 write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
-        self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
+            self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
         return True
 
 # ==== TELEMETRY AND GUARD ==================================================================================

@@ -2,7 +2,8 @@
 
     python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [train_gpt.py options]
 
-Compiles the step for each GPU (tests/cuda_compile.py, 2 to 10 minutes each) and keeps the results in FOLDER.
+Compiles the step for each GPU (tests/cuda_without_gpu/cuda_compile.py, 2 to 10 minutes each) and keeps the
+results in FOLDER.
 Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak. Each buffer is read or
 written once. Launch gaps and overlap are ignored, and all kernels run at the attainable rates below. The
 order of the parts and the ratio of two versions are useful, the milliseconds are not.
@@ -50,12 +51,13 @@ DEVICES = {
 
 
 def load(card: str, folder: Path, options: list[str]) -> dict:
-    """Read the file of tests/cuda_compile.py for a GPU. Compile if the folder does not have it."""
+    """Read the file of cuda_compile.py for a GPU. Compile if the folder does not have it."""
     names = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
     path = folder / f"{'_'.join([card, *names])}.json"
     if not path.exists():
         print(f"compiling for {card} ...", file=sys.stderr, flush=True)
-        command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, f"--json={path}", *options]
+        script = ROOT / "tests" / "cuda_without_gpu" / "cuda_compile.py"
+        command = [sys.executable, str(script), card, f"--json={path}", *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"roofline.py: {card}: {json.loads(done.stdout or '{}').get('error', 'see above')}")

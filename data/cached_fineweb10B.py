@@ -5,9 +5,9 @@ vocabulary (hub model openai-community/gpt2), which preset frontier reads.
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-A complete file is not fetched again, and a broken download is resumed. Shards of 200 MB go into
-data/fineweb10B. The vocabulary of 1 MB goes into data. The last line of the output is a command that trains
-on the shards.
+A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. Shards
+of 200 MB go into data/fineweb10B. The vocabulary of 1 MB goes into data. The last line of the output is a
+command that trains on the shards.
 """
 
 import glob
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, require_packages
+from records.common import ROOT, Parser, find_launcher, require_packages
 
 with require_packages():
     from huggingface_hub import hf_hub_download
@@ -49,8 +49,8 @@ def download(name: str, folder: Path, repository: dict) -> None:
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                             "check the network or proxy and repeat the command, which resumes the "
-                             "download, or train without a download: ./run.sh --preset=laptop") from None
+                             "check the network or proxy and repeat the command, which keeps complete "
+                             "files, or train without a download: ./run.sh --preset=laptop") from None
 
 
 def fetch(name: str, folder: Path) -> None:
@@ -90,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         files = dict(train_files=f"{folder}/fineweb_train_*.bin", val_files=f"{folder}/fineweb_val_*.bin",
                      vocab_file=str(args.out.parent / "gpt2_vocab.json"))
         options = " ".join(f"--{name}={shlex.quote(value)}" for name, value in files.items())
-        print(f"train on it: ./run.sh {options}" if args.out != DEFAULT
-              else "train on it: ./run.sh, or ./run.sh --preset=frontier")
+        launcher = find_launcher()
+        print(f"train on it: {launcher} {options}" if args.out != DEFAULT or Path.cwd() != ROOT
+              else f"train on it: {launcher}, or {launcher} --preset=frontier")
         return 0
 
     return gpt.run_guarded(body, "cached_fineweb10B.py")

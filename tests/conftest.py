@@ -1,4 +1,4 @@
-"""What the tests share: the module, small shards, and running the script as a user does."""
+"""Shared by the tests: the module, small shards, short runs in this process, and the script in its own process."""
 
 import io
 import json
@@ -10,7 +10,7 @@ import sys
 from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # here and in what tests start: threads that spin slow others
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down other processes
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -36,7 +36,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests marked gpu where there is none; leave slow ones and those of cards out unless they are asked for."""
+    """Skip tests marked gpu without a GPU. Deselect tests marked slow or cards unless -m names the marker."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -51,13 +51,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="session")
 def use_one_thread():
-    """Small tensors: more threads only add noise and time."""
+    """Use one thread. With small tensors more threads only add noise and time."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def measure_small_products():
-    """Every run measures a matmul of size 1,024. In bfloat16 it takes half a minute on some processors."""
+    """Measure a matmul of size 256 on CPUs. In bfloat16 size 1,024 takes half a minute on some processors."""
     real = gpt.measure_matmul
     gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
     yield
@@ -66,13 +66,13 @@ def measure_small_products():
 
 @pytest.fixture(autouse=True)
 def no_sample(request, monkeypatch):
-    """Runs in this process write no text at their end, which takes longer than their steps; but for marker sample."""
+    """Omit the sample at the end of runs in this process, except with marker sample. It takes longer than the steps."""
     if not request.node.get_closest_marker("sample"):
         monkeypatch.setattr(gpt, "print_sample", lambda *_: None)
 
 
 def slow_but(values, *quick) -> list:
-    """Parameters of a test, all but a few of them only for -m slow."""
+    """Parameters of a test. All values except `quick` are marked slow."""
     return [
         value
         if value in quick
@@ -85,7 +85,7 @@ def slow_but(values, *quick) -> list:
 
 @contextmanager
 def at_most(seconds: int):
-    """Raise TimeoutError if something takes longer. This only guards against an endless wait."""
+    """Raise TimeoutError if the body takes longer. The limit only guards against an endless wait."""
 
     def give_up(*_):
         raise TimeoutError(f"not done after {seconds} seconds")
@@ -100,7 +100,7 @@ def at_most(seconds: int):
 
 
 def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Documents of arithmetic progressions of bytes: learnable in a few steps. uint16, each behind BOS."""
+    """Documents of arithmetic progressions of bytes, learnable in a few steps. uint16, each starts with BOS."""
     parts, total = [], 0
     while total < num_tokens:
         length = int(rng.integers(20, 600))
@@ -114,7 +114,7 @@ def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Path:
-    """A folder with two training shards and one of validation."""
+    """A folder with two training shards and one validation shard."""
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
@@ -134,13 +134,13 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime in plain forms, without measurements. Several ranks only if no collective is called."""
+    """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called."""
     comm = gpt.Comm(rank, world_size)
     return gpt.Runtime(comm=comm, local_rank=rank, **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
-    """Run a script in its own process, or under torchrun in several; returns the finished process."""
+    """Run a script in a child process, or under torchrun if nproc > 1. Returns the finished process."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -155,12 +155,12 @@ def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = Non
 
 
 def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1):
-    """Run the trainer as a user would, on the CPU unless told otherwise."""
+    """Run the trainer as a user would, by default on the CPU."""
     return launch([str(script), "--device=cpu", *args], cwd, nproc)
 
 
 def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
-    """A smoke run that must succeed, of one rank in this process; returns its json, with "stdout" added."""
+    """A smoke run that must succeed. One rank runs in this process. Returns its json with "stdout" and "path"."""
     before, words = set(cwd.rglob("*.json")), ["--preset=smoke", "--save_model=off", *data_args(shards), *args]
     if nproc > 1:
         done = run_script(words, cwd, nproc=nproc)
@@ -180,3 +180,81 @@ VAL_LINE = re.compile(
 STEP_LINE = re.compile(
     r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms train_loss:(\d+\.\d{4}|nan)$", re.M
 )
+
+
+CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
+    "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
+)
+
+
+TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
+TINY += ["--val_tokens=1024"]
+AT_THE_END = "--val_loss_every=0"  # the only validation
+
+
+@pytest.fixture(name="here")
+def enter_folder(tmp_path, monkeypatch):
+    """A new folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(name="now")
+def replace_clock(monkeypatch):
+    """The time in seconds, in a list. Only the test advances it."""
+    seconds = [1000.0]
+    monkeypatch.setattr(gpt.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
+    return seconds
+
+
+def before_call(monkeypatch, owner, name, do) -> None:
+    """Call do(*arguments) before the real function."""
+    real = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        do(*args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def advance(monkeypatch, now, owner, name, seconds) -> None:
+    """Advance the time by these seconds in each call of a function."""
+    before_call(monkeypatch, owner, name, lambda *_: now.__setitem__(0, now[0] + seconds))
+
+
+def run(shards, *args, preset=TINY) -> dict:
+    """A run in this process. Returns its json."""
+    before = set(Path("logs").glob("*.json"))
+    assert gpt.main([*preset, *data_args(shards), *args]) == 0
+    (path,) = set(Path("logs").glob("*.json")) - before
+    return json.loads(path.read_text())
+
+
+def find_saved(step: int) -> Path:
+    """The only checkpoint of a step in this folder."""
+    (path,) = Path().glob(f"checkpoints/*/step_{step:06d}.pt")
+    return path
+
+
+def make_trainer(shards, **changes):
+    """A new trainer, a function that makes one step, and a function that ends its thread."""
+    cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
+    fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
+    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
+    batches = start_prefetcher(trainer)
+
+    def step():
+        loss = trainer.train_step(batches, trainer.schedule.at(trainer.progress.step))
+        trainer.progress.step += 1
+        return loss
+
+    return trainer, step, lambda: batches.executor.shutdown(cancel_futures=True)
+
+
+def start_prefetcher(trainer):
+    data = gpt.TrainData(trainer.cfg, trainer.schedule)
+    return gpt.Prefetcher(
+        data.batches(trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
+    )

@@ -1,12 +1,12 @@
-"""Plain float64 reading of the record of 2026-07-17: model, loss, optimizers, schedules.
+"""Reference implementation of the record of 2026-07-17 in float64: model, loss, optimizers, schedules.
 
-Written from a description of that record alone, for tests. Loops and dense masks, no speed, no reduced precision.
+Written for tests, only from a description of this record. Loops and dense masks, no fast forms, no low precision.
 V = vocab (padded), D = dim, H = heads, K = head_dim (H * K = D), F = hidden, G = gate_hidden.
 Matrices are outputs x inputs. Parameters, one flat dict of float64 leaf tensors:
   embed (V,D)  head (V,D)  ve.{0..4} (V,D)  bigram (bigram_rows,D)
   signs (sign_rows,D) of +-1, not trained
   q.{l} k.{l} v.{l} o.{l} (D,D), s0.{l} s1.{l} ()     layer in 0..10 without 6 (attention layers)
-  up.{l} down.{l} (F,D)                               layer in 0..10; MLP(u) = down^T relu(up u)^2
+  up.{l} down.{l} (F,D)                               layer in 0..10, MLP(u) = down^T relu(up u)^2
   attn_residual.{l} attn_out.{l} ()                   layer in 0..9 without 6 (r and p of attention)
   mlp_residual.{l} mlp_out.{l} ()                     layer in 0..9 (r and p of the MLP)
   smear ()  smear_gate (12,)  skip ()  gate_scale () (common scale of pre and post)
@@ -31,7 +31,7 @@ FROM_H7 = (8, 9, 10)
 EPS = 2.0 ** -23
 F64 = torch.float64
 
-# (layer, coefficient, size, initial value); 'H' stands for the number of heads.
+# (layer, coefficient, size, initial value). 'H' is the number of heads.
 PRE = [(1, "xsa", "H", 0.0), (3, "xsa", "H", 0.0), (3, "gate", "H", 0.25),
        (0, "x0", 1, 0.0), (0, "bigram", 1, 0.05), (1, "x0", 1, 0.0), (1, "bigram", 1, 0.05),
        (2, "x0", 1, 0.0), (2, "bigram", 1, 0.05), (3, "x0", 1, 0.0), (3, "bigram", 1, 0.05)]
@@ -64,12 +64,12 @@ class Shape:
 
 
 def outputs_of(name, shape):
-    """The outputs of a generator in their order: (layer, coefficient, size, initial value)."""
+    """The outputs of a generator in order: (layer, coefficient, size, initial value)."""
     return [(layer, c, shape.heads if n == "H" else n, value) for layer, c, n, value in GENERATORS[name]]
 
 
 def init_params(shape, generator):
-    """Not the recipe's start (much of it is zero) but values at which every path matters."""
+    """Random values with which each path has an effect. In the recipe many initial values are zero."""
     def normal(std, *size):
         return std * torch.randn(size, generator=generator, dtype=F64)
 
@@ -114,7 +114,7 @@ def init_params(shape, generator):
 # ---------------------------------------------------------------- indices
 
 def positions_of(total, starts):
-    """Position of every index in its own buffer."""
+    """Position of each index in its buffer."""
     starts, out = set(int(s) for s in starts), []
     for t in range(total):
         out.append(0 if t in starts else out[-1] + 1)
@@ -126,7 +126,7 @@ def int32(value):
 
 
 def bigram_rows_of(tokens, starts, rows):
-    """Rows of the bigram table: position 0 takes the row rows - 1, and position 1 sees rows - 1 in the place of token 0."""
+    """Rows of the bigram table. Position 0 reads row rows - 1. Position 1 uses rows - 1 instead of token 0."""
     tokens, out = [int(t) for t in tokens], []
     for t, position in enumerate(positions_of(len(tokens), starts)):
         if position == 0:
@@ -138,7 +138,7 @@ def bigram_rows_of(tokens, starts, rows):
 
 
 def sign_rows_of(tokens, starts, n):
-    """Rows of its signs, from the true tokens; position 0 takes row 0."""
+    """Rows of the bigram signs, from the true tokens. Position 0 takes row 0."""
     tokens = [int(t) for t in tokens]
     where = positions_of(len(tokens), starts)
     return [0 if where[t] == 0 else (tokens[t - 1] ^ tokens[t]) % n for t in range(len(tokens))]
@@ -153,7 +153,7 @@ def prefix_table(vocab):
     out = []
     for token in vocab:
         found = -1
-        for length in range(1, len(token)):     # the longest one is met last
+        for length in range(1, len(token)):     # the longest prefix is found last
             found = number.get(token[:length], found)
         out.append(found)
     return out
@@ -179,7 +179,7 @@ def coefficients(params, shape, name, x, scale):
 
 
 def rotate(x, positions, frequencies):
-    """x (T, K): the first K/2 dims rotate in adjacent pairs, one frequency a pair."""
+    """x (T, K): the first K/2 dims rotate in adjacent pairs, with one frequency per pair."""
     y = [None] * x.shape[1]
     for j in range(x.shape[1] // 4):
         angle = positions * frequencies[j]
@@ -191,7 +191,7 @@ def rotate(x, positions, frequencies):
 
 
 def probabilities(q, k, documents, distance, scale):
-    """Softmax (rows x rows) over the keys of the same document at distance 0..distance."""
+    """Softmax (rows x rows) over the keys of a query's document at distance 0..distance."""
     rows = torch.arange(len(documents))
     back = rows[:, None] - rows[None, :]
     seen = (back >= 0) & (back <= distance) & (documents[:, None] == documents[None, :])
@@ -200,7 +200,7 @@ def probabilities(q, k, documents, distance, scale):
 
 
 def attention(params, shape, layer, u, table, extra, c, positions, documents, stage, dc_band):
-    """Attention of u. table: raw VE rows or None; extra: v' of layer 10; c: the coefficients."""
+    """Attention of u. table is the raw VE rows or None, extra is v' of layer 10, c are the coefficients."""
     short, long_, frequencies, scale = stage
     T, H, K = u.shape[0], shape.heads, shape.head_dim
     half = H // 2
@@ -228,7 +228,7 @@ def attention(params, shape, layer, u, table, extra, c, positions, documents, st
     if layer in LONG:                               # key offset, inside the buffer
         k = torch.stack([k[t] if positions[t] == 0 else
                          torch.cat([k[t, :, :K // 2], k[t - 1, :, K // 2:]], dim=1) for t in range(T)])
-    if layer in PAIRED:                             # row 2t: the first half of the heads, 2t + 1: the second
+    if layer in PAIRED:                             # rows 2t and 2t + 1: first and second half of the heads
         q2, k2, v2 = [torch.stack([z[:, :half], z[:, half:]], dim=1).reshape(2 * T, half, K)
                       for z in (q, k, v)]
         documents2 = documents.repeat_interleave(2)
@@ -239,7 +239,7 @@ def attention(params, shape, layer, u, table, extra, c, positions, documents, st
         window = long_ if layer in LONG else short
         y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h]
                          for h in range(H)], dim=1)
-    if layer == 10:                                 # heads composed anew over the nearest tokens
+    if layer == 10:                                 # dynamic head composition over the nearest tokens
         w1, w2 = rms_norm(c[10, "dc_w1"], 1e-6), c[10, "dc_w2"]
         mixed = sum(w1[:, g:g + 1] * probabilities(q[:, g], k[:, g], documents, dc_band - 1, scale)
                     for g in range(H))
@@ -257,7 +257,7 @@ def mlp(params, layer, u):
 
 
 def forward(params, shape, tokens, starts, doc_ids, stage, dc_band=112):
-    """Softcapped logits z (T, V) of one or more packed buffers laid end to end."""
+    """Softcapped logits z (T, V) of one or more concatenated packed buffers."""
     tokens = torch.as_tensor(tokens, dtype=torch.long)
     documents = torch.as_tensor(doc_ids, dtype=torch.long)
     positions = positions_of(len(tokens), starts)
@@ -309,13 +309,13 @@ def forward(params, shape, tokens, starts, doc_ids, stage, dc_band=112):
 
 def loss(params, shape, tokens, targets, starts, doc_ids, stage, weights, prefix_weight, prefix_of,
          dc_band=112):
-    """Training loss summed over all tokens; prefix_of: list of V prefix tokens or -1."""
+    """Training loss summed over all tokens. prefix_of is a list of V prefix tokens or -1."""
     logp = torch.log_softmax(forward(params, shape, tokens, starts, doc_ids, stage, dc_band), dim=-1)
     targets = [int(t) for t in targets]
     positions = positions_of(len(targets), starts)
     total = torch.zeros((), dtype=F64)
     for t in range(len(targets)):
-        for k, weight in enumerate(weights):    # t + k is in the same buffer if its position is k more
+        for k, weight in enumerate(weights):    # t + k is in the buffer of t if its position is k larger
             if weight != 0 and t + k < len(targets) and positions[t + k] == positions[t] + k:
                 total = total - weight * logp[t, targets[t + k]]
         prefix = int(prefix_of[targets[t]]) if prefix_of is not None else -1
@@ -382,7 +382,7 @@ def windows(step, n=STEPS, final_validation=False):
 
 
 def yarn(step, head_dim, n=STEPS):
-    """(frequencies, attention scale); the final validation uses those of the last step."""
+    """(frequencies, attention scale). The final validation uses the values of the last step."""
     count = head_dim // 4
     frequencies = [(1 / 1024) ** (i / (count - 1)) if count > 1 else 1.0 for i in range(count)]
     scale = 0.1
@@ -436,7 +436,7 @@ def polar_express(U):
 
 @torch.no_grad()
 def matrix_update(W, G, state, lr_factor, momentum, lr_mul, per_column=False):
-    """NorMuon in place for one matrix or QK group; per_column: True for QK groups, else one value a row."""
+    """NorMuon in place for one matrix or QK group. per_column is True for QK groups, else one value per row."""
     if state.momentum is None:
         state.momentum = torch.zeros_like(G)
         size = (1, G.shape[1]) if per_column else (G.shape[0], 1)
@@ -507,11 +507,11 @@ def join(high, low):
 
 def train(params, shape, batches, untie_step, prefix_of, stage_for=None, lr_for=lr_factor,
           momentum_for=momentum, weights_for=loss_weights, dc_band=112):
-    """Trains in place from step 0, one step for each (tokens, targets, starts, doc_ids) of batches.
+    """Train in place from step 0, one step for each (tokens, targets, starts, doc_ids) of batches.
 
-    The *_for arguments are functions of the step. Embedding and head are tied (the embedding starts
-    as a copy of the head) up to and including untie_step, an odd step; a negative one: never tied.
-    Returns (losses, states), a loss being the step's sum divided by its number of buffers.
+    The *_for arguments are functions of the step. Embedding and head are tied up to and including
+    untie_step, an odd step, and the embedding starts as a copy of the head. A negative step means never tied.
+    Returns (losses, states). A loss is the sum of a step divided by its number of buffers.
     """
     assert untie_step < 0 or untie_step % 2 == 1
     stage_for = stage_for or (lambda step: stage_at(step, shape.head_dim))
@@ -534,7 +534,7 @@ def train(params, shape, batches, untie_step, prefix_of, stage_for=None, lr_for=
         factor, mu = lr_for(step), momentum_for(step)
         for name in matrices:
             kind, W, G = name.split(".")[0], params[name].detach(), grads[name]
-            if kind in ("q", "k"):              # two neighbouring heads at a time
+            if kind in ("q", "k"):              # groups of two neighbouring heads
                 for g in range(shape.heads // 2):
                     part = slice(g * group, (g + 1) * group)
                     state = states.setdefault((name, g), MatrixState())

@@ -1,12 +1,12 @@
-"""A whole training run, written a second time: plainly, in float64, one packed sequence after the other.
+"""Reference implementation of a whole training run for tests: float64, one packed sequence at a time.
 
-Written from the description of the two recipes and of the command line alone, for tests. A run is described
-by the options that --print_config prints; parameters are one flat dict of float64 tensors and are trained in
-place. The newest recipe's model is that of frontier_reference, with its names. The names of record 32's:
+Written only from the description of the two recipes and of the command line. A run is described by the options
+that --print_config prints. Parameters are one flat dict of float64 tensors, trained in place. The newest recipe
+uses the model and the parameter names of frontier_reference. Parameter names of record 32:
   embed (V,D)  head (V,D)  ve.{i} (V,D)       V = padded vocabulary, D = model_dim, H = heads, F = MLP hidden
-  q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 where there is a value embedding
+  q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 in layers with a value embedding
   up.{l} (D,F), used transposed  down.{l} (D,F)                          MLP(u) = down relu(up^T u)^2
-  a.{l} b.{l} ()  skip.{l} ()                                            skip where a layer adds a skip
+  a.{l} b.{l} ()  skip.{l} ()                                            skip in layers that add a skip connection
 """
 import glob
 import json
@@ -23,7 +23,7 @@ F64 = torch.float64
 # ---------------------------------------------------------------- data
 
 def read_shards(pattern):
-    """The token arrays of the files, in sorted order, and the document-start token."""
+    """The token arrays of the files in sorted order, and the document-start token."""
     shards, document_start = [], None
     for name in sorted(glob.glob(pattern)):
         raw = open(name, "rb").read()
@@ -36,14 +36,14 @@ def read_shards(pattern):
 
 
 class Packer:
-    """Sequences of whole documents, each cut to the longest length; what is cut off is discarded."""
+    """Packed sequences of documents. Documents are cut to the maximum length, and the rest is discarded."""
 
     def __init__(self, shards, document_start):
         self.shards, self.document_start = shards, document_start
         self.shard, self.document = 0, 0
 
     def next(self, length, max_doc_len):
-        """(inputs, targets, document number of each input) of one sequence of so many inputs."""
+        """(inputs, targets, document number of each input) of one sequence with `length` inputs."""
         while True:
             tokens = self.shards[self.shard]
             begins = [int(i) for i in np.flatnonzero(tokens == self.document_start)]
@@ -63,7 +63,7 @@ class Packer:
 
 
 def validation_rows(config):
-    """The validation tokens in order, in chunks; a document begins with each chunk and each start token."""
+    """The validation tokens in order, in chunks. Each chunk and each start token begins a document."""
     shards, document_start = read_shards(config["val_files"])
     tokens = np.concatenate(shards)
     rows = []
@@ -75,12 +75,12 @@ def validation_rows(config):
 
 
 def prefix_of(config, vocab, document_start):
-    """For each token id its longest proper prefix that is a token, else -1; the file: {token: id}."""
+    """The longest proper prefix of each token id that is also a token, else -1. The file is {token: id}."""
     ids = json.load(open(config["vocab_file"], encoding="utf-8"))
     out = [-1] * vocab
     for token, number in ids.items():
         if number != document_start:
-            for length in range(1, len(token)):                 # the longest one is met last
+            for length in range(1, len(token)):                 # the longest prefix is found last
                 found = ids.get(token[:length])
                 if found is not None and found != document_start:
                     out[number] = found
@@ -96,7 +96,7 @@ class Schedule:
         self.scheduled = self.steps - config["extension_steps"]
         timed = self.stages[:-1] if config["extension_steps"] else self.stages
         total, done, self.first = sum(Fraction(s["duration"]) for s in timed), Fraction(0), []
-        for stage in timed:                     # step s is in the stage where s / (scheduled + 1) falls
+        for stage in timed:                     # the stage of step s contains s / (scheduled + 1)
             self.first.append(min(math.ceil((self.scheduled + 1) * done / total), self.scheduled))
             done += Fraction(stage["duration"])
         if config["extension_steps"]:
@@ -122,7 +122,7 @@ class Schedule:
         return value * w + floor * (1 - w)
 
     def lr_factors(self, step):
-        """Of matrices, and of all else."""
+        """LR factors of matrices and of all other parameters."""
         cooldown, of_matrices = self.config["cooldown_frac"], self.config["matrix_cooldown_frac"]
         of_matrices = cooldown if of_matrices == -1 else of_matrices
         return self.lr_factor(step, of_matrices), self.lr_factor(step, cooldown)
@@ -140,7 +140,7 @@ class Schedule:
         return low + (high - low) * step / rise if step < rise else high
 
     def loss_weights(self, step):
-        """Weights of the next tokens, and of the prefix of the next one."""
+        """Loss weights of the next tokens, and of the prefix-token target."""
         i = self.number(step)
         done = (step - self.first[i]) / (self.end[i] - self.first[i])
 
@@ -151,7 +151,7 @@ class Schedule:
         return [now(text) for text in stage["loss_weights"].split()], now(stage["prefix_weight"])
 
     def windows(self, step):
-        """(short, long, frequencies, attention scale) of a step; at the end those of the last validation."""
+        """(short, long, frequencies, attention scale) of a step. Step `steps` is the final validation."""
         config, last = self.config, min(step, self.steps - 1)
         long_windows = [s["window_long"] for s in self.stages[:self.number(last) + 1]]
         short = self.stages[self.number(last)]["window_short"]
@@ -171,13 +171,13 @@ class Schedule:
         return short, long_windows[-1], torch.tensor(frequencies, dtype=F64), scale
 
     def untie_step(self):
-        """The last step at which embedding and head are one; -1: they never are."""
+        """The last step with tied embedding and head. -1 means never tied."""
         if self.config["tie_head"] == "off":
             return -1
         if self.config["untie_frac"] == 1:
             return self.steps
         step = math.ceil(Fraction(self.config["untie_frac"]).limit_denominator(10 ** 6) * self.scheduled)
-        while (step + 1) % self.config["head_every"]:           # the first one at which they are updated
+        while (step + 1) % self.config["head_every"]:           # the first step that updates them
             step += 1
         return step
 
@@ -189,7 +189,7 @@ def record_32(config, p, tokens, documents, windows):
     short, long_, frequencies, scale = windows
     T, H, K = len(tokens), config["num_heads"], config["head_dim"]
     norm = frontier.rms_norm
-    still = torch.zeros(K // 4, dtype=F64)                      # half of the pairs of channels do not turn
+    still = torch.zeros(K // 4, dtype=F64)                      # half of the channel pairs are not rotated
     angle = torch.arange(T, dtype=F64)[:, None, None] * torch.cat([frequencies, still])
     cos, sin = torch.cos(angle), torch.sin(angle)               # (T, 1, K / 2)
 
@@ -239,7 +239,7 @@ def cross_entropies(config, params, row, windows, weights, prefix_weight, prefix
         logits = record_32(config, params, inputs, documents, windows)
     logp = torch.log_softmax(logits, dim=-1)
     total = torch.zeros((), dtype=F64)
-    for k, weight in enumerate(weights):                        # nothing beyond the end of the sequence
+    for k, weight in enumerate(weights):                        # no targets beyond the end of the sequence
         total = total - weight * logp[:len(targets) - k].gather(1, targets[k:, None]).sum()
     if prefix_weight:
         prefix = prefixes[targets]
@@ -262,7 +262,7 @@ def orthogonalize(config, U):
 
 
 def update_matrix(config, W, G, state, factor, decay_factor, momentum, lr_mul):
-    """Muon or NorMuon, in place, of one matrix or of one group of heads."""
+    """Update one matrix or one group of heads in place with Muon or NorMuon."""
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
     X = orthogonalize(config, (1 - momentum) * G + momentum * M)
     if config["matrix_rule"] == "normuon":
@@ -294,7 +294,7 @@ def decay_mask(config, towards):
 
 
 def adam_group(config, name):
-    """(group of options, factor on its rate and decay, 1 or 0: whether it decays) of a parameter."""
+    """(group of options, multiplier of learning rate and decay, 1 if it decays else 0) of a parameter."""
     first, last = name.split(".")[0], name.split(".")[-1]
     decays = 0 if last in ("bias", "gate_scale") else 1
     if first in ("embed", "head"):
@@ -318,7 +318,7 @@ def adam_group(config, name):
 
 
 def is_matrix(name):
-    """Whether the rule for matrices trains it; in record 32 it trains the gates of attention, too."""
+    """Whether matrix_rule trains the parameter. In record 32 it also trains the attention gates."""
     first = name.split(".")[0]
     return first in frontier.LR_MATRIX or first == "gate"
 
@@ -329,7 +329,7 @@ def lr_factor_of_matrix(config, name):
 
 
 def parts_of(config, name, W):
-    """The matrices of the update rule in a parameter: queries and keys may be cut by groups of heads."""
+    """The matrices of a parameter. Queries and keys are split into groups of heads."""
     heads = config["qk_group_heads"] or config["num_heads"]
     if name.split(".")[0] not in ("q", "k"):
         return [W]
@@ -339,7 +339,7 @@ def parts_of(config, name, W):
 # ---------------------------------------------------------------- the run
 
 def train(config, params):
-    """Trains in place; gives the training loss per token of each step, [step, loss] of each validation."""
+    """Train in place. Returns the training loss per token of each step, and [step, loss] of each validation."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
     packer, untie_step = Packer(shards * config["epochs"], document_start), schedule.untie_step()
     prefixes = None
@@ -370,7 +370,7 @@ def train(config, params):
                                    prefixes)
             found = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
             for grad, new in zip(grads, found):
-                if new is not None:                             # as Adam's epsilon: of 49,152 tokens
+                if new is not None:                             # Adam's epsilon is for 49,152 tokens
                     grad += new * 49152 / config["tokens_per_step"]
             total += float(loss.detach())
         losses.append(total / tokens)
@@ -379,7 +379,7 @@ def train(config, params):
         for name, grad in zip(names, grads):                    # gradients are summed between two updates
             sums[name] = sums[name] + grad if name in sums else grad
         tied = step <= untie_step
-        if tied and (step + 1) % config["head_every"] == 0:     # the head learns from both and is copied
+        if tied and (step + 1) % config["head_every"] == 0:     # the head gets both gradients and is copied
             sums["head"] = sums["head"] + sums.pop("embed")
         for name in list(sums):
             group = "matrix" if is_matrix(name) else adam_group(config, name)[0]

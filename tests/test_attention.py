@@ -1,11 +1,14 @@
-"""Attention: one mask function, its plain form and three fast forms, one graph for all windows."""
+"""Attention: masks, the plain form and three fast forms, one graph for all windows. RoPE. The choice of a form."""
 
+import dataclasses
+import math
 import shutil
 
 import pytest
 import torch
-from conftest import gpt, make_runtime, smoke_config
+from conftest import AT_THE_END, before_call, gpt, make_runtime, run, smoke_config
 from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 CASES = [
     (256, 1, 40),
@@ -201,3 +204,213 @@ def test_positions_start_anew_with_each_packed_sequence():
     cfg = smoke_config()
     cos = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).rope.cos
     assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])
+
+
+ATTENTION_FORMS = [name for name, row in gpt.list_fast_forms().items() if "attention" in row.fast]
+
+
+def test_masks_of_paired_heads_see_two_rows_of_every_token(monkeypatch):
+    """Every form of attention. Each token has two positions, and the window counts positions."""
+    layers = (gpt.LayerSpec(paired=True), gpt.LayerSpec("long"))
+    cfg = smoke_config(num_layers=2, layers=layers, seq_len=256)
+    doc_ids, state = torch.arange(256) // 100, gpt.Schedule(cfg).at(0)
+    (long, short), rows = state.windows, torch.arange(512)
+    masks, operations = {}, {}
+    for form in ("plain", *ATTENTION_FORMS):
+        rt = make_runtime(fast=frozenset({form} - {"plain"}))
+        made, model = {}, gpt.GPT(cfg, rt)
+
+        def note(block, x, acts, s, mask, *_, made=made):
+            made[block.spec.attention, block.spec.paired] = mask
+            return x
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt.Block, "forward", note)
+            model.run_layers(doc_ids.int(), doc_ids, gpt.make_step_inputs(state, 256, 256, rt, cfg))
+        assert set(made) == {("short", True), ("long", False)}
+        masks[form], operations[form] = made, model.ops
+    assert len({ops.attention for ops in operations.values()}) == 4
+    for (kind, paired), window, ids in (
+        (("short", True), short, doc_ids.repeat_interleave(2)),
+        (("long", False), long, doc_ids),
+    ):
+        at = rows[: len(ids)]
+        expected = (at <= at[:, None]) & (at[:, None] - at <= window) & (ids == ids[:, None])
+        assert torch.equal(masks["plain"][kind, paired], expected)
+        flex = masks["flex_attention"][kind, paired]
+        assert torch.equal(flex.mask_mod(0, 0, at[:, None], at), expected)
+        assert flex.shape[-2:] == (len(ids), len(ids))
+        q, k = torch.randn(2, len(ids), 1, 8)
+        scores = (q[:, 0] @ k[:, 0].T).masked_fill(~expected, -math.inf).softmax(-1)
+        v = torch.randn(len(ids), 1, 8)
+        for form in ("plain", "cpu_attention", "block_attention"):
+            y = operations[form].attention(q, k, v, masks[form][kind, paired])
+            assert torch.allclose(y[:, 0], scores @ v[:, 0], atol=1e-5), form
+
+
+@pytest.mark.parametrize("form", ["plain", "norm_rotate"])
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+def test_small_rotary_tables_equal_the_expanded_ones(pairs, form):
+    """Both rotate queries and keys of single and paired heads like complex numbers.
+
+    The state is of the last stage, which has another softmax scale than the first.
+    """
+    torch.manual_seed(0)
+    layers = gpt.LayerSpec("long"), gpt.LayerSpec(paired=True)
+    shape = dict(num_layers=2, layers=layers, num_heads=4, model_dim=128)
+    cfg = smoke_config(rotary_pairs=pairs, qk_norm="off", **shape)
+    rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
+    state, model = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.GPT(cfg, rt)
+    assert state.softmax_scale != cfg.attention_scale
+    small, large = (
+        gpt.make_step_inputs(state, 96, 48, dataclasses.replace(rt, use_compile=is_compiled), cfg)
+        for is_compiled in (True, False)
+    )
+    qk = torch.randn(96, 2, 4, 32, dtype=torch.float64)  # (T, 2, H, K)
+    seen = []  # q and k at the input of attention, of both layers for each kind of table
+    model.ops = model.ops._replace(
+        linear=lambda x, w: torch.cat((qk.flatten(1), x), 1) if len(w) == 384 else x,
+        attention=lambda q, k, v, mask: seen.append(torch.stack([x.reshape(96, 4, 32) for x in (q, k)], 1)) or q,
+    )
+    for step_inputs in (small, large):
+        model.run_layers(torch.zeros(96, dtype=torch.int32), torch.zeros(96, dtype=torch.int32), step_inputs)
+    positions, heads = torch.arange(96.0).double() % 48, torch.arange(4.0).double()
+    for name, turned, same, place in (
+        ("rope", seen[0], seen[2], positions[:, None] + 0 * heads),  # (T, H)
+        ("paired_rope", seen[1], seen[3], 2 * positions[:, None] + heads % 2),
+    ):
+        tables, expanded = (getattr(step_inputs, name) for step_inputs in (small, large))
+        parities = 2 if name == "paired_rope" else 1
+        assert all(table.shape == (96, parities, 8) for table in tables)
+        again = gpt.expand_rope(tables, small.softmax_scale, pairs)
+        assert all(table.shape == (96, 2, 4 // parities, parities, 32) for table in expanded)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-15) for a, b in zip(again, expanded))
+        assert torch.allclose(turned, same, rtol=0, atol=1e-14)
+        angle = place[..., None] * torch.tensor(state.frequencies)  # (T, H, K/2)
+        a, b = qk.chunk(2, -1) if pairs == "halves" else (qk[..., ::2], qk[..., 1::2])
+        z = torch.complex(a, b) * torch.exp(-1j * angle)[:, None]
+        parts = (z.real, z.imag)
+        expected = torch.cat(parts, -1) if pairs == "halves" else torch.stack(parts, -1).flatten(-2)
+        expected[:, 0] *= state.softmax_scale
+        assert torch.allclose(turned, expected, rtol=0, atol=1e-13)
+
+
+# ---- choice of attention -------------------------------------------------------------------------------------------
+
+
+class CudaIsTheCPU(TorchFunctionMode):
+    """Make tensors on the CPU if the device is CUDA."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", None) == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return function(*args, **kwargs)
+
+
+def attend_by_pairs(q, k, v, mask, spoil=lambda y: y):
+    """Attention from the mask function of a block mask. FlexAttention is not differentiable on a CPU."""
+    at = torch.arange(len(q))
+    scores = q.transpose(0, 1) @ k.permute(1, 2, 0)  # (H, T, T)
+    scores = scores.masked_fill(~mask.mask_mod(0, 0, at[:, None], at), -math.inf)
+    return spoil(scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
+
+
+class WrongGradient(torch.autograd.Function):
+    """y, and a gradient that is 5 % too large."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.05
+
+
+def refuse(*_):
+    raise RuntimeError("no such\ninstruction here")
+
+
+def refuse_backward(y):
+    y.register_hook(refuse)
+    return y
+
+
+FAILS = "it fails on this cuda device: no such instruction here"
+
+
+ATTENTION = {  # a stand-in for attend_flex(), and the reason against it
+    "right": (attend_by_pairs, ""),
+    "raises": (refuse, FAILS),
+    "backward raises": (lambda *args: attend_by_pairs(*args, refuse_backward), FAILS),
+    "wrong": (
+        lambda *args: attend_by_pairs(*args, lambda y: y * 1.05), "it differs from its plain form by 0.05"
+    ),
+    "not a number": (
+        lambda *args: attend_by_pairs(*args, lambda y: y * math.nan), "it differs from its plain form by nan"
+    ),
+    "gradient wrong": (
+        lambda *args: attend_by_pairs(*args, WrongGradient.apply), "it differs from its plain form by 0.05"
+    ),
+}
+
+
+def replace_flex(monkeypatch, attend_flex) -> None:
+    """Replace attend_flex() in the table of fast forms, and keep only forms of attention."""
+    rows = gpt.list_fast_forms()
+    rows = {name: rows[name] for name in ATTENTION_FORMS}
+    flex = rows["flex_attention"]
+    rows["flex_attention"] = flex._replace(fast={**flex.fast, "attention": attend_flex})
+    monkeypatch.setattr(gpt, "list_fast_forms", lambda: rows)
+
+
+def choose_as_on_cuda(cfg, monkeypatch, dtype) -> tuple[frozenset, list[str]]:
+    """choose_fast_forms() of a compiled run on a GPU, in eager mode on the CPU."""
+    with CudaIsTheCPU(), monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda fn, **_: fn)
+        return gpt.choose_fast_forms(cfg, torch.device("cuda"), dtype, True)
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flex_attention_is_compared_before_it_is_used(case, dtype, monkeypatch):
+    """Forward and backward. The replacement is right, wrong or fails."""
+    torch.manual_seed(0)
+    attend_flex, told = ATTENTION[case]
+    replace_flex(monkeypatch, attend_flex)
+    fast, (first, *lines) = choose_as_on_cuda(smoke_config(), monkeypatch, dtype)
+    (name,) = fast
+    assert name == ("flex_attention" if case == "right" else "block_attention")
+    assert first == f"fast forms: {name}" and len(lines) == (case != "right")
+    for line in lines:
+        if dtype == torch.float32 or "differs" not in told:
+            assert line == f"fast form flex_attention: off ({told})"
+        else:  # rounded, so the last digits differ
+            start = told.partition(" by ")[0]
+            assert line.startswith(f"fast form flex_attention: off ({start}") and "\n" not in line
+
+
+@pytest.mark.parametrize("case", [case for case in ATTENTION if case != "right"])
+def test_flex_attention_by_name_must_work(case, monkeypatch):
+    """The run ends with the reason."""
+    attend_flex, told = ATTENTION[case]
+    replace_flex(monkeypatch, attend_flex)
+    with pytest.raises(gpt.InputError) as error:
+        choose_as_on_cuda(smoke_config(fast="flex_attention"), monkeypatch, torch.float32)
+    assert str(error.value) == f"--fast=flex_attention: flex_attention cannot be used ({told}): leave it out"
+
+
+def test_a_run_uses_blocks_if_flex_attention_fails(shards, here, monkeypatch, capsys):
+    """The choices are of a compiled run on a GPU."""
+    blocks = []
+    before_call(monkeypatch, gpt, "choose_blocks", lambda *args: blocks.append(args))
+    with monkeypatch.context() as patch:
+        replace_flex(patch, refuse)
+        chosen = choose_as_on_cuda(smoke_config(), patch, torch.float32)
+    blocks.clear()
+    monkeypatch.setattr(gpt, "choose_fast_forms", lambda *_: chosen)
+    result = run(shards, "--num_iterations=2", AT_THE_END)
+    assert math.isfinite(result["final_val_loss"]) and blocks
+    lines = [line for line in capsys.readouterr().out.splitlines() if "attention" in line]
+    assert lines == ["fast forms: block_attention", f"fast form flex_attention: off ({FAILS})"]

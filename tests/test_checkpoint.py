@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPT, at_most, data_args, gpt, run_script, slow_but
-from ranks import ENVIRONMENT, run_ranks
+from run_ranks import ENVIRONMENT, run_ranks
 
 TINY = [
     "--preset=smoke",
@@ -253,7 +253,7 @@ def test_an_older_checkpoint_of_a_run_begins_a_new_one(shards, here):
 
 
 def fail(num_ranks: int, mode: str, shards, *args) -> tuple[list, list | None, str]:
-    """ranks.fail, in rank 1: exit statuses by rank, validation points or None, and stderr."""
+    """run_ranks.fail, in rank 1: exit statuses by rank, validation points or None, and stderr."""
     before = find_results()
     ends, _, errors = run_ranks("fail", num_ranks, mode, 1, *TINY, *data_args(shards), *args)
     new = find_results() - before
@@ -383,6 +383,16 @@ def test_a_signal_saves_and_the_printed_command_continues(shards, here, signum, 
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > step and times == sorted(times)
 
 
+@pytest.mark.parametrize("run_sh", ["./run.sh", "../a folder/run.sh"])
+def test_the_command_that_continues_begins_with_run_sh(run_sh, shards, here, monkeypatch, capsys):
+    """run.sh sets RUN_SH to the name under which it was started."""
+    monkeypatch.setenv("RUN_SH", run_sh)
+    with stop_after(2):
+        run(shards, "--num_iterations=6", "--seed=1", status=143)
+    words = shlex.split(capsys.readouterr().err.partition("continue with: ")[2])
+    assert words[:2] == ["NPROC=1", run_sh] and words[-2:] == ["--seed=1", f"--resume={find_step(2)}"]
+
+
 def test_a_lost_terminal_saves_and_stops(shards, here):
     """As when ssh breaks off: SIGHUP, and a bar that can no longer be drawn. The line is in the log."""
     ours, its = os.openpty()
@@ -493,7 +503,7 @@ def test_the_time_limit_saves_and_stops(shards, here, capsys):
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step. No life falls behind the one before it."""
     args = ["--num_iterations=400", "--checkpoint_every=1", "--val_loss_every=1", "--val_tokens=1024"]
-    command = [sys.executable, str(ROOT / "tests/killed.py"), "20", *TINY, *data_args(shards), *args]
+    command = [sys.executable, str(ROOT / "tests/run_and_kill.py"), "20", *TINY, *data_args(shards), *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

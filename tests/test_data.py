@@ -1,14 +1,23 @@
-"""Shards, packed sequences, batches, prefetch and downloads. Bad files are refused. The tokens of a step do not depend on ranks."""
+"""Shards, packed sequences, batches, prefetch and downloads. The tokens of a step do not depend on the ranks."""
 
+import dataclasses
+import hashlib
+import os
+import random
 import shlex
+import socket
+import struct
+import subprocess
 import sys
 import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import BOS, ROOT, VOCAB, gpt, make_runtime, smoke_config
+from conftest import BOS, ROOT, TINY, VOCAB, gpt, make_documents, make_runtime, smoke_config
 from huggingface_hub import constants
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -114,6 +123,28 @@ def test_a_packed_sequence_is_not_joined_to_the_previous_one(shards):
     assert (ids[:, -1] - ids[:, 0] + 1).tolist() == starts
 
 
+def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
+    rng = np.random.default_rng(1)
+    tokens = [make_documents(rng, size) for size in (5_000, 30_000)]
+    for i, part in enumerate(tokens):
+        gpt.write_shard(tmp_path / f"train_{i}.bin", part, VOCAB, BOS)
+    cfg = smoke_config(train_files=f"{tmp_path}/train_*.bin", sequence_start="anywhere")
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    expected = [part[i : i + 513] for part in tokens for i in range(0, len(part) - 512, 512)]
+    assert len(data.sequences) == 48 > (len(tokens[0]) - 1) // 512
+    for index in range(48):
+        assert data.read_tokens(index).tolist() == expected[index].tolist()
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
+    sequences = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
+    made = gpt.make_batch(sequences, BOS, has_mask)
+    assert made.doc_ids.tolist() == ([1, 2, 2, 3, 3, 4] if has_mask else [1, 1, 1, 2, 2, 2])
+    assert made.inputs.tolist() == [5, BOS, 6, 8, 9, BOS]
+    assert made.targets.tolist() == [BOS, 6, 7, 9, BOS, 1]
+
+
 def test_documents_without_a_mask_are_one_for_each_packed_sequence(shards):
     data, sequences = all_sequences(smoke_config(shards, document_mask="off"))
     assert data.batch(range(4)).doc_ids.tolist() == [i for i in (1, 2, 3, 4) for _ in range(512)]
@@ -183,6 +214,21 @@ def test_validation_is_the_stream_itself(shards):
     assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
 
 
+def test_short_validation_sequences_travel_together(shards):
+    """With masked documents and windows shorter than a sequence only the cuts between sequences can matter."""
+    cfg = smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024)
+    data = gpt.ValData(cfg)
+    assert (data.batch_tokens, data.num_batches) == (1024, 4)
+    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
+    batches = [data.batch(i) for i in range(4)]
+    assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
+    assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
+    trainer = gpt.Trainer(cfg, make_runtime())
+    one_by_one = gpt.ValData(dataclasses.replace(cfg, micro_batch_tokens=512, seq_len=512, val_seq_len=256))
+    state = trainer.schedule.at(0)
+    assert trainer.validate(data, state) == pytest.approx(trainer.validate(one_by_one, state), rel=1e-6)
+
+
 def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
     def batches():
         yield gpt.make_batch(np.array([[BOS, 1, 2]]), BOS)
@@ -217,6 +263,56 @@ def test_a_prefetcher_with_batches_left_can_be_closed(shards):
     assert len(prefetch_threads()) == 1
     prefetcher.executor.shutdown(cancel_futures=True)
     assert not prefetch_threads()
+
+
+def test_a_shard_that_is_cut_short_during_training(tmp_path):
+    """Reading a lost part is an error. A memory map would end the process. A new file of this name has no effect."""
+    tokens = np.arange(5000, dtype=np.uint16) % 256
+    tokens[::100] = BOS
+    path = tmp_path / "train_0.bin"
+    gpt.write_shard(path, tokens, 257, BOS)
+    shard = gpt.open_shard(str(path), 257)
+    gpt.write_shard(path, tokens[:1000], 257, BOS)
+    assert np.array_equal(shard.read(4000, 5000), tokens[4000:])
+    shard = gpt.open_shard(str(path), 257)
+    with open(path, "r+b") as file:
+        file.truncate(1024 + 2 * 600)
+    assert np.array_equal(shard.read(100, 600), tokens[100:600])
+    with pytest.raises(gpt.RunError, match="train_0.bin was cut short during this run, before token 601"):
+        shard.read(500, 601)
+
+
+def test_a_run_whose_shard_is_cut_short_ends_with_a_line(shards, here, monkeypatch, capsys):
+    path = here / "train_0.bin"
+    path.write_bytes((shards / "train_1.bin").read_bytes())
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.progress.step == 3:
+            with open(path, "r+b") as file:
+                file.truncate(2000)
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    args = [f"--train_files={path}", f"--val_files={shards}/val_*.bin", "--num_iterations=30"]
+    assert gpt.main([*TINY, *args]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "train_0.bin was cut short" in err
+
+
+def test_prefixes_equal_a_search_of_all_pairs():
+    """Texts of two bytes, so that many begin with others, in random order, with the empty text."""
+    chance = random.Random(0)
+    for count in (0, 1, 30, 150):
+        texts = list({bytes(chance.choices((0, 255), k=chance.randint(0, 8))) for _ in range(count)})
+        ids = dict(zip(texts, chance.sample(range(200), len(texts))))
+        expected = [-1] * 200
+        for text in texts:
+            shorter = [p for p in texts if p and len(p) < len(text) and text.startswith(p)]
+            if shorter:
+                expected[ids[text]] = ids[max(shorter, key=len)]
+        assert gpt.find_prefix_tokens(ids, 200).tolist() == expected
+    assert sum(number >= 0 for number in expected) > 50
 
 
 # ---- downloads ------------------------------------------------------------------------------------------------------
@@ -255,7 +351,7 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
         write_raw(shards / name, (20240520, 1, 3), [50256, 1, 2])
     vocabulary.write_text("{}")
     status, out, _ = fetch("1", "--out", shards)
-    options = dict(word[2:].split("=", 1) for word in shlex.split(out.partition("./run.sh ")[2]))
+    options = dict(word[2:].split("=", 1) for word in shlex.split(out.partition("train_gpt.py ")[2]))
     assert status == 0 and options["vocab_file"] == str(vocabulary)
     for split, name in (("train", "train_000001"), ("val", "val_000000")):  # the pattern finds these files
         assert gpt.find_shards(options[f"{split}_files"], "x") == [f"{shards}/fineweb_{name}.bin"]
@@ -268,14 +364,139 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
     assert status == 2 and "fineweb_train_000001.bin" in said
 
 
-def test_an_existing_vocab_json_is_kept(tmp_path, monkeypatch):
-    """The downloaded file is called vocab.json, too."""
+class Hub(ThreadingHTTPServer):
+    """The hub on loopback, for the real client.
 
-    def download(filename, local_dir, **_):
-        Path(local_dir, filename).write_text('{"a": 0}')
+    files: contents by path. breaks: by path, (bytes sent, how the connection ends) of its next downloads.
+    """
 
-    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
-    (tmp_path / "vocab.json").write_text("mine")
-    cached_fineweb10B.fetch_vocabulary(tmp_path)
-    contents = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert contents == {"vocab.json": "mine", "gpt2_vocab.json": '{"a": 0}'}
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.breaks, self.starts = {}, defaultdict(list), defaultdict(list)
+
+    def add(self, name: str, content: bytes, repository: str = "datasets/kjj0/fineweb10B-gpt2") -> str:
+        """Offer a file of the main branch. Returns its path."""
+        path = f"/{repository}/resolve/main/{name}"
+        self.files[path] = content
+        return path
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_file(b"")
+
+    def do_GET(self):
+        hub, content = self.server, self.server.files.get(self.path)
+        if content is None:
+            self.send_file(b"")
+            return
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        hub.starts[self.path].append(start)
+        num_bytes, end = hub.breaks[self.path].pop(0) if hub.breaks[self.path] else (len(content), "complete")
+        self.send_file(content[start : start + num_bytes], start)
+        if end == "reset":  # without a FIN before it
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
+
+    def send_file(self, body: bytes, start: int = 0) -> None:
+        """Send the header of a file from this byte to its end, and a body that may be shorter."""
+        content = self.server.files.get(self.path)
+        if content is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+        else:
+            self.send_response(206 if start else 200)
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "5" * 40)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.send_header("Content-Length", str(len(content or b"") - start))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Keep the output of pytest clean."""
+
+
+@pytest.fixture
+def hub():
+    """A hub with one shard of each split, of random bytes, and a vocabulary."""
+    hub, rng = Hub(), np.random.default_rng(0)
+    for name, num_tokens in (("fineweb_val_000000.bin", 12_000_000), ("fineweb_train_000001.bin", 1000)):
+        header = np.zeros(256, dtype="<i4")
+        header[:3] = 20240520, 1, num_tokens
+        hub.add(name, header.tobytes() + rng.bytes(2 * num_tokens))
+    hub.add("vocab.json", b'{"a": 0}', "openai-community/gpt2")
+    thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+    thread.start()
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+    thread.join()
+
+
+def download(hub: Hub, folder: Path):
+    """Run the tool as a user does, with the hub's address. Returns the finished process."""
+    env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(folder / "home"), HF_HUB_OFFLINE="0",
+                HF_HUB_DISABLE_XET="1", HF_HUB_ETAG_TIMEOUT="600", HF_HUB_DOWNLOAD_TIMEOUT="600")
+    command = [sys.executable, str(ROOT / "data" / "cached_fineweb10B.py"), "1", "--out", str(folder / "shards")]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
+
+
+def list_downloads(folder: Path) -> set[str]:
+    """Names of all files, except empty ones and notes of the client about complete files."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    return {path.name for path in paths if path.suffix not in (".metadata", ".TAG") and path.name != ".gitignore"}
+
+
+SHARD_NAMES = {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
+
+
+def test_a_download_continues_after_two_broken_connections(tmp_path, hub):
+    """The server closes both in the middle of a shard of 24 MB. The client keeps chunks of 10 MiB."""
+    (path,) = (path for path in hub.files if "_val_" in path)
+    hub.breaks[path] = [(15_000_000, "closed"), (12_000_000, "closed")]
+    (tmp_path / "vocab.json").write_text("mine")  # not the vocabulary: its file has another name
+    done = download(hub, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert hub.starts[path] == [0, 10 << 20, 20 << 20]
+    assert list_downloads(tmp_path) == {"vocab.json", "gpt2_vocab.json", *SHARD_NAMES}
+    assert (tmp_path / "vocab.json").read_text() == "mine"
+    assert (tmp_path / "gpt2_vocab.json").read_bytes() == b'{"a": 0}'
+    for path, content in hub.files.items():
+        assert path.endswith("vocab.json") or (tmp_path / "shards" / Path(path).name).read_bytes() == content
+    done = download(hub, tmp_path)
+    assert done.returncode == 0 and sorted(map(len, hub.starts.values())) == [1, 1, 3]
+
+
+def test_a_repeated_command_keeps_complete_files(tmp_path, hub):
+    """Connections that are reset end the command. It leaves only complete files, and its next run fetches the rest."""
+    val, train, vocabulary = hub.files
+    hub.breaks |= {train: [(1500, "reset")], vocabulary: [(4, "reset")]}
+    complete = set()
+    for broken, name in ((train, "fineweb_val_000000.bin"), (vocabulary, "fineweb_train_000001.bin")):
+        done = download(hub, tmp_path)
+        complete.add(name)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"{Path(broken).name} cannot be downloaded" in done.stderr and "keeps complete files" in done.stderr
+        assert list_downloads(tmp_path) == complete
+    assert download(hub, tmp_path).returncode == 0
+    assert dict(hub.starts) == {val: [0], train: [0, 0], vocabulary: [0, 0]}
+    for path in (val, train):
+        assert (tmp_path / "shards" / Path(path).name).read_bytes() == hub.files[path]
+    assert (tmp_path / "gpt2_vocab.json").read_bytes() == hub.files[vocabulary]
+
+
+@pytest.mark.parametrize("missing, complete", [
+    ("fineweb_val_000000.bin", set()),
+    ("fineweb_train_000001.bin", {"fineweb_val_000000.bin"}),
+    ("vocab.json", SHARD_NAMES),
+])  # fmt: skip
+def test_a_file_that_the_hub_does_not_have(tmp_path, hub, missing, complete):
+    """One line with its name. Only complete files are left."""
+    (path,) = (path for path in hub.files if path.endswith(missing))
+    del hub.files[path]
+    done = download(hub, tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
+    assert f"error: {missing} cannot be downloaded from the hub" in done.stderr and "404" in done.stderr
+    assert list_downloads(tmp_path) == complete

@@ -1,5 +1,6 @@
-"""Several ranks against one: the same parameters, no byte in vain, a clear end when one fails."""
+"""Several ranks against one: equal parameters, few bytes, and one line for each failure. Nodes find each other."""
 
+import datetime
 import json
 import re
 import shlex
@@ -12,8 +13,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     ROOT,
+    TINY,
     data_args,
     gpt,
     launch,
@@ -23,10 +26,9 @@ from conftest import (
     smoke_config,
     smoke_run,
 )
-from ranks import ENVIRONMENT, run_ranks
-from torch.overrides import TorchFunctionMode
+from run_ranks import ENVIRONMENT, run_ranks
 
-RANKS = ROOT / "tests" / "ranks.py"
+RANKS = ROOT / "tests" / "run_ranks.py"
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -46,11 +48,12 @@ FEW = [(rule, case) for rule, case in RULES_AND_CASES if rule in ("muon", "adamw
 
 @pytest.fixture(scope="module")
 def equality(shards, tmp_path_factory, request):
-    """{world size: {case: the results of rank 0 after four steps}}, see ranks.equality.
+    """{world size: {case: the results of rank 0 after four steps}}, see run_ranks.equality.
 
-    24 sequences a step, one at a time, so that every world size sums the same ones. Three layers leave 8 matrices of
-    one shape and 4 of another, which 3 and 8 ranks do not divide. Every second parameter has other multipliers, and so
-    has the first matrix of an MLP. The case "laptop" is preset laptop_32, whose messages are counted."""
+    A step has 24 micro-batches of one sequence, so the sums do not depend on the world size. Three layers have 8
+    matrices of one shape and 4 of another shape, and 3 and 8 ranks do not divide them. Every second parameter and the
+    first matrix of each MLP have other multipliers. Case "laptop" is preset laptop_32, whose bytes are counted.
+    """
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     rows = dict(seq_len=128, tokens_per_step=3072, micro_batch_tokens=128, **files)
     common = dict(
@@ -64,7 +67,7 @@ def equality(shards, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("equality")
 
     class Results(dict):
-        """Made when first asked for: more ranks are only for the slow tests."""
+        """Results by world size, computed at first use. Only slow tests use more than two ranks."""
 
         def __missing__(self, num_ranks):
             path = folder / f"{num_ranks}.pt"
@@ -79,10 +82,12 @@ def equality(shards, tmp_path_factory, request):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule, case", slow_but([pair for pair in RULES_AND_CASES if pair[1] != "rounded"], *FEW))
 def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, num_ranks):
-    """Gradients on a grid have exact sums, whatever their order: in float32, with the Adam groups stepped every second
-    time, with a tied head that takes the gradients of both and matrices stepped every second time, and in bfloat16,
-    where 8 bits carry so few numbers that the grid is coarse. Everything after the sum happens to a unit on one rank.
-    Ranks were compared by hash after every step, or the run would have failed."""
+    """Gradients on a grid have exact sums in any order, and each update is computed on one rank.
+
+    Case "exact" updates the Adam groups in every second step. Case "tied" adds the gradients of head and embedding, and
+    updates matrices in every second step. Case "bfloat16" has a coarse grid, because bfloat16 has 8 significant bits.
+    The ranks also compare hashes after each step, and a difference fails the run.
+    """
     one, several = equality[1][f"{rule} {case}"]["params"], equality[num_ranks][f"{rule} {case}"]["params"]
     assert [name for name in one if not torch.equal(one[name], several[name])] == []
     assert (one["embed"].dtype == torch.bfloat16) == (case == "bfloat16")
@@ -90,15 +95,15 @@ def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, 
     start = gpt.GPT(smoke_config(num_layers=3, model_dim=32, num_heads=2, head_dim=16, **CASES[case])).state_dict()
     assert (
         one["head.weight"].float() - start["head.weight"].float()
-    ).abs().max() > 1e-3  # and it has trained
+    ).abs().max() > 1e-3  # training has changed it
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, num_ranks):
-    """Gradients of up to 1e3 differ by the order of their float32 sums: 1e3 * 2^-24 * sqrt(24) = 3e-4. With its
-    epsilon at 1 Adam passes on lr * that, at most 0.6 * 3e-4 = 2e-4 in a step that moves by up to 0.6. Without the
-    reduction or the gathering the difference is above 0.1."""
+    """The order of float32 sums changes gradients of up to 1e3 by 1e3 * 2^-24 * sqrt(24) = 3e-4. Adam with epsilon 1
+    multiplies this by the learning rate: at most 0.6 * 3e-4 = 2e-4 per step. Without the reduce-scatter or the
+    all-gather the difference is above 0.1."""
     one, several = equality[1][f"{rule} rounded"]["params"], equality[num_ranks][f"{rule} rounded"]["params"]
     for name, param in one.items():
         assert torch.allclose(param, several[name], rtol=0, atol=2e-4), name
@@ -106,11 +111,13 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_bytes_sent_are_few_and_known(equality, num_ranks):
-    """Of every rank, counted from the tensors given to PyTorch's collectives, against the count of Comm and against
-    the minimum: 2 P (N - 1) / N of the P bytes that are due in a step, half of that for tables, and the rows that a
-    rank has read. Padding travels too: the 16 and 8 matrices of the laptop's blocks become 18 and 9 on 3 ranks. Two
-    thirds of the bytes, the Adam groups, travel in every second step. With a tied head it is the others, and the one
-    table of head and embedding is sent once."""
+    """Bytes of the tensors in PyTorch's collectives, against the count of Comm and against the minimum.
+
+    The minimum per rank is 2 P (N - 1) / N for the P bytes updated in a step, half of it for tables, plus the rows that
+    the rank has read. Padding is also communicated: on 3 ranks the 16 and 8 matrices of the laptop's blocks become 18
+    and 9. The Adam groups, two thirds of the bytes, are updated in every second step. With a tied head this holds for
+    the matrices, and the table shared by head and embedding is sent once.
+    """
     results = equality[num_ranks]
     for result in results.values():
         assert result["sent"] == pytest.approx(result["reported"])
@@ -118,7 +125,7 @@ def test_bytes_sent_are_few_and_known(equality, num_ranks):
         assert others == pytest.approx(others[:1] * num_ranks) and min(result["rows"]) > 0
     ratios = {case: result["sent"][0] / result["minimum"] for case, result in results.items()}
     assert 1 <= ratios["laptop"] < (1.12 if num_ranks == 3 else 1.001)
-    assert 1 <= ratios["adamw rounded"] < 1.02  # elements, which nearly always divide
+    assert 1 <= ratios["adamw rounded"] < 1.02  # single elements need little padding
     assert 1 <= ratios["adamw exact"] < 1.1 and 1 <= ratios["adamw tied"] < 1.1
     model = gpt.GPT(smoke_config(num_layers=3, model_dim=32, num_heads=2, head_dim=16))
     groups = {name: param.spec.group for name, param in model.named_parameters()}
@@ -132,21 +139,24 @@ def test_bytes_sent_are_few_and_known(equality, num_ranks):
         dense = results[case]["minimum"] - results[case]["rows"][0]
         assert dense == pytest.approx(due * (num_ranks - 1) / num_ranks)
         row = max(nbytes for name, nbytes in params.items() if name in tables) // 257
-        assert results[case]["rows"][0] <= 3072 / num_ranks * len(tables) * (row + 8)  # at most a row a token
+        assert results[case]["rows"][0] <= 3072 / num_ranks * len(tables) * (row + 8)  # at most one row per token
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
-    """In the last step. Parameters that the model reads last are sent first, the head before the last segment and so
-    on, all before the end of backward. Matrices beyond the first segment are updated first, which fills the time until
-    the tables' gradients arrive. All others are updated and sent back in reading order. When the first block begins,
-    its parameters have come back, while those of the last block and of the head are still under way."""
+    """The order of communication in the last step.
+
+    Backward reduces buckets in reverse order of their first readers: the head, then the last segment, and so on.
+    Matrices beyond the first segment are updated first, while the gradients of the tables are still communicated. All
+    remaining buckets are updated and gathered in reading order. When the first block starts, its parameters are
+    gathered, and all-gathers of the last block and of the head are pending.
+    """
     result = equality[num_ranks]["muon rounded"]
     notes, (own, last, head) = result["notes"], result["notes"]["awaited"]
     assert notes["sent"][0] == "head.weight" and sorted(notes["sent"]) == sorted(result["buckets"])
-    places = [max(place, 1) for place in notes["places"]]  # what is read before the first segment is final with it
+    places = [max(place, 1) for place in notes["places"]]  # buckets read before the first segment are complete with it
     assert places == sorted(places, reverse=True)
-    # of more than two ranks the matrices of the second and third segment share a bucket: those of one do not divide
+    # with more than two ranks the second and third segment share a bucket, because one segment has too few matrices
     assert set(notes["places"]) == (set(range(5)) if num_ranks <= 2 else {0, 1, 2, 4})
     assert notes["gathered"] == sorted(notes["places"])
     late = [place for group, place in notes["updated"] if group == "matrix" and place > 1]
@@ -154,13 +164,13 @@ def test_messages_leave_early_and_are_awaited_late(equality, num_ranks):
     assert len(late) > (num_ranks <= 2) and notes["updated"][: len(late)] == [("matrix", place) for place in late]
     assert rest == sorted(rest) and rest[0] == 0 and len(late) + len(rest) == len(notes["sent"])
     assert own == 0 and last > 0 and head > 0
-    assert result["groups"] == ["all_gather"]  # all-gathers wait for no reduction
+    assert result["groups"] == ["all_gather"]  # all-gathers have a separate group
 
 
 @pytest.mark.slow
 def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
-    """Matrices large enough that the BLAS splits sums over threads: which bits come out depends on their number, so it
-    must be the same in every rank."""
+    """The matrices are so large that the BLAS splits sums over threads. The bits depend on the number of threads, so
+    all ranks need an equal number."""
     size = dict(model_dim=192, head_dim=96, seq_len=1024, micro_batch_tokens=1024, max_doc_len=1024)
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     cases = {"large": dict(preset="smoke", num_iterations=6, tokens_per_step=2048, dtype="bfloat16", **size, **files)}
@@ -185,7 +195,7 @@ def test_gradients_do_not_depend_on_the_segments(dtype, num_segments):
         model, tokens = trainer.model, torch.arange(512) ** 2 % 257
         assert len(model.segments) == segments
         torch.manual_seed(1)
-        with torch.no_grad():  # a head of zeros, and outputs of zero, would hold back gradients
+        with torch.no_grad():  # a zero head and zero output projections would hold back gradients
             for param in model.parameters():
                 param.add_(torch.randn_like(param) * 0.02)
         step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), 512, 256)
@@ -222,7 +232,7 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
         assert len(list((folder / "logs").iterdir())) == 3  # one log, one json, the script
         assert result["config"]["derived"]["ranks"] == nproc and result["stdout"].count("val_loss") == 3
         assert ("sent per step" in result["stdout"]) == (nproc > 1)
-        most = 1.16 if nproc == 4 else 1.01  # the 6 matrices of MLPs travel as 8
+        most = 1.16 if nproc == 4 else 1.01  # the 6 MLP matrices are padded to 8
         assert result["bytes_per_step"] <= most * result["minimum_bytes_per_step"]
     assert losses[2] == losses[1] and losses[4] == losses[1]
     assert losses[1][-1] < losses[1][0] - 1
@@ -230,8 +240,8 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
 
 @pytest.mark.slow
 def test_comm_benchmark(tmp_path):
-    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time. A step sends little more than it
-    must."""
+    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time. A step sends less than 1.1 times
+    the minimum."""
     args = [
         "--preset=smoke",
         "--device=cpu",
@@ -261,86 +271,6 @@ def find_port() -> int:
         return probe.getsockname()[1]
 
 
-class NoteReads(TorchFunctionMode):
-    """Call note(name) whenever a function of PyTorch is given a parameter."""
-
-    def __init__(self, model: torch.nn.Module, note):
-        super().__init__()
-        self.names, self.note = {id(param): name for name, param in model.named_parameters()}, note
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        for x in torch.utils._pytree.tree_leaves((args, kwargs or {})):
-            if id(x) in self.names:
-                self.note(self.names[id(x)])
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("tie_head", ["off", "on"])
-@pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (5, 4)])
-def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, num_segments, tie_head):
-    """On several ranks, with as few as one segment. The parts are the model, its segments and the head. The first
-    part that reads a parameter of a bucket waits for the bucket, and no parameter is left out. While tied the
-    embedding is not read, and the model waits for the head's weight. Afterwards it waits for both."""
-    awaited, first_read = [], {}  # parts in the order of their waits, and by parameter the part that reads it first
-    monkeypatch.setattr(gpt.Optimizer, "wait_for_parameters", lambda _optimizer, reader, *_: awaited.append(reader))
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)  # nobody else is there
-    cfg = smoke_config(num_layers=num_layers, tie_head=tie_head)
-    trainer = gpt.Trainer(cfg, make_runtime(0, 2, fast=frozenset({"sparse_embedding"})))
-    model, optimizer, tokens = trainer.model, trainer.optimizer, torch.randint(257, (128,))
-    assert any(bucket.sparse for bucket in optimizer.buckets) == (num_layers > 1)
-    step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), 128, 128)
-    names = {name for name, _ in model.named_parameters()}
-    for is_tied in (True, False) if tie_head == "on" else (False,):
-        assert model.is_tied == is_tied
-        awaited.clear(), first_read.clear()
-        with torch.no_grad(), NoteReads(model, lambda name: first_read.setdefault(name, awaited[-1])):
-            model(tokens.int(), tokens, torch.zeros(128, dtype=torch.int32), step_inputs)
-        assert awaited == list(range(num_segments + 2))
-        assert first_read.keys() == names - ({"embed"} if is_tied else set())
-        assert first_read["head.weight" if is_tied else "embed"] == 0
-        assert first_read["head.weight"] == (0 if is_tied else num_segments + 1)
-        for bucket in optimizer.updated:  # the model hands its scalars to all segments and waits for them itself
-            readers = {0 if name.startswith("scalars.") else first_read[name] for name in bucket.params}
-            assert bucket.first_reader == min(readers)
-        assert {name for bucket in optimizer.updated for name in bucket.params} == first_read.keys()
-        if is_tied:
-            optimizer.untie()
-
-
-@pytest.mark.parametrize("reader", range(4))
-def test_a_part_waits_for_its_buckets(monkeypatch, reader):
-    """For all whose first reader it is, and for no others."""
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)
-    trainer = gpt.Trainer(smoke_config(num_layers=2), make_runtime(0, 2))
-    optimizer, tokens, finished = trainer.optimizer, torch.zeros(128, dtype=torch.int32), []
-    assert {bucket.first_reader for bucket in optimizer.buckets} == set(range(4))
-
-    class Work:
-        def __init__(self, bucket):
-            self.bucket = bucket
-
-        def wait(self):
-            finished.append(self.bucket)
-
-    for bucket in optimizer.buckets:
-        bucket.gathering = Work(bucket)
-    optimizer.wait_for_parameters(reader)
-    assert finished == [bucket for bucket in optimizer.buckets if bucket.first_reader == reader] != []
-    with torch.no_grad():
-        trainer.model(tokens, tokens.long(), tokens, trainer.get_step_inputs(trainer.schedule.at(0), 128, 128))
-    assert len(finished) == len(optimizer.buckets) == len(set(finished))
-
-
-@pytest.mark.slow
-def test_a_single_layer_is_waited_for_too(shards, tmp_path):
-    """One segment is still a segment: every parameter of the last step has come back before it is read."""
-    options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    one = smoke_run(shards, tmp_path / "one", *options)
-    two = smoke_run(shards, tmp_path / "two", *options, "--check_ranks_every=1", nproc=2)
-    assert [loss for _, loss, _ in one["val_points"]] == [loss for _, loss, _ in two["val_points"]]
-
-
 def start_agents(shards, folder, *options, second: tuple = ()) -> list[subprocess.Popen]:
     """torchrun --nnodes=2, each agent in another folder. second: further options of the second agent."""
     args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards), *options]
@@ -359,7 +289,7 @@ def start_agents(shards, folder, *options, second: tuple = ()) -> list[subproces
 
 @pytest.mark.slow
 def test_two_agents_make_one_job(shards, tmp_path):
-    """One log and one json in all, the loss of one process."""
+    """The job writes one log and one json, with the loss of one process."""
     for agent in start_agents(shards, tmp_path):
         _, errors = agent.communicate(timeout=3000)
         assert agent.returncode == 0, errors[-2000:]
@@ -373,7 +303,7 @@ def test_two_agents_make_one_job(shards, tmp_path):
 
 @pytest.mark.slow
 def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
-    """SIGTERM to either. Rank 0 writes the checkpoint, and its node names it once."""
+    """SIGTERM to one agent. Rank 0 writes the checkpoint, and one line names it."""
     first, second = start_agents(shards, tmp_path, "--num_iterations=100")
     while not any("step:3/" in path.read_text() for path in tmp_path.rglob("*_seed0_*.txt")):
         time.sleep(0.1)
@@ -386,7 +316,7 @@ def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
     assert first.returncode and second.returncode
 
 
-RANK_CHANGES = {  # what differs on rank 1: its further options, words of the line
+RANK_CHANGES = {  # difference of rank 1: (further options, words of the error line)
     "option": (["--matrix_lr=1.0"], "matrix_lr was 0.05, here 1.0"),
     "seed": (["--head_lr=1.0", "--seed=5"], "seed was 0, here 5, head_lr was 0.008, here 1.0"),
     "data": ([], "other data"),
@@ -412,14 +342,14 @@ def test_ranks_that_differ_do_not_train(shards, tmp_path, what):
 
 @pytest.mark.slow
 def test_agents_with_other_options_do_not_train(shards, tmp_path):
-    """As two nodes whose command lines differ."""
+    """Two nodes with different command lines."""
     agents = start_agents(shards, tmp_path, second=("--head_lr=1.0",))
     errors = [agent.communicate(timeout=3000)[1] for agent in agents]
     assert all(agent.returncode for agent in agents)
     assert all("error: rank 1 differs from rank 0 (head_lr was 0.008, here 1.0)" in text for text in errors)
 
 
-FAILURES = {  # (how, which rank): its exit status; without a launcher
+FAILURES = {  # (how, which rank): exit status of this rank, without a launcher
     ("raise", 1): 1,
     ("memory", 1): 2,
     ("kill", 0): -signal.SIGKILL,
@@ -435,7 +365,7 @@ def failing_args(shards, **changes):
 
 
 def check_lines(how: str, rank: int, num_ranks: int, errors: str) -> None:
-    """Every other rank says once that it lost contact. The rank that failed says why, once, if it can."""
+    """Each remaining rank reports lost contact once. The failed rank reports its reason once, if it can."""
     lost = re.findall(r"train_gpt.py: stopped: rank (\d) lost contact with another rank, ", errors)
     assert sorted(lost) == [str(i) for i in range(num_ranks) if i != rank], errors
     assert errors.count(" lost contact with another rank, ") == num_ranks - 1
@@ -446,7 +376,7 @@ def check_lines(how: str, rank: int, num_ranks: int, errors: str) -> None:
 
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
-    """Forked ranks, so that no launcher helps. A frozen rank is missed after --comm_timeout."""
+    """The ranks are forks without a launcher. A frozen rank is detected after --comm_timeout."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
     assert [status for status, _ in ends] == [FAILURES[how, rank] if i == rank else 1 for i in range(3)], errors
     check_lines(how, rank, 3, errors)
@@ -455,13 +385,13 @@ def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
 
 
 def running(marker) -> list[str]:
-    """Processes that mention a text."""
+    """Processes with this text in their command line."""
     return subprocess.run(["pgrep", "-f", str(marker)], capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("kill", 1)))
 def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
-    """With a status and with no process left. torchrun gives a frozen rank another 30 s before it kills it."""
+    """torchrun ends with a status, and no process is left. It kills a frozen rank after another 30 s."""
     args = failing_args(shards, logs_dir=tmp_path)
     done = launch([str(RANKS), "fail", "2", how, str(rank), *args], tmp_path, nproc=2, env=ENVIRONMENT)
     assert done.returncode != 0 and running(tmp_path) == []
@@ -470,7 +400,7 @@ def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
 
 @pytest.mark.slow
 def test_ranks_that_differ_are_found(shards, tmp_path):
-    """A change of one parameter by 1e-6, on one rank."""
+    """One rank changes a parameter by 1e-6."""
     args = failing_args(shards, check_ranks_every=1)
     ends, _, errors = run_ranks("fail", 3, "differ", 2, *args, cwd=tmp_path)
     assert [status for status, _ in ends] == [1, 1, 1]
@@ -478,7 +408,7 @@ def test_ranks_that_differ_are_found(shards, tmp_path):
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
-    """It alone knows, and rank 0 waits for it."""
+    """The rank without a GPU ends with a line. Rank 0 would otherwise wait for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     variables = dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=1)
@@ -507,3 +437,45 @@ def test_ranks_that_cannot_share_a_step_are_told_what_fits(shards, tmp_path):
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 64, 64, tokens_per_step=49152 * 3))
     with pytest.raises(gpt.InputError, match="tokens_per_step=147456 is 3 packed sequences"):
         gpt.check_world_size(gpt.make_config({"preset": "track_1", "stages": stages}), 2)
+
+
+def test_the_timeout_is_set_for_both_groups_of_a_step():
+    """The group of gradients and the group of all-gathers. The gloo group keeps its long timeout."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        groups = [dist.group.WORLD, *(dist.new_group(timeout=gpt.LONG_TIMEOUT) for _ in range(2))]
+        gpt.Comm(0, 2, *groups[1:]).set_timeout(datetime.timedelta(seconds=7))
+        timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    finally:
+        dist.destroy_process_group()
+    assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7]
+
+
+def test_an_address_that_does_not_exist(shards, here, monkeypatch, capsys):
+    """One line, before init_process_group() would retry for an hour."""
+    monkeypatch.setattr(gpt.dist, "init_process_group", lambda *_, **__: pytest.fail("it joins the group"))
+    monkeypatch.setattr(gpt.ctypes, "CDLL", refuse_library)
+    address = dict(MASTER_ADDR="node7.invalid", MASTER_PORT="1", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    assert gpt.main([*TINY, *data_args(shards), "--tokens_per_step=1024"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "rank 0 does not reach the others at MASTER_ADDR=node7.invalid" in err
+    assert "start with torchrun. On several nodes also set GLOO_SOCKET_IFNAME" in err
+
+
+def refuse_library(name):
+    """Without libc this process does not request a signal for the end of its parent."""
+    raise OSError(name)
+
+
+def test_an_interface_that_is_not_there(shards, tmp_path, monkeypatch):
+    """Two ranks of one node."""
+    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nosuchif")
+    args = [*TINY, *data_args(shards), "--tokens_per_step=1024"]
+    ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
+    lines = errors.splitlines()
+    assert [status for status, _ in ends] == [2, 2]
+    ours = [line for line in lines if line.startswith("train_gpt.py: error: ")]
+    assert ours and all("GLOO_SOCKET_IFNAME" in line and "nosuchif" in line for line in ours), errors[-2000:]
+    assert "Traceback" not in errors

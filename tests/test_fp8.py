@@ -1,10 +1,14 @@
 """FP8: casts as they are, multiplied in float32 on the CPU, against float32 throughout."""
 
+import math
+
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, smoke_config, smoke_run
+from conftest import AT_THE_END, data_args, gpt, make_runtime, make_trainer, run, smoke_config, smoke_run
+from run_ranks import run_ranks
 
 CAP = gpt.Softcap(30.0, 0.0, 7.5)
+FP8_MLP = dict(fp8_mlp="on", model_dim=128, num_heads=2, head_dim=64, num_layers=2)
 
 
 def relative_error(ours, exact):
@@ -203,3 +207,85 @@ def test_a_run_with_fp8_linears_trains_as_well(shards, tmp_path):
     assert on["choices"]["fp8"] == ["fp8_linear"] and off["choices"]["fp8"] == []
     assert on["final_val_loss"] == pytest.approx(off["final_val_loss"], abs=0.03)
     assert on["final_val_loss"] != off["final_val_loss"]
+
+
+# ---- delayed scales ------------------------------------------------------------------------------------------------
+
+
+def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards):
+    """The first micro-batch of a step has the larger amax. The next step begins at zero."""
+    trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
+    (module,), seen = [m for m in trainer.model.modules() if isinstance(m, gpt.DelayedScaling)], []
+    sizes = iter([5.0, 3.0, 2.0, 4.0])
+
+    def resize(_, args):
+        seen.append(args[0].max())
+        return args[0].clamp(max=0) + next(sizes)
+
+    module.register_forward_pre_hook(resize)
+    for expected in (5.0, 4.0):
+        step()
+        trainer.scales.finish()
+        assert module.scale.item() == pytest.approx(expected * 1.8 / 448, rel=1e-6)
+    close()
+    assert len(seen) == 4 and module.amax == 0
+
+
+def test_a_delayed_scale_is_the_largest_of_all_ranks(tmp_path):
+    ends, out, errors = run_ranks("scales", 2, tmp_path / "scales.pt")
+    assert all(status == 0 for status, _ in ends), errors[-2000:]
+    assert torch.load(tmp_path / "scales.pt", weights_only=True).tolist() == pytest.approx([7 * 1.8 / 448] * 2)
+
+
+def test_a_scale_that_is_not_finite_is_ignored():
+    modules = torch.nn.ModuleList(gpt.DelayedScaling() for _ in range(3))
+    scales, unit = gpt.DelayedScales(modules, make_runtime().comm), 1.8 / 448
+    for entries, expected in (
+        ((2.0, 3.0, 4.0), (2, 3, 4)),
+        ((math.nan, 5.0, math.inf), (2, 5, 4)),  # each module separately
+        ((6.0, math.nan, 1.0), (6, 5, 1)),  # until the next finite one
+    ):
+        for module, entry in zip(modules, entries):
+            module(torch.tensor([0.5, entry]))
+            module(torch.tensor([0.5, 0.25]))  # a second micro-batch
+        scales.start()
+        scales.finish()
+        assert torch.allclose(torch.stack(scales.scales), unit * torch.tensor(expected), rtol=1e-6, atol=0)
+        assert not any(module.amax for module in modules)
+
+
+def test_the_guard_restores_scales(shards, here, monkeypatch):
+    """A weight becomes NaN in step 18. The MLP stays in FP8, and the head leaves it."""
+    saved, before, after, losses = {}, [], [], []
+    act, snapshot, train_step = gpt.Guard._roll_back, gpt.Trainer.snapshot, gpt.Trainer.train_step
+
+    def spoil_and_step(self, *args):
+        if self.progress.step == 17 and not after:
+            self.model.blocks[1].mlp.up_down.data[0, 0, 0] = math.nan
+        losses.append(train_step(self, *args).item())
+        return losses[-1] * torch.ones(())
+
+    def note_snapshot(self):
+        made = snapshot(self)
+        saved[self.progress.step] = [scale.clone() for scale in self.scales.scales]
+        return made
+
+    def note_action(self, *args):
+        scales = self.trainer.scales
+        before.extend(x.clone() for x in (*scales.scales, *scales.amax))
+        act(self, *args)
+        after.append((self.trainer.progress.step, self.snapshots[-1][0], [x.clone() for x in scales.scales]))
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", spoil_and_step)
+    monkeypatch.setattr(gpt.Trainer, "snapshot", note_snapshot)
+    monkeypatch.setattr(gpt.Guard, "_roll_back", note_action)
+    options = [f"--{name}={value}" for name, value in FP8_MLP.items()]
+    result = run(shards, "--guard=on", "--fp8_head=on", "--num_iterations=24", AT_THE_END, *options)
+    ((step, made, scales),) = after
+    assert result["guard_actions"] == 1 and made == 10 and sorted(saved) == [0, 10, 20]
+    (scale, amax) = before  # the amax is NaN, and the scale is still finite
+    assert scale.isfinite() and amax.isnan()
+    assert all(map(torch.equal, scales, saved[10])) and all(x.isfinite() for x in scales)
+    assert not any(map(torch.equal, scales, saved[0])) and not any(map(torch.equal, scales, saved[20]))
+    assert [i for i, loss in enumerate(losses) if not math.isfinite(loss)] == list(range(17, step))
+    assert math.isfinite(result["final_val_loss"])

@@ -7,7 +7,7 @@ import frontier_reference as reference
 import numpy as np
 import pytest
 import torch
-from conftest import gpt, make_runtime, slow_but, smoke_run
+from conftest import CPU_FORMS, gpt, make_runtime, slow_but, smoke_run
 
 SMALL = dict(
     preset="frontier",
@@ -20,9 +20,6 @@ SMALL = dict(
     bigram_rows=101,
     embed_dtype="float32",
     matrix_dtype="float32",
-)
-CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
-    "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
 )
 WITHOUT_OPTIMIZER = CPU_FORMS - {"sparse_embedding", "fused_adamw"}  # of a model that is not trained
 COEFFICIENTS = dict(

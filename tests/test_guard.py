@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, data_args, gpt, make_runtime, slow_but, smoke_config
-from ranks import run_ranks
+from conftest import ROOT, TINY, data_args, find_saved, gpt, make_runtime, run, slow_but, smoke_config
+from run_ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "data"))
 import text as text_tool  # noqa: E402
@@ -30,12 +31,6 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
-def find_saved(step: int) -> Path:
-    """The only checkpoint of a step in this folder."""
-    (path,) = Path().glob(f"checkpoints/*/step_{step:06d}.pt")
-    return path
-
-
 def read_run() -> tuple[float, list[dict]]:
     """Final loss, and the guard's events, of the newest run."""
     path = max(Path("logs").glob("*.json"), key=lambda p: p.stat().st_mtime)
@@ -43,7 +38,7 @@ def read_run() -> tuple[float, list[dict]]:
     return json.loads(path.read_text())["final_val_loss"], [e for e in events if e["event"] == "guard"]
 
 
-def run(text, *args, status: int = 0) -> tuple[float, list[dict]]:
+def train(text, *args, status: int = 0) -> tuple[float, list[dict]]:
     assert gpt.main([*ARGS, *data_args(text), *args]) == status
     return read_run() if status == 0 else (0.0, [])
 
@@ -57,7 +52,7 @@ def clean(text, tmp_path_factory):
         if args not in losses:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(tmp_path_factory.mktemp("clean"))
-                losses[args], events = run(text, *args)
+                losses[args], events = train(text, *args)
                 assert events == []
         return losses[args]
 
@@ -140,7 +135,7 @@ def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
     expected = clean(*options)
     monkeypatch.chdir(tmp_path)
     spoil(monkeypatch)
-    loss, (event, *others) = run(text, *options)
+    loss, (event, *others) = train(text, *options)
     assert abs(loss / expected - 1) < 0.02 and others == []
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
     assert (
@@ -187,7 +182,7 @@ def test_the_guard_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsy
         return loss * float("nan") if self.progress.step >= 30 else loss
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    run(text, status=3)
+    train(text, status=3)
     out, errors = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("guard: ")]
     assert len(lines) == 7 and "loss is nan" in lines[0]
@@ -212,7 +207,7 @@ def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(text, tmp_path,
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
     every = [f"--{group}_every=3" for group in gpt.TRACK_1_GROUPS if group != "matrix"]
-    _, events = run(text, *every, "--num_iterations=90", "--checkpoint_every=90")
+    _, events = train(text, *every, "--num_iterations=90", "--checkpoint_every=90")
     went_back = [int(re.match(r"weights of step (\d+)", event["measures"])[1]) for event in events]
     assert [event["step"] for event in events] == [42, 82]
     assert 30 <= went_back[0] <= 37 and 70 <= went_back[1] <= 77
@@ -279,7 +274,7 @@ def test_more_targets_are_no_fault(text, tmp_path, monkeypatch):
     """The loss is a sum over targets, so a stage with twice the weight has twice the loss."""
     monkeypatch.chdir(tmp_path)
     stages = [dict(duration=1, window_long=256, window_short=128, loss_weights=weights) for weights in ("1", "1 1")]
-    _, events = run(text, f"--stages={json.dumps(stages)}", "--num_iterations=60")
+    _, events = train(text, f"--stages={json.dumps(stages)}", "--num_iterations=60")
     assert events == []
 
 
@@ -315,14 +310,14 @@ def test_the_guard_can_give_up_in_the_last_step(text, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpt.Guard, "MOST_ACTIONS", 1)
     spoiled_losses |= {4, 8}
-    run(text, "--num_iterations=8", status=3)
+    train(text, "--num_iterations=8", status=3)
     assert not list(Path("logs").glob("*.json"))
     errors = capsys.readouterr().err
     assert "stopped by the guard after step 8 of 8: continue with: " in errors and errors.count("\n") == 1
     progress = gpt.read_checkpoint(find_saved(8))[0]["progress"]
     assert (progress["num_actions"], progress["actions_in_a_row"]) == (2, 0)
     spoiled_losses.clear()
-    run(text, "--num_iterations=10", f"--resume={find_saved(8)}", "--checkpoint_dir=other")
+    train(text, "--num_iterations=10", f"--resume={find_saved(8)}", "--checkpoint_dir=other")
     (result,) = Path("logs").glob("*.json")
     assert json.loads(result.read_text())["guard_actions"] == 2
 
@@ -330,7 +325,42 @@ def test_the_guard_can_give_up_in_the_last_step(text, tmp_path, monkeypatch, cap
 def test_without_a_guard_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys, spoiled_losses):
     monkeypatch.chdir(tmp_path)
     spoiled_losses |= {3}
-    run(text, "--num_iterations=8", "--guard=off", status=1)
+    train(text, "--num_iterations=8", "--guard=off", status=1)
     errors = capsys.readouterr().err
     assert "the training loss of step 3 is nan: lower the learning rates, or give --guard=on" in errors
     assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
+
+
+def test_the_guard_checks_validation_losses(shards, here, monkeypatch, capsys):
+    losses = iter([6.0, 5.0, 9.0, 4.0])
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: next(losses))
+    run(shards, "--num_iterations=6", "--val_loss_every=2", "--guard=on")
+    out = capsys.readouterr().out
+    assert out.count("guard: ") == 1
+    assert "guard: step 4: validation loss 9.0000 after 5.0000: weights of step 0" in out
+
+
+@pytest.mark.parametrize("guard", ["on", "off"])
+def test_a_last_validation_loss_that_is_not_finite_is_no_result(shards, here, monkeypatch, capsys, guard):
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: math.nan)
+    args = ["--num_iterations=2", "--val_loss_every=0", f"--guard={guard}"]
+    assert gpt.main([*TINY, *data_args(shards), *args]) == 1
+    assert "the validation loss of step 2 is nan: " in capsys.readouterr().err and not list(Path("logs").glob("*.json"))
+
+
+def test_the_guard_checks_a_step_before_it_is_saved(shards, here, monkeypatch, capsys):
+    """A NaN in a gradient of the saved step. Otherwise the guard checks one step late."""
+    real = gpt.Trainer.train_step
+
+    def train_step(self, *args):
+        if self.progress.step == 5:
+            param = self.model.blocks[1].mlp.up_down
+            param.grad = torch.full_like(param, math.nan)
+        return real(self, *args)
+
+    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    run(shards, "--num_iterations=8", "--checkpoint_every=6", "--guard=on")
+    assert "guard: step 6: gradient norm is nan" in capsys.readouterr().out
+    for step in (6, 8):
+        _, tensors = gpt.read_checkpoint(find_saved(step))
+        assert [name for name, tensor in tensors.items() if not tensor.isfinite().all()] == []

@@ -377,7 +377,7 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     script = shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "run python data/cached_fineweb10B.py" in done.stderr
-    for name in ("data/text.py", "records/results.py"):
+    for name in ("data/text.py", "records/common.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(SCRIPT.parent / name, tmp_path / name)
     done = run_script(["--preset=smoke"], tmp_path, script=script)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import gpt, make_runtime, smoke_config
-from test_frontier import CPU_FORMS, WITHOUT_OPTIMIZER
+import torch.nn.functional as F
+from conftest import CPU_FORMS, gpt, make_runtime, smoke_config
+from test_frontier import WITHOUT_OPTIMIZER
 
 PLAIN_AND_FAST = pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
 
@@ -272,3 +273,99 @@ def test_validation_in_chunks_changes_nothing(monkeypatch, fast):
     monkeypatch.setattr(gpt, "LOGITS_CHUNK", 100)
     parts = model(tokens[:-1].int(), tokens[1:], doc_ids, step_inputs(cfg))
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def make_block(**gains):
+    """A layer without attention, and a function that returns its change of 16 tokens."""
+    cfg = smoke_config(num_layers=1, layers=(gpt.LayerSpec(attention="none"),), **gains)
+    torch.manual_seed(0)
+    block, x = gpt.Block(cfg, 0, gpt.layer_scalars(cfg, 0)), torch.randn(16, 64)
+    scalars = dict(resid=torch.ones(16, 1), x0=torch.zeros(16, 1))
+    return block, lambda: block(x, dict(x0=x), scalars, None, None, None, None, gpt.Operations()) - x
+
+
+@pytest.mark.recipe
+def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
+    """The branch is quadratic in the first gain, whose gradient at 0 is exactly 0. It is linear in the second."""
+    block, run = make_block(norm_gain="on", output_gain="on")
+    for sleeper, other in (("mlp_gain_in", "mlp_gain_out"), ("mlp_gain_out", "mlp_gain_in")):
+        named = dict(block.named_parameters())
+        named[sleeper].data.zero_()
+        named[other].data.fill_(1.0)
+        grad, _ = torch.autograd.grad(run().sum(), (named[sleeper], named[other]))
+        assert (grad == 0).all() == (sleeper == "mlp_gain_in")
+
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
+def test_gains_multiply_inputs_or_outputs(gain):
+    """Norm gains multiply the inputs of attention and MLP, output gains multiply the outputs."""
+    block, run = make_block(output_gain="on", norm_gain="on")
+    block.mlp_gain_out.data.fill_(1.0)
+    plain = run()
+    (block.mlp_gain_in if gain == "norm_gain" else block.mlp_gain_out).data.fill_(2.0)
+    factor = 4 if gain == "norm_gain" else 2  # ReLU^2 squares it
+    assert plain.abs().max() > 0.1 and torch.allclose(run(), factor * plain, atol=1e-4)
+
+
+def test_flops_count_the_keys_that_can_be_seen():
+    """Documents are cut to 100 tokens. Without a mask a key may be anywhere in the window."""
+    flops = {
+        mask: gpt.count_flops(
+            smoke_config(max_doc_len=100, document_mask=mask, num_layers=1, stages=(gpt.Stage(1, 256, 256),))
+        )
+        for mask in ("on", "off")
+    }
+    assert flops["off"] - flops["on"] == 12 * 64 * (256 - 100)
+
+
+@pytest.mark.parametrize("form", ["plain", "head_loss"])
+def test_a_stage_has_the_targets_with_weights(form):
+    """One column if only the next token has a weight.
+
+    Loss and gradients equal four columns with three zero weights, and a sum of separate cross-entropies.
+    """
+    torch.manual_seed(0)
+    rich = gpt.Stage(1, 128, 64, loss_weights="1 0.5 0.25:0", prefix_weight="0.5:0.25")
+    cfg = smoke_config(stages=(gpt.Stage(1, 128, 64), rich), num_layers=1)
+    rt, schedule = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"})), gpt.Schedule(cfg)
+    model = gpt.GPT(cfg, rt)
+    head, ops = model.head, model.ops
+    assert ops.head_loss is (gpt.head_loss if form == "plain" else gpt.fused_head_loss)
+    head.prefix_tokens = torch.where(torch.arange(257) % 3 > 0, torch.arange(257) // 2, -1)
+    head.weight.data = torch.randn(*head.weight.shape, dtype=torch.float64)
+    states = [schedule.at(step) for step in (0, cfg.num_iterations - 1)]
+    assert [state.stage_index for state in states] == [0, 1]
+    plain, rich = (gpt.make_step_inputs(state, 64, 32, rt, cfg) for state in states)
+    weights = [torch.tensor(state.loss_weights) for state in states]
+    assert [len(given) for given in weights] == [1, 4]
+    targets = torch.randint(256, (64,))
+    given = []  # to the loss, as columns (T, n)
+    noting = ops._replace(head_loss=lambda x, w, columns, *rest: given.append(columns.T) or torch.zeros(()))
+    for step_inputs, loss_weights in zip((plain, rich), weights):
+        head(torch.zeros(64, cfg.model_dim), targets, step_inputs, loss_weights, noting)
+    (first,), columns = given
+    assert columns.shape == (4, 64) and torch.equal(first, targets) and torch.equal(columns[0], targets)
+    for ahead, missing in ((1, [31, 63]), (2, [30, 31, 62, 63])):  # the ends of two packed sequences
+        column = columns[ahead]
+        assert (column == -1).nonzero().ravel().tolist() == missing
+        assert torch.equal(column[column >= 0], targets.roll(-ahead)[column >= 0])
+    assert torch.equal(columns[3], head.prefix_tokens[targets])
+    x = gpt.rms_norm(torch.randn(64, cfg.model_dim, dtype=torch.float64)).requires_grad_()
+
+    def differentiate(loss):
+        return loss.detach(), *torch.autograd.grad(loss, (x, head.weight))
+
+    ours = differentiate(head(x, targets, plain, weights[0], ops))
+    padded = differentiate(head(x, targets, rich, torch.tensor([1.0, 0, 0, 0]), ops))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, padded))
+    exact = sum(
+        weight * F.cross_entropy(head.compute_logits(x), column, ignore_index=-1, reduction="sum")
+        for weight, column in zip(weights[1].double(), columns)
+    )
+    ours = differentiate(head(x, targets, rich, weights[1], ops))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, differentiate(exact)))
+    given.clear()
+    head.eval()  # validation uses only the next token, in every stage
+    head(x.detach(), targets, rich, weights[1], noting)
+    assert torch.equal(given[0], targets[None])

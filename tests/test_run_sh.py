@@ -23,7 +23,8 @@ def calls_of(tmp_path):
     """A function that runs run.sh in four processes with a Python that only notes its calls, and returns them."""
     python, notes = tmp_path / ".venv/bin/python", tmp_path / "calls"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\n[[ $1 == - ]] || echo "${{WORLD_SIZE:-}}|$*" >> "{notes}"\n')
+    python.write_text(f'#!/bin/bash\n[[ $1 == - ]] || echo "${{WORLD_SIZE:-}}|$*" >> "{notes}"\n'
+                      f'[[ $1 == - ]] || [[ ${{RUN_SH:-}} == {tmp_path}/run.sh ]] || [[ $2 == pytest ]]\n')
     python.chmod(0o755)
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
@@ -43,6 +44,12 @@ def calls_of(tmp_path):
 def test_one_process_prints(flag, calls_of):
     """Also if the number of processes is given."""
     assert calls_of("--preset=frontier", flag) == [f"|train_gpt.py --preset=frontier {flag}"]
+
+
+def test_tools_and_tests_are_started(calls_of):
+    """RUN_SH is set for a tool, and not for the tests, which start runs without run.sh."""
+    assert calls_of("records/validate.py", "x") == ["|records/validate.py x"]
+    assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
 
 
 def test_a_run_of_several_processes_checks_its_options_first(calls_of):

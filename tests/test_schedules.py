@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import gpt, make_runtime
+from conftest import gpt, make_runtime, smoke_config
 from test_update_rules import Ends
 
 
@@ -220,3 +220,45 @@ def test_adam_groups_of_frontier_are_updated_in_odd_steps():
         assert not torch.equal(model.matrix, before)
         for param in (model.head.weight, model.embed):
             assert param.tolist() == pytest.approx([-distance] * 3, rel=1e-5)
+
+
+def lr_factors(cfg, group, *steps):
+    """Learning rates of a group at these steps, divided by its option."""
+    return [factor(gpt.Schedule(cfg), step, group) for step in steps]
+
+
+def test_matrices_have_a_separate_schedule():
+    cfg = smoke_config(num_iterations=100, lr_warmup_frac=0.1, cooldown_frac=0.3, matrix_cooldown_frac=1.0,
+                       final_lr_frac=0.0)
+    for group in set(cfg.groups) - {"matrix"}:
+        assert lr_factors(cfg, group, 0, 4, 50, 70, 85) == pytest.approx([0.1, 0.5, 1, 1, 0.5])
+    assert lr_factors(cfg, "matrix", 0, 4, 9, 50, 85) == pytest.approx([0.1, 0.5, 0.91, 0.5, 0.15])
+    cfg = smoke_config()
+    (embed,), (matrix,) = lr_factors(cfg, "embed", 9), lr_factors(cfg, "matrix", 9)
+    assert embed == pytest.approx(matrix) and matrix < 1
+
+
+def test_decay_follows_its_schedule():
+    """Constant, a cosine, or in each group the learning rate's factor."""
+    options = dict(matrix_weight_decay=0.3, embed_weight_decay=0.2, matrix_cooldown_frac=1.0)
+    for schedule, values in (("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("lr", None)):
+        cfg = smoke_config(decay_schedule=schedule, **options)
+        states = [gpt.Schedule(cfg).at(step) for step in (0, 6, 12)]
+        for group, decay in (("matrix", 0.3), ("embed", 0.2), ("head", 0)):
+            expected = [decay * factor for factor in values or lr_factors(cfg, group, 0, 6, 12)]
+            assert [state.weight_decay[group] for state in states] == pytest.approx(expected, abs=1e-12)
+    assert states[1].weight_decay["matrix"] == pytest.approx(0.3 * 0.55)
+    assert states[1].weight_decay["embed"] == pytest.approx(0.2)
+
+
+def test_yarn_stops_where_it_is_told():
+    """Windows 64, 192, 256, 320. A limit of 192 allows one change. Limits of 0 and 32 allow none."""
+    stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 192, 64), gpt.Stage(1, 256, 128))
+    scales = {
+        limit: [
+            scale for _, scale in gpt.Schedule(smoke_config(stages=stages, yarn_max_window=limit)).rope_settings
+        ]
+        for limit in (0, 32, 192)
+    }
+    assert scales[0] == scales[32] == [0.1] * 4  # the last in the final validation
+    assert scales[192] == pytest.approx([0.1, *[0.1 * (1 + 0.2 * math.log(3))] * 3])

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import data_args, gpt, make_runtime, smoke_config
-from ranks import run_ranks
+from conftest import before_call, data_args, find_saved, gpt, make_runtime, run, smoke_config
+from run_ranks import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_wiring import TINY, before_call, enter_folder, find_saved, replace_clock, run  # noqa: F401
 from torch.utils.tensorboard import SummaryWriter
 
 from records import plot, results

@@ -1,11 +1,11 @@
-"""Update rules against references in float64, the optimizer that calls them, and its buckets."""
+"""Update rules against references in float64. Every rule trains, and a new rule is one function."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import gpt, make_runtime, smoke_config
+from conftest import SCRIPT, VAL_LINE, data_args, gpt, make_runtime, run_script, smoke_config
 from torch import nn
 
 SPHERES = [name for name, rule in gpt.RULES.items() if rule.keeps_norm]
@@ -100,23 +100,6 @@ class Ends(nn.Module):
         super().__init__()
         self.embed, self.head = gpt.parameter(torch.zeros(3), "embed"), nn.Module()
         self.head.weight = gpt.parameter(torch.zeros(3), "head")
-
-
-@pytest.mark.parametrize("name, method", RULES_AND_METHODS)
-def test_the_optimizer_tells_every_rule_its_numbers(name, method):
-    """Three steps of 24,576 tokens. Gradients are scaled to twice as many. Weight decay is 0.4, times the rate."""
-    rng, model = np.random.default_rng(0), Ends()
-    weights, grads = rng.standard_normal((2, 6, 14)), rng.standard_normal((3, 2, 6, 14))
-    model.stack = gpt.parameter(torch.tensor(weights).float(), "matrix")
-    cfg = smoke_config(matrix_rule=name, orthogonalize=method, matrix_lr=0.05, adam_eps=1e-8,
-                       tokens_per_step=24_576, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.0 if name in SPHERES else 0.4)
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    for grad in grads:
-        model.stack.grad = torch.tensor(grad).float() / 2
-        optimizer.step(first_state(cfg))
-    for i in range(2):
-        *_, (expected, _) = update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02)
-        assert np.abs(model.stack[i].detach().numpy() - expected).max() < 2e-6
 
 
 def orthogonalize(x, dtype, method="newton_schulz"):
@@ -301,137 +284,6 @@ def test_bfloat16_parameters_are_updated_in_float32():
     assert {key for key, x in state.items() if x.dtype == torch.float32} == {"second_momentum", "radius"}
 
 
-class Pair(Ends):
-    """Two equal matrices and two equal vectors, each with separate multipliers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        matrix, vector = torch.randn(4, 8), torch.randn(5)
-        self.a = gpt.parameter(matrix.clone(), "matrix")
-        self.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
-        self.c = gpt.parameter(vector.clone(), "scalar")
-        self.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
-
-
-@pytest.mark.parametrize("rule", ["muon", "adamw"])
-def test_multipliers(rule):
-    """Each matrix and each element of a bucket has a separate multiplier."""
-    cfg = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2)
-    model = Pair()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    assert [list(bucket.params) for bucket in optimizer.buckets] == [["head.weight"], ["d", "c"], ["b", "a"], ["embed"]]
-    matrix, vector = torch.randn(4, 8), torch.randn(5)
-    for name in "abcd":
-        param = getattr(model, name)
-        param.grad = (matrix if param.dim() == 2 else vector).to(param.dtype).expand_as(param).clone()
-    optimizer.step(first_state(cfg))
-    moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
-    # without decay, b would move twice as far as a. Its decay is lr_mul * wd_mul = 6 times as strong
-    decay = 0.1 * 0.2
-    update = moved["a"] - decay * before["a"]
-    assert update.abs().max() > 0.01
-    assert torch.allclose(moved["b"] - 6 * decay * before["b"], 2 * update, atol=1e-5)
-    assert torch.allclose(moved["d"], 0.5 * moved["c"], atol=1e-6)
-
-
-def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
-    """A bucket of one parameter takes its gradient as it is. Several gradients are packed side by side."""
-    model = gpt.GPT(smoke_config())
-    optimizer = gpt.Optimizer(model, smoke_config(), make_runtime())
-    for name, param in model.named_parameters():
-        bucket = optimizer.bucket_of[name]
-        assert param.untyped_storage().data_ptr() == bucket.values.untyped_storage().data_ptr()
-        assert torch.equal(param.flatten(), bucket.values[bucket.slices[name]].flatten())
-        assert param.grad is None
-        param.grad = torch.randn_like(param)
-    kinds = set()
-    for bucket in optimizer.buckets:
-        is_table = any(param.spec.is_table for param in bucket.params.values())
-        bucket.start_reduce()
-        packed, params = bucket.grad, bucket.params
-        is_own = len(params) == 1 and packed.numel() == sum(param.numel() for param in params.values())
-        kinds.add((is_own, is_table))
-        for name, param in params.items():
-            assert torch.equal(packed[bucket.slices[name]].flatten(), param.grad.flatten())
-            assert (packed.data_ptr() == param.grad.data_ptr()) == is_own
-    assert kinds == {(True, True), (True, False), (False, False)}
-    assert sorted(optimizer.bucket_of) == sorted(name for name, _ in model.named_parameters())
-
-
-def test_a_table_has_a_gradient_by_rows_only_with_its_fast_form():
-    """An ordinary gradient of such a table would be lost, so it is an error that names the table."""
-    cfg, rt = smoke_config(), make_runtime(fast=frozenset({"sparse_embedding"}))
-    plain = gpt.Optimizer(gpt.GPT(cfg), cfg, make_runtime())
-    assert not any(bucket.sparse for bucket in plain.buckets)
-    model = gpt.GPT(cfg, rt)
-    optimizer = gpt.Optimizer(model, cfg, rt)
-    tables = {name for name, param in model.named_parameters() if param.spec.is_table}
-    assert tables == {"value_embeds.0", "value_embeds.1"}
-    assert {bucket.name for bucket in optimizer.buckets if bucket.sparse} == tables
-    assert all(len(optimizer.bucket_of[name].params) == 1 for name in tables)
-    model.value_embeds["0"].grad = torch.zeros_like(model.value_embeds["0"])
-    with pytest.raises(AssertionError, match="value_embeds.0 is a table with an ordinary gradient"):
-        optimizer.step(first_state(cfg))
-
-
-@pytest.mark.parametrize("spec", [None, gpt.ParamSpec("misc")])
-def test_a_parameter_without_a_group_is_named(spec):
-    model = gpt.GPT(smoke_config())
-    model.extra = nn.Parameter(torch.zeros(3))
-    if spec:
-        model.extra.spec = spec
-    with pytest.raises(AssertionError, match=r"parameter extra \(3,\) has no group.*matrix, embed"):
-        gpt.Optimizer(model, smoke_config(), make_runtime())
-
-
-def test_padding_stays_zero():
-    cfg = smoke_config()
-    optimizer = gpt.Optimizer(Pair(), cfg, make_runtime())
-    for bucket in optimizer.buckets:
-        for param in bucket.params.values():
-            param.grad = torch.ones_like(param)
-    optimizer.step(first_state(cfg))
-    bucket = optimizer.bucket_of["c"]
-    assert bucket is optimizer.bucket_of["d"] and len(bucket.values) == 64
-    for part in bucket.values.view(2, 32):
-        assert part[:5].all() and not part[5:].any()
-
-
-class Stuck(Ends):
-    """A zero matrix beside another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.dead = (gpt.parameter(data, "matrix") for data in (torch.ones(4, 8), torch.zeros(4, 8)))
-
-
-@pytest.mark.parametrize("name", SPHERES)
-def test_a_zero_matrix_is_refused_by_name(name):
-    with pytest.raises(gpt.InputError, match="one of dead is zero: give --output_gain=on"):
-        gpt.Optimizer(Stuck(), smoke_config(matrix_rule=name), make_runtime())
-
-
-@pytest.mark.parametrize("decay, acts", [("decoupled", 1), ("cautious", 0)])
-def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
-    """Rates of Adam's groups at half, of matrices at a quarter: W (1 - lr f wd f), and no gradient.
-
-    Cautious decay does not act on Adam's parameters then, but it acts on Muon's.
-    """
-    cfg = smoke_config(decay=decay, decay_schedule="lr", matrix_lr=0.1, matrix_weight_decay=0.5, head_lr=0.1,
-                       head_weight_decay=0.5, zero_init="off", cooldown_frac=0.5, matrix_cooldown_frac=1.0,
-                       final_lr_frac=0.0)
-    model = gpt.GPT(cfg)
-    model.head.weight.data.fill_(1.0)
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    matrix = model.blocks[1].mlp.up_down
-    before = matrix.clone()
-    optimizer.step(gpt.Schedule(cfg).at(9))  # a quarter of the 12 steps remains
-    assert torch.allclose(model.head.weight, torch.tensor(1 - acts * 0.1 * 0.5 * 0.5 * 0.5))
-    assert torch.allclose(matrix, before * (1 - 0.1 * 0.25 * 0.5 * 0.25))
-
-
 @pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_the_fused_form_of_adam_is_the_rule(dtype, error, monkeypatch):
     """Over five steps, with decay and a gradient that is zero for half the rows."""
@@ -453,37 +305,75 @@ def test_the_fused_form_of_adam_is_the_rule(dtype, error, monkeypatch):
     assert not torch.equal(results[0][0], torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).flatten())
 
 
-class Scalars(Ends):
-    """Parameters of one group, in one bucket."""
-
-    def __init__(self, group, *shape, dtype=torch.float32, lr_muls=(1.0,), wd_muls=(1.0,)):
-        super().__init__()
-        pairs = [(lr_mul, wd_mul) for lr_mul in lr_muls for wd_mul in wd_muls]
-        self.params = nn.ParameterList(
-            gpt.parameter(torch.ones(shape, dtype=dtype), group, *multipliers) for multipliers in pairs)
+LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.002)
 
 
-@pytest.mark.parametrize("group, fits, model, changes", [
-    ("scalar", True, dict(), {}),
-    ("scalar", False, dict(), dict(decay="cautious")),
-    ("scalar", False, dict(lr_muls=(1.0, 0.5)), {}),
-    ("scalar", False, dict(wd_muls=(1.0, 0.5)), {}),
-    ("scalar", False, dict(dtype=torch.bfloat16), {}),
-    ("scalar", False, dict(dtype=torch.bfloat16), dict(state_dtype="float32")),
-    ("scalar", False, dict(dtype=torch.float64), {}),
-    ("matrix", False, dict(), dict(matrix_rule="adamh")),
-    ("matrix", False, dict(), dict(matrix_rule="muon")),
-    ("matrix", True, dict(), dict(matrix_rule="adamw", matrix_weight_decay=0.1)),
-], ids=str)
-def test_the_fused_form_of_adam_is_used_only_if_it_fits(group, fits, model, changes, monkeypatch):
-    """In float32, with one learning rate and one decay in the bucket, and without cautious decay."""
-    calls, cfg = [], smoke_config(**changes)
-    monkeypatch.setattr(gpt, "fused_adamw", lambda param, *_: calls.append(param))
-    for fast in ((), ("fused_adamw",)):
-        optimizer = gpt.Optimizer(Scalars(group, 8, 8, **model), cfg, make_runtime(fast=frozenset(fast)))
-        bucket = optimizer.bucket_of["params.0"]
-        assert all(name.startswith("params.") for name in bucket.params)
-        for param in bucket.params.values():
-            param.grad = torch.ones_like(param)
-        optimizer.step(first_state(cfg))
-        assert any(param is bucket.shard for param in calls) == (fits and bool(fast))
+def test_the_table():
+    assert list(gpt.RULES) == list(LRS) == list(gpt.list_choices(gpt.OPTIONS["matrix_rule"]))
+    assert SPHERES == ["muonh", "normuonh", "adamh"]
+    assert [name for name, rule in gpt.RULES.items() if not rule.whole_matrix] == ["adamw"]
+    for name, rule in gpt.RULES.items():
+        assert rule.row_variance == name.startswith("nor")
+        assert rule.moments == (("exp_avg", "exp_avg_sq") if name.startswith("adam") else ("momentum",))
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def train_briefly(shards, name, lr, method="newton_schulz"):
+    """The loss of step 40 of a model with two layers."""
+    changes = dict(num_iterations=40, num_layers=2, tokens_per_step=512, cooldown_frac=0.0)
+    cfg = smoke_config(shards, matrix_rule=name, matrix_lr=lr, orthogonalize=method, **changes)
+    trainer = gpt.Trainer(cfg, make_runtime())
+    data = gpt.TrainData(cfg, trainer.schedule)
+    batches = gpt.Prefetcher(data.batches(trainer.rt, 0, 40), trainer.rt.device)
+    for step in range(40):
+        loss = trainer.train_step(batches, trainer.schedule.at(step)).item()
+        trainer.progress.step += 1
+    batches.executor.shutdown(cancel_futures=True)
+    return loss
+
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("name, method", RULES_AND_METHODS)
+def test_every_rule_trains(name, method, shards, frozen_losses):
+    """Embeddings and head learn the frequencies of bytes. Only matrices can learn the order of bytes."""
+    assert train_briefly(shards, name, LRS[name], method) < frozen_losses[name in SPHERES] - 0.01
+
+
+LION = '''
+@rule("lion", moments=("momentum",), lr=0.0003, betas=(0.9, 0.99))
+def lion(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """The sign of an average that leans to the newest gradient. Source: Lion, arXiv 2302.06675."""
+    momentum, (beta1, beta2) = state["momentum"], args.betas
+    direction = (momentum * beta1 + grad * (1 - beta1)).sign()
+    momentum.lerp_(grad, 1 - beta2)
+    return weight * (1 - args.weight_decay) - direction * args.lr
+
+
+'''
+
+
+def test_a_new_rule_is_one_function(shards, tmp_path):
+    """The example of the README: an option with its defaults, a state in checkpoints, and it learns."""
+    place = "def nesterov_momentum("
+    source = SCRIPT.read_text()
+    assert source.count(place) == 1
+    script = tmp_path / "train_gpt.py"
+    script.write_text(source.replace(place, f"{LION.lstrip()}{place}"))
+    args = ["--preset=smoke", "--matrix_rule=lion", "--checkpoint_every=24", *data_args(shards)]
+    done = run_script([*args, "--num_iterations=24"], tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    losses = [float(match[2]) for match in VAL_LINE.findall(done.stdout)]
+    # from ln 384. The frequencies of bytes alone give ln 26 = 3.26
+    assert losses[0] == pytest.approx(5.9506, abs=1e-3) and losses[-1] < 2.6
+    metadata, tensors = gpt.read_checkpoint(next(tmp_path.glob("checkpoints/*/step_000024.pt")))
+    options = {name: metadata["config"][name] for name in ("matrix_lr", "matrix_betas", "matrix_weight_decay")}
+    assert options == dict(matrix_lr=0.0003, matrix_betas=[0.9, 0.99], matrix_weight_decay=0)
+    assert tensors["blocks.1.attention.qk/momentum"].abs().max() > 0
+
+
+@pytest.fixture(scope="module")
+def frozen_losses(shards):
+    """The loss with matrices that do not move, if they are zero (False) or not (True)."""
+    return {False: train_briefly(shards, "muon", 0.0), True: train_briefly(shards, "muonh", 0.0)}

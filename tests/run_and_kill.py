@@ -1,7 +1,7 @@
-"""A run that is killed again and again: python tests/killed.py KILLS ARGUMENT...
+"""Kill a run again and again: python tests/run_and_kill.py KILLS ARGUMENT...
 
-It forks, so PyTorch is imported only once. Every life continues with --resume=auto and is killed (SIGKILL) at a random
-moment. The last one ends by itself. Prints JSON: the exit statuses, and the steps at which lives were resumed.
+It forks, so PyTorch is imported only once. Each life continues with --resume=auto and is killed (SIGKILL) at a random
+moment. The last life ends without a kill. Prints JSON: the exit statuses, and the step at which each life resumed.
 """
 
 import json
@@ -20,9 +20,9 @@ import train_gpt as gpt  # noqa: E402
 
 
 def live(number: int, argv: list[str], num_lines: int | None, seconds: float) -> int:
-    """One life, with its console in life_NUMBER.txt. Returns its exit status.
+    """Run one life, with its console in life_NUMBER.txt. Returns its exit status.
 
-    It is killed some seconds after its console has this many lines of validations, or not at all (None).
+    The kill comes `seconds` after the console has num_lines lines of times. num_lines=None means no kill.
     """
     pid = os.fork()
     if pid == 0:
@@ -35,7 +35,7 @@ def live(number: int, argv: list[str], num_lines: int | None, seconds: float) ->
         console = Path(f"life_{number}.txt")
         while not console.exists() or console.read_text().count("train_time") < num_lines:
             if os.waitpid(pid, os.WNOHANG)[0]:
-                raise SystemExit(f"life {number} ended by itself")
+                raise SystemExit(f"life {number} ended before its kill")
             time.sleep(0.001)
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
@@ -46,9 +46,10 @@ def main() -> None:
     kills, *argv = sys.argv[1:]
     moments = random.Random(0)
     ends = []
-    for i in range(int(kills)):  # every fifth while it starts, the others while they train and write
-        is_start = i % 5 == 4
-        num_lines, seconds = (0, moments.uniform(0.0, 0.5)) if is_start else (moments.randint(2, 9), moments.uniform(0, 0.03))
+    for i in range(int(kills)):
+        is_start = i % 5 == 4  # each fifth kill hits the start, all others hit training and saving
+        num_lines = 0 if is_start else moments.randint(2, 9)
+        seconds = moments.uniform(0.0, 0.5 if is_start else 0.03)
         ends.append(live(i, argv, num_lines, seconds))
     ends.append(live(int(kills), argv, None, 0))
     lives = [Path(f"life_{i}.txt").read_text() for i in range(len(ends))]

@@ -1,5 +1,5 @@
-// What torch asks its C++ side about a GPU, answered without one. Compiled twice by fake_cuda.py:
-// with -DPRELOAD for a library that is loaded before torch, without for one that is loaded after it.
+// C++ functions of torch that query the GPU, replaced by constants. fake_cuda.py compiles this file twice:
+// with -DPRELOAD a library that is loaded before torch, and without it a library that is loaded after torch.
 #ifdef PRELOAD
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace c10 {
 enum class DeviceType : int8_t { CUDA = 1 };
 }
 
-// Backward asks which accelerator there is; a CPU build of torch says none. The first definition wins.
+// Backward queries the accelerator, and a CPU build of torch has none. The first definition wins.
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
 }  // namespace at::accelerator
@@ -25,7 +25,7 @@ std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CU
 
 using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
 
-// Switching devices and streams, where there is one of each and nothing runs.
+// Device guard for one device and one stream. Nothing runs.
 struct OneCard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   static Stream only() { return Stream(Stream::DEFAULT, card()); }
   static Device card() { return Device(DeviceType::CUDA, 0); }
@@ -47,8 +47,8 @@ struct OneCard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 static bool say_yes(void*) { return true; }
 static DeviceIndex say_one(void*) { return 1; }
 
-// Puts a function into the table of virtual functions of torch's CUDA hooks. Under the Itanium ABI a pointer to a
-// virtual member holds the offset of its slot, plus one.
+// Replace an entry in the virtual function table of torch's CUDA hooks. In the Itanium ABI a pointer to a virtual
+// member is the offset of its slot plus one.
 template <class Member, class Function>
 static void override_hook(Member member, Function* function) {
   intptr_t offset = 0;

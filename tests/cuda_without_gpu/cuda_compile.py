@@ -1,10 +1,11 @@
-"""Compile the training step and validation of train_gpt.py for a GPU that is not there; print JSON of what came out.
+"""Compile the training step and validation of train_gpt.py for a simulated GPU and print the figures as JSON.
 
-    python tests/cuda_compile.py CARD [--micros=2] [--ranks=1] [--own] [--json=FILE] [train_gpt.py options]
+    python tests/cuda_without_gpu/cuda_compile.py CARD [--micros=2] [--ranks=1] [--own] [--json=FILE] [options]
 
-Drives the real Trainer on fake tensors, which have shapes and no values: TorchDynamo traces, Inductor and Triton
-compile to cubins, the generated code runs and launches nothing. benchmarks/roofline.py reads the file; the line
-printed is its part "figures", or {"error": ...} with status 1.
+The options are options of train_gpt.py. The real Trainer runs on fake tensors, which have shapes and no values.
+TorchDynamo traces, Inductor and Triton compile to cubins, and the generated code runs without launching kernels.
+benchmarks/roofline.py reads the file. The printed line is the part "figures" of the file, or {"error": ...} with
+status 1.
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.dont_write_bytecode = True
 import train_gpt as gpt  # noqa: E402
 from benchmarks import simulate_ranks  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-MOVES_NOTHING = re.compile(  # views, allocations, values asked for
+MOVES_NOTHING = re.compile(  # views, allocations, reads of one value
     r"(view|as_strided|_?reshape|transpose|permute|slice|select|(un)?squeeze|expand|alias|detach|split|unbind|t\.|"
     r"(new_)?empty|_local_scalar|lift)"
 )
@@ -58,23 +59,23 @@ READS_NOTHING = re.compile(r"(new_)?(zero|fill|ones|full|arange)")
 
 
 class Observer:
-    """What was compiled, launched and held. phase tells parts of a run apart."""
+    """Record of compiled graphs, launches and live memory. phase is the current part of a run."""
 
     def __init__(self, card: fake_cuda.Card, is_own_only: bool = False):
         self.is_own_only = is_own_only
-        self.card, self.phase, self.running = card, "setup", ""  # running: label of a graph
+        self.card, self.phase, self.running = card, "setup", ""  # running: label of the current graph
         self.exit_stack = contextlib.ExitStack()
         self.graphs: list[dict] = []
-        self.kernels: list[dict] = []  # one for every compiled config of every kernel
+        self.kernels: list[dict] = []  # one for each compiled config of each kernel
         self.eager = collections.defaultdict(lambda: collections.defaultdict(lambda: [0, 0]))  # count, bytes
         self.peaks = collections.defaultdict(int)  # bytes of live storages by phase
         self.live, self.seen = 0, weakref.WeakKeyDictionary()
-        self.sequence: list[tuple] = []  # graphs, operations outside them, messages, in their order
+        self.sequence: list[tuple] = []  # graphs, eager operations and collectives, in their order
         self._watch_inductor()
 
-    @functools.cache  # noqa: B019 - one backend for all functions of a name: they share graphs, as on a card
+    @functools.cache  # noqa: B019 - functions of one name share a backend and its graphs, as on a GPU
     def backend(self, name: str):
-        """Inductor as a backend of torch.compile, whose graphs run on fake tensors."""
+        """Inductor as a backend of torch.compile. Its graphs run on fake tensors."""
 
         def compile_traced(module, inputs):
             with _disable_current_modes():
@@ -94,7 +95,7 @@ class Observer:
         code = getattr(made, "current_callable", made)
 
         def run(arguments: list):
-            """Run the generated code; the list is emptied, so that inputs die early, as on a card."""
+            """Run the generated code. The list is emptied, so inputs are freed early, as on a GPU."""
             own, self.running = list(arguments), graph["label"]
             arguments.clear()
             graph["calls"][self.phase] += 1
@@ -117,7 +118,7 @@ class Observer:
             return code
 
         def note_kernel(tuner):
-            """In the place of loading the cubins. A config that does not fit is dropped, as Inductor does."""
+            """Describe the cubins instead of loading them. Like Inductor, drop a config that does not fit."""
             made = [describe_kernel(tuner, result, observer.card) for result in tuner.compile_results]
             observer.kernels += made
             if not any(kernel["fits"] for kernel in made):
@@ -128,7 +129,7 @@ class Observer:
         precompile = heuristics.CachingAutotuner.precompile
 
         def precompile_own(tuner, *args, **options):
-            """Inductor's own kernels, which are nearly all, are generated and left at that."""
+            """Skip Triton's compilation of kernels that Inductor generated, which are nearly all kernels."""
             if not tuner.inductor_meta.get("kernel_name", tuner.fn.__name__).startswith("triton_"):
                 precompile(tuner, *args, **options)
 
@@ -136,25 +137,25 @@ class Observer:
             heuristics.CachingAutotuner.precompile = precompile_own
         GraphLowering.codegen, GraphLowering.count_bytes = codegen_and_note, fake_cuda.always((0, [], []))
         heuristics.CachingAutotuner._make_launchers = note_kernel
-        heuristics.CachingAutotuner._dynamic_scale_rblock = fake_cuda.always(None)  # asks the loaded kernel
+        heuristics.CachingAutotuner._dynamic_scale_rblock = fake_cuda.always(None)  # needs a loaded kernel
         heuristics.CachingAutotuner.run = fake_cuda.always(None)
 
     def note_operation(self, name: str, inputs: list, outputs: list) -> None:
-        """Count an operation outside the graphs, and the memory of its results until it is freed."""
+        """Count an eager operation, and the memory of its results until they are freed."""
         for tensor in outputs:
             storage = tensor.untyped_storage()
             if storage not in self.seen:
                 self.seen[storage] = True
-                size = -(-storage.nbytes() // 512) * 512  # as the allocator rounds
+                size = -(-storage.nbytes() // 512) * 512  # the rounding of the allocator
                 self.live += size
                 weakref.finalize(storage, self._free, size)
                 self.peaks[self.phase] = max(self.peaks[self.phase], self.live)
         if outputs and not self.running and not MOVES_NOTHING.match(name):
             entry = self.eager[self.phase][name]
             entry[0] += 1
-            if READS_ROWS.match(name):  # of a table, as many as it returns
+            if READS_ROWS.match(name):  # the read rows have the size of the output
                 inputs = [*inputs[1:], *outputs]
-            elif ADDS_ROWS.match(name):  # reads and writes as many rows of the table as it is given
+            elif ADDS_ROWS.match(name):  # reads and writes one row of the table for each input row
                 inputs, outputs = inputs[1:], 2 * inputs[-1:]
             num_bytes = sum(t.nbytes for t in (outputs if READS_NOTHING.match(name) else inputs + outputs))
             entry[1] += num_bytes
@@ -165,7 +166,7 @@ class Observer:
 
 
 class ObservedMode(FakeTensorMode):
-    """Fake tensors, all of whose operations an observer sees."""
+    """Fake tensors. An observer notes each of their operations."""
 
     def __init__(self, observer: Observer):
         super().__init__(allow_non_fake_inputs=True)
@@ -173,12 +174,12 @@ class ObservedMode(FakeTensorMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if operation is torch.ops.aten._scaled_mm.out:  # what generated code calls; it has no fake form
+        if operation is torch.ops.aten._scaled_mm.out:  # called by generated code, and without a fake form
             others = {name: value for name, value in kwargs.items() if name != "out"}
             made = super().__torch_dispatch__(torch.ops.aten._scaled_mm.default, types, args, others)
             assert made.shape == kwargs["out"].shape and made.dtype == kwargs["out"].dtype, "FP8 buffer"
             return kwargs["out"]
-        before, self.is_nested = self.is_nested, True  # a fake form may itself call operations: not launches
+        before, self.is_nested = self.is_nested, True  # operations inside a fake form are no launches
         try:
             result = super().__torch_dispatch__(operation, types, args, kwargs)
         finally:
@@ -190,19 +191,19 @@ class ObservedMode(FakeTensorMode):
 
 
 def list_cuda(tree) -> list[torch.Tensor]:
-    """The tensors on the card in nested containers."""
+    """The CUDA tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)
             and leaf.device.type == "cuda"]
 
 
 def describe_node(lowering: GraphLowering, node) -> dict:
-    """A kernel or library call: what it moves, where every buffer is read or written once, and FLOPs."""
+    """Bytes and FLOPs of a kernel or library call, if each buffer is read or written once."""
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     kind, call, flops = type(node).__name__.removesuffix("SchedulerNode"), "", 0
     if kind == "ExternKernel":
         names = (getattr(parts[0], key, None) for key in ("python_kernel_name", "op_overload"))
         call = str(next(filter(None, names), type(parts[0]).__name__))
-        # of views what they show; what a Triton kernel of ours writes is among its inputs
+        # of views the visible part. The inputs of our Triton kernels include their outputs
         tensors = [*parts[0].inputs, *([parts[0]] if "mm" in call else [])]
         distinct = {getattr(tensor, "get_name", tensor.__repr__)(): tensor for tensor in tensors}
         num_bytes = sum(count_bytes(tensor) for tensor in (tensors if "mm" in call else distinct.values()))
@@ -212,7 +213,7 @@ def describe_node(lowering: GraphLowering, node) -> dict:
             call += "_fp8" if tensors[0].get_dtype().itemsize == 1 else ""
     else:
         touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-        real = lowering.scheduler.mutation_real_name  # of buffers that were written again
+        real = lowering.scheduler.mutation_real_name  # of buffers that are written in place
         num_bytes = sum(min(size, int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize)
                         for name, size in ((real.get(name, name), size) for name, size in touched.items()))
     origins = [origin for part in parts for origin in getattr(part, "origins", ())]
@@ -222,14 +223,14 @@ def describe_node(lowering: GraphLowering, node) -> dict:
 
 
 def find_kernel(part) -> str:
-    """The name of a Triton kernel of ours, or nothing."""
+    """The name of a Triton kernel of train_gpt.py, or ""."""
     if not hasattr(part, "kernel_idx"):
         return ""
     return triton_kernel_wrap.kernel_side_table.get_kernel(part.kernel_idx).fn.__name__
 
 
 def count_bytes(tensor) -> int:
-    """Bytes of a tensor of Inductor's."""
+    """Bytes of an Inductor tensor."""
     size = 1
     for length in tensor.get_size():
         size *= int(length)
@@ -237,7 +238,7 @@ def count_bytes(tensor) -> int:
 
 
 def describe_kernel(tuner, result, card: fake_cuda.Card) -> dict:
-    """One config of a Triton kernel: PTX for instructions, cubin for registers and spills."""
+    """Figures of one config of a Triton kernel: instructions from its PTX, registers and spills from its cubin."""
     kernel, name = result.kernel, tuner.inductor_meta.get("kernel_name", tuner.fn.__name__)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -255,7 +256,7 @@ def describe_kernel(tuner, result, card: fake_cuda.Card) -> dict:
 
 @contextlib.contextmanager
 def values_are(value):
-    """Answer for fake tensors when their value is asked for."""
+    """Return this value whenever a fake tensor is converted to a number or a bool."""
     names = ("__bool__", "item")
     before = {name: FakeTensor.__dict__.get(name) for name in names}
     for name in names:
@@ -280,7 +281,7 @@ class FakeBatches:
 
 
 class NotingRecorder(simulate_ranks.Recorder):
-    """Notes messages between what an observer sees."""
+    """Add collectives to the sequence of an observer."""
 
     def __init__(self, rt: gpt.Runtime, observer: Observer):
         super().__init__(rt)
@@ -291,7 +292,7 @@ class NotingRecorder(simulate_ranks.Recorder):
 
 
 def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
-    """The fast forms that a real card of this capability would use."""
+    """The fast forms that a real GPU of this capability would use."""
     if cfg.fast != "auto":
         return set(gpt.split_names(cfg.fast)) - {"off"}
     has_triton_forms = card.capability >= (8, 0)
@@ -305,8 +306,8 @@ def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
 
 
 def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Trainer:
-    """The real one. Its choices are those of the real comparisons, except FP8, which fake tensors cannot
-    multiply eagerly."""
+    """The real Trainer, with the fast forms of the real checks. FP8 is set here, because its check needs eager FP8
+    matmuls, which fake tensors do not support."""
     has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
     wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
     dtype, peak_flops, _ = gpt.choose_dtype(cfg, DEVICE)
@@ -320,7 +321,7 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
-        """Fake tensors cannot be moved to the card."""
+        """Create the parameters on the GPU, because fake tensors cannot be moved."""
         with DEVICE:
             init(model, *args, **kwargs)
 
@@ -340,13 +341,15 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
 
 
 def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> dict:
-    """All that a run compiles, then all of it again, which must compile nothing; returns facts about the run."""
-    torch.compile = lambda f, **_: real_compile(f, dynamic=False, backend=observer.backend(getattr(f, "func", f).__qualname__))
+    """Compile each part of a run, then run all parts again, which must compile nothing. Returns metadata."""
+    torch.compile = lambda f, **_: real_compile(
+        f, dynamic=False, backend=observer.backend(getattr(f, "func", f).__qualname__)
+    )
     with ObservedMode(observer), values_are(True):
         trainer = make_trainer(cfg, observer, num_ranks)
     accum, rows = gpt.sequences_per_rank(cfg, 1, cfg.tokens_per_step, cfg.seq_len)
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
-    counts = [[micro_tokens // num_ranks] * num_ranks] * num_ranks  # of rows of tables: no token comes twice
+    counts = [[micro_tokens // num_ranks] * num_ranks] * num_ranks  # table rows: as if all tokens differed
     gpt.HostCopy = lambda *_: SimpleNamespace(read=lambda: SimpleNamespace(tolist=lambda: counts))
     val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
 
@@ -366,12 +369,13 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         ("validation", validate, cfg.num_iterations, True), ("validation", validate, 0, False),
         ("training", run_step, 0, False), ("measured", run_step, 0, False)):
         num_graphs, observer.phase = len(observer.graphs), phase
-        is_first |= at == last and cfg.full_stages[-1].num_targets != cfg.full_stages[0].num_targets  # a head of its own
+        # the head has a separate graph for each number of targets
+        is_first |= at == last and cfg.full_stages[-1].num_targets != cfg.full_stages[0].num_targets
         observer.sequence.clear()
-        gc.collect()  # reference cycles of the compiler hold activations
+        gc.collect()  # reference cycles of the compiler keep activations alive
         with ObservedMode(observer):
             action(at)
-        if is_first:  # while graphs are compiled, the collector's timing decides how much memory lives
+        if is_first:  # during compilation live memory depends on garbage collection
             for name in (phase, f"{phase} update"):
                 observer.peaks.pop(name, None)
         again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
@@ -394,7 +398,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
 
 
 def summarize(observer: Observer, facts: dict) -> dict:
-    """What the tests assert."""
+    """The figures that the tests assert."""
     used = {}
     for kernel in observer.kernels:
         most = used.setdefault(kernel["name"], dict(stack=0, fp64=0, wgmma=0, wide_loads=0, fits=True))
@@ -418,12 +422,12 @@ def summarize(observer: Observer, facts: dict) -> dict:
 
 
 def count_launches(graph: dict) -> int:
-    """Kernels and library calls of a graph."""
+    """Number of kernels and library calls of a graph."""
     return sum(node["kind"] != "NopKernel" for node in graph["nodes"])
 
 
 def explain(error: Exception) -> str:
-    """The innermost reason, and the kernel if a compiler names one."""
+    """The innermost reason of an error, and the kernel if a compiler names one."""
     lines = [line.strip() for line in str(error).splitlines() if "Error" in line or "does not fit" in line]
     kernel = re.search(r"^def (\w+)\(", str(error), re.MULTILINE)
     return f"{kernel[1] if kernel else type(error).__name__}: {(lines or [str(error)[:300]])[-1][:300]}"
@@ -433,24 +437,24 @@ real_compile = torch.compile
 
 
 def main(argv: list[str]) -> int:
-    """Exit status."""
+    """Compile and print the figures. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("card", choices=fake_cuda.CARDS)
-    parser.add_argument("--micros", type=int, default=2, help="micro-batches of a step")
-    parser.add_argument("--ranks", type=int, default=1, help="as rank 0 of so many, whose messages are noted")
-    parser.add_argument("--own", action="store_true", help="of Triton kernels compile only those of train_gpt.py")
-    parser.add_argument("--json", help="file for all of it")
+    parser.add_argument("--micros", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks. Rank 0 is compiled")
+    parser.add_argument("--own", action="store_true", help="compile only Triton kernels of train_gpt.py")
+    parser.add_argument("--json", help="file for the figures, graphs and kernels")
     args, options = parser.parse_known_args(argv)
     warnings.simplefilter("ignore")
     for name in ("torch._inductor", "torch._inductor.runtime.triton_heuristics"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what fails is reported below
-    torch.set_float32_matmul_precision("high")  # as start_runtime
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are reported below
+    torch.set_float32_matmul_precision("high")  # like start_runtime()
     observer = Observer(fake_cuda.CARDS[args.card], args.own)
     try:
         cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)[0]})
         facts = drive(cfg, observer, args.micros, args.ranks)
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # compilers raise many types
         traceback.print_exc()
         print(json.dumps(dict(error=explain(error))))
         return 1

@@ -1,14 +1,15 @@
-"""The CUDA path without a GPU: what tests/cuda_compile.py compiles, and what must be true of it."""
+"""The CUDA path without a GPU: cuda_compile.py compiles the training step, and the tests check the result."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_cuda
 import pytest
-from conftest import ROOT, gpt
+from conftest import gpt
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
@@ -17,20 +18,20 @@ THREE_LAYERS = (dict(attention="long", mlp=False, value_embed=0), dict(attention
                 dict(attention="short", value_embed=0, skip_from=1))
 SMALL = ["--num_layers=3", f"--layers={json.dumps(THREE_LAYERS)}", "--seq_len=2048",
          "--micro_batch_tokens=2048", "--val_seq_len=4096", "--val_tokens=4096"]
-# FlexAttention's backward holds two tiles of gradients of 64 x 128 and one of scores in registers; PyTorch chose
-# its blocks, and spills 88 to 96 bytes of 255 registers on Hopper by its own choice. Reductions of Inductor save 8.
+# FlexAttention's backward keeps two gradient tiles of 64 x 128 and one tile of scores in registers. With the blocks
+# that PyTorch chooses it spills 88 to 96 bytes on Hopper. Reductions of Inductor spill 8 bytes.
 SPILLS_BY_PYTORCH = ("triton_tem_fused", "triton_red_fused", "triton_per_fused", "triton_poi_fused")
 
 
 def compile_for(card: str, *options: str) -> dict:
-    """The figures of tests/cuda_compile.py, once they hold for every card and config."""
-    command = [sys.executable, str(ROOT / "tests" / "cuda_compile.py"), card, *options]
+    """The figures of cuda_compile.py, after the checks that hold for every GPU and config."""
+    command = [sys.executable, str(Path(__file__).with_name("cuda_compile.py")), card, *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout.startswith("{"), done.stderr[-2000:]
     figures = json.loads(done.stdout)
     assert "error" not in figures, figures["error"]
-    assert figures["graph_breaks"] == {} and figures["recompiled"] == []  # over all stages, validation and back
+    assert figures["graph_breaks"] == {} and figures["recompiled"] == []  # in all stages and in validation
     assert figures["fp64"] == {} and figures["too_large"] == []
     assert [name for name in figures["spills"] if not name.startswith(SPILLS_BY_PYTORCH)] == []
     return figures
@@ -39,27 +40,28 @@ def compile_for(card: str, *options: str) -> dict:
 @pytest.mark.parametrize(
     "options", [["--own"], pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all kernels"])  # fmt: skip
 def test_every_kind_of_layer_compiles_for_hopper(options):
-    """Head, masks, layers, both update rules; an uncompiled remainder that is small. Inductor writes all its code; that
-    Triton makes a cubin of every kernel, not only of ours, takes as long again and is left to -m cards."""
+    """Head, masks, layers and both update rules compile, and few operations stay eager.
+
+    By default Triton compiles only our kernels. Cubins of all kernels take twice the time and run with -m cards.
+    """
     figures = compile_for("h200", *SMALL, *options)
-    # the comparison of each compiled fast form, forward and backward: norm, rotation, attention, cross-entropy, MLP, and only
-    # forward symmetric products. Forward and backward of layers and head. Muon for two shapes of matrices and the gates, Adam
-    # for tables and for numbers. Layers and head
+    # setup: checks of the fast forms, forward and backward: norm, RoPE, attention, cross-entropy, MLP. Only forward:
+    # symmetric matmuls. Training: forward and backward of layers and head. Update: Muon for two shapes of matrices and
+    # the gates, Adam for tables and for scalars. Validation: layers and head
     assert figures["graphs"] == {"setup": 11, "training": 4, "training update": 5, "validation": 2}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
     assert set(own) == {"symmetric_kernel", "cross_entropy_kernel", "relu2_matmul_kernel", "transpose_kernel"}
     for name in ("symmetric_kernel", "relu2_matmul_kernel"):
-        assert own[name]["wgmma"] > 0  # Hopper's matrix units, not the older path
-    assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # 16 bytes at a time
-    # per micro-batch: 2 look-ups, their gradients, the sums of 13 gradients into their bucket, and rows of 3 tables that
-    # are read, added to and written
+        assert own[name]["wgmma"] > 0  # Hopper's matrix units
+    assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # loads of 16 bytes
+    # per micro-batch: 2 lookups and their gradients, 13 gradients summed into their buckets, and the rows of 3 tables,
+    # which are read, summed and written
     assert figures["eager_per_micro"] <= 40 and figures["eager_gb_per_micro"] < 1.4
 
 
 @pytest.mark.slow
 def test_segments_of_several_ranks_compile():
-    """Two graphs for each of three segments and the head; the small graphs of validation and of the measuring pass
-    beside them. As rank 0 of two, whose messages are noted."""
+    """On rank 0 of two. Three segments and the head have two graphs each. Validation and telemetry add small graphs."""
     figures = compile_for("h200", *SMALL, "--segments=3", "--fp8_head=off", "--telemetry_every=1", "--ranks=2", "--own")
     assert figures["graphs"]["training"] == 8 and figures["graphs"]["validation"] == 4
     assert figures["graphs"]["telemetry"] == 1
@@ -68,8 +70,10 @@ def test_segments_of_several_ranks_compile():
 @pytest.mark.parametrize("options", [
     pytest.param(["--own"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all"])
 def test_segments_of_the_newest_recipe_compile(options):
-    """With all its mechanisms, in five layers: what one segment computes, the others read. The head has two graphs more,
-    for the one target of the last stage."""
+    """All mechanisms in five layers, so segments read activations of earlier segments.
+
+    The head has two more graphs for the single target of the last stage.
+    """
     layers = json.dumps(list(map(dataclasses.asdict, gpt.SMOKE_FRONTIER_LAYERS)))
     figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096", *options)
@@ -79,14 +83,16 @@ def test_segments_of_the_newest_recipe_compile(options):
 @pytest.mark.cards
 @pytest.mark.parametrize("preset, training, validation", [("track_1", 19.9, 16.2), ("frontier", 27.6, 18.9)])
 def test_the_whole_step_compiles(preset, training, validation):
-    """One graph forward and one backward for all stages, and for the head one each for every number of targets. One each
-    for validation. GB of live tensors, of passes that compile nothing."""
+    """Peak memory in GB of live tensors, without the passes that compile.
+
+    All stages share one forward and one backward graph of the layers. The head has one pair for each number of targets.
+    """
     figures = compile_for("h200", f"--preset={preset}")
     assert figures["graphs"]["training"] == dict(track_1=4, frontier=6)[preset] and figures["graphs"]["validation"] == 2
     assert figures["peak_gb"] == pytest.approx(dict(training=training, validation=validation), rel=0.05)
 
 
 def compile_kinds(card: str, *options: str) -> None:
-    """Every kind of layer at full width: what fits or does not, spills or breaks, does so in any number of layers."""
+    """Compile every kind of layer at full width. Kernels do not depend on the number of layers."""
     figures = compile_for(card, *SMALL, *options)
     assert figures["graphs"]["training"] == 4 and figures["graphs"]["validation"] == 2

@@ -1,6 +1,6 @@
-"""Run a function as every rank of a job: forks of one process, so that PyTorch is imported only once.
+"""Run a function on every rank of a job. The ranks are forks of one process, so PyTorch is imported only once.
 
-python tests/ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit status or -signal, seconds], ...] by rank
+python tests/run_ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit status or -signal, seconds], ...] by rank
 """
 
 import dataclasses
@@ -21,12 +21,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of the tests' processes
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of child processes
 
 
 def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list, str, str]:
-    """[[exit status or -signal, seconds], ...] by rank, and what they printed. There is no launcher: what ends ranks
-    is train_gpt.py itself."""
+    """Run a function of this file. Returns [[exit status or -signal, seconds], ...] by rank, stdout and stderr.
+
+    There is no launcher, so only train_gpt.py can end the ranks.
+    """
     done = subprocess.run(
         [sys.executable, __file__, function, str(num_ranks), *map(str, arguments)],
         cwd=cwd,
@@ -40,8 +42,10 @@ def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list
 
 
 def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> None:
-    """Replace the collectives by ones that also count what this rank gives to others, from the tensors themselves; and
-    note the groups of all-gathers."""
+    """Count the bytes that this rank sends in each collective, from the sizes of the tensors.
+
+    Also collect the groups of the all-gathers.
+    """
 
     def wrap(owner, name, size):
         real = getattr(owner, name)
@@ -49,7 +53,7 @@ def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> No
         def counted(*args, **kwargs):
             if name == "all_gather_single" and "group" in kwargs:
                 groups.add("all_gather" if kwargs["group"] is rt.comm.all_gather_group else "others")
-            if name != "all_gather_single" or "group" in kwargs:  # not the few numbers of a RowPlan
+            if name != "all_gather_single" or "group" in kwargs:  # without a group: the row counts of a RowPlan
                 sent[name] += size(*args)
             return real(*args, **kwargs)
 
@@ -60,27 +64,30 @@ def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> No
     wrap(gpt, "all_gather_single", lambda full, shard: shard.nbytes * others)
     wrap(dist, "all_to_all_single", lambda _out, given, _to, counts:
          given[0].nbytes * (sum(counts) - counts[rt.rank]) if len(given) else 0)
-    for name in ("all_reduce", "broadcast"):  # a step has no others
+    for name in ("all_reduce", "broadcast"):  # a step calls no further collectives
         wrap(dist, name, lambda tensor, *_: tensor.nbytes * others)
 
 
 def use_multipliers(model: torch.nn.Module) -> None:
-    """Give every other parameter different multipliers, so that they differ inside the buckets."""
+    """Give every second parameter different multipliers, so that multipliers differ inside the buckets."""
     for param in list(model.parameters())[1::2]:
         lr_mul = param.spec.lr_mul if isinstance(param.spec.lr_mul, tuple) else 0.5
         param.spec = param.spec._replace(lr_mul=lr_mul, wd_mul=2)
 
 
 def choose_forms(cfg: gpt.Config, rt: gpt.Runtime) -> gpt.Runtime:
-    """The fast forms of a real run on this device. Rank 0 decides for all."""
+    """Choose the fast forms of a real run on this device. All ranks take the choice of rank 0."""
     fast, _ = gpt.choose_fast_forms(cfg, rt.device, rt.dtype, False)
     return dataclasses.replace(rt, fast=rt.comm.broadcast_object(fast))
 
 
 def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
-    """Note in the last step the buckets that hooks sent before the end of backward, in their order, and their first
-    readers. Note the order of updates and of all-gathers. Note also how many buckets of the first block, the last
-    block and the head are still on their way back when the first block begins."""
+    """Record the order of communication and updates in the last step.
+
+    sent, places: buckets that hooks reduced before the end of backward, in their order, and their first readers.
+    updated, gathered: the order of updates and all-gathers.
+    awaited: pending all-gathers of the first block, the last block and the head when the first block starts.
+    """
     optimizer, notes, sent = trainer.optimizer, {}, []
     first, last, head = (
         {bucket for name, bucket in optimizer.bucket_of.items() if name.startswith(prefix)}
@@ -100,7 +107,7 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
             notes["places"] = [bucket.first_reader for bucket in sent]
         step(state)
 
-    def note_awaited(*_):  # registered later than the hook that waits for the first block's own parameters
+    def note_awaited(*_):  # registered after the hook that waits for the parameters of the first block
         if optimizer.step_count == last_step:
             parts = (first, last - first, head)
             counts = [sum(bucket.gathering is not None for bucket in part) for part in parts]
@@ -123,7 +130,7 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
 
 
 def equality(out: str, cases: str, num_threads: str = "1") -> None:
-    """The steps of each case; rank 0 saves the parameters, what each rank sent, and what overlapped."""
+    """Train the steps of each case. Rank 0 saves the parameters, the bytes sent by each rank, and the overlap."""
     torch.set_num_threads(int(num_threads))
     cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
     rt, results, sent = gpt.start_runtime(next(iter(cfgs.values()))), {}, defaultdict(float)
@@ -138,12 +145,12 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
 
     gpt.GPT.__init__ = build_with_multipliers
     for name, cfg in cfgs.items():
-        cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # rank 0's weights must reach all
+        cfg, steps = dataclasses.replace(cfg, seed=rt.rank), cfg.num_iterations // 2  # rank 0 must broadcast its weights
         trainer = gpt.Trainer(cfg, choose_forms(cfg, rt))
         notes = note_overlap(trainer, steps - 1) if rt.world_size > 1 else {}
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(rt, 0, steps), rt.device)
-        counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes counted here, by the optimizer; of rows
+        counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes: counted, reported, of rows
         rows_before = rt.comm.step_bytes()["all_to_all"]
         for step in range(steps):
             sent.clear()
@@ -151,7 +158,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
             trainer.train_step(batches, trainer.schedule.at(step))
             reported = sum(rt.comm.step_bytes().values()) - before
             counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
-            if step < steps - 2:  # the check waits for all parameters, and overlap is noted in the last step
+            if step < steps - 2:  # the recorded last step must start with pending all-gathers
                 gpt.check_ranks(trainer.optimizer)
         batches.executor.shutdown(cancel_futures=True)
         rows = rt.comm.step_bytes()["all_to_all"] - rows_before
@@ -175,7 +182,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
 
 
 def scales(out: str) -> None:
-    """FP8 scales after a step in which rank r has seen a largest entry of 5 + 2 r; both ranks' go to the file."""
+    """Save the FP8 scales of both ranks after a step in which rank r has an amax of 5 + 2 r."""
     rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
     module = gpt.DelayedScaling()
     module(torch.tensor([1.0, 5.0 + 2 * rt.rank]))
@@ -190,7 +197,7 @@ def scales(out: str) -> None:
 
 
 def scale_steps(out: str, changes: str) -> None:
-    """Three steps of a config with FP8 scales; what rank 0 calls, in order, goes to the file."""
+    """Train three steps with FP8 scales. The order of calls on rank 0 goes to the file."""
     torch.set_num_threads(1)
     calls, all_reduce, update = [], dist.all_reduce, gpt.Bucket.update
 
@@ -231,8 +238,10 @@ def scale_steps(out: str, changes: str) -> None:
 
 
 def rows(out: str) -> None:
-    """The gradient of a table (37, 6) by rows, from two micro-batches of every rank, joined from their
-    shards; and the dense one of all tokens. Gradients are multiples of 1/16: any order gives the same."""
+    """Save the row-sparse gradient of a table (37, 6), gathered from its shards, and the dense gradient of all tokens.
+
+    Each rank has two micro-batches. Gradients are multiples of 1/16, so sums do not depend on their order.
+    """
     num_ranks = int(os.environ["WORLD_SIZE"])
     changes = dict(preset="smoke", device="cpu", seq_len=128, tokens_per_step=128 * num_ranks)
     rt = gpt.start_runtime(gpt.make_config(changes))
@@ -240,7 +249,7 @@ def rows(out: str) -> None:
     bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
     param.sparse_grad, dense = gpt.RowSparseGradient(bucket.shard, 6, rt.comm), torch.zeros(37, 6, dtype=torch.float64)
     torch.manual_seed(rt.rank)
-    for least in (0, 20 + rt.rank):  # in the second one rank 0 is sent nothing
+    for least in (0, 20 + rt.rank):  # in the second micro-batch rank 0 receives no rows
         tokens = torch.cat((torch.randint(least, 30, (50,)), torch.tensor([36, least, 36])))
         grad = torch.randint(-99, 99, (len(tokens), 6)) / 16.0
         gpt.sparse_embedding(tokens, param).backward(grad.double())
@@ -253,9 +262,9 @@ def rows(out: str) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails (mode "none": does not), in the second step after the three of the warm-up.
+    """A real run in which one rank fails in the second step after the three warm-up steps. Mode "none" has no failure.
 
-    at_rank may be RANK@STEP, where STEP counts those of the warm-up, too.
+    at_rank may be RANK@STEP. STEP includes the warm-up steps.
     """
     torch.set_num_threads(1)
     real, steps = gpt.Trainer.train_step, iter(range(1, 10**6))
@@ -304,11 +313,11 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
 
 def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
-    """A real run in which rank 1 has other options, data (of another folder), script or PyTorch."""
+    """A real run in which rank 1 has other options, data (from another folder), script or PyTorch."""
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
         argv = [*argv, *shlex.split(options)]
-        if what == "data":  # a stale file on the local disk of a node
+        if what == "data":  # like a stale file on the local disk of a node
             find = gpt.find_shards
             gpt.find_shards = lambda *args: [str(Path(folder, Path(path).name)) for path in find(*args)]
         if what == "script":
@@ -319,7 +328,7 @@ def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
 
 
 def main() -> None:
-    """Fork, wait for all, print how each ended."""
+    """Fork the ranks, wait for all of them and print their exit statuses."""
     function, num_ranks, *arguments = sys.argv[1:]
     if "RANK" in os.environ:  # torchrun has started this process as a rank
         sys.exit(globals()[function](*arguments))
@@ -341,7 +350,7 @@ def main() -> None:
             sys.exit(globals()[function](*arguments))
     while len(ends) < len(pids):
         pid, status = os.waitpid(-1, os.WUNTRACED)
-        if os.WIFSTOPPED(status):  # a frozen rank: put an end to it once the others have left
+        if os.WIFSTOPPED(status):  # a frozen rank, killed below after all other ranks have ended
             ends[pid] = [-os.WSTOPSIG(status), round(time.monotonic() - start, 1)]
         else:
             ends[pid] = [os.waitstatus_to_exitcode(status), round(time.monotonic() - start, 1)]

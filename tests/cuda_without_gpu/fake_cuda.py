@@ -1,8 +1,8 @@
-"""A CUDA card that is not there: torch, Inductor and Triton compile for it, and nothing runs.
+"""A simulated CUDA device. torch, Inductor and Triton compile for it, and no kernel runs.
 
-`pretend(card)` comes before torch is imported; it may start the process again, with a library preloaded. From
-then on fake tensors live on "cuda", Inductor generates its CUDA code and Triton makes cubins of it. Each mock
-says what fails without it. It needs g++ and Triton on x86-64 Linux; torch 2.11 to 2.13.
+Call `pretend(card)` before torch is imported. It may start the process again with a preloaded library. Then fake
+tensors can be on "cuda", Inductor generates CUDA code, and Triton compiles it to cubins. The docstring of each mock
+gives its reason. Requires g++ and Triton on x86-64 Linux, and torch 2.11 to 2.13.
 """
 
 import atexit
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """What compilers ask about a card."""
+    """Properties of a GPU that compilers query."""
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_memory: int  # bytes one block may have (CUDA C++ Programming Guide, compute capabilities)
+    shared_memory: int  # maximum bytes of a block (CUDA C++ Programming Guide, compute capabilities)
     gib: int
-    gb_per_s: float  # with which Inductor weighs fusions
+    gb_per_s: float  # Inductor uses it to choose fusions
 
 
 CARDS = {"t4": Card("Tesla T4", (7, 5), 40, 64 << 10, 15, 290),
@@ -41,7 +41,7 @@ CARDS = {"t4": Card("Tesla T4", (7, 5), 40, 64 << 10, 15, 290),
 
 
 def find_obstacle() -> str:
-    """What is missing on this machine, or nothing."""
+    """The missing requirement of this machine, or ""."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         return "needs Linux on x86-64"
     if importlib.util.find_spec("triton") is None:
@@ -50,20 +50,20 @@ def find_obstacle() -> str:
 
 
 def pretend(card: Card) -> None:
-    """Load the libraries and put the mocks in place."""
+    """Load the libraries and install the mocks."""
     preload = build("preload", ["-DPRELOAD"])
     if os.environ.get("FAKE_CUDA") != str(preload):
         os.environ.update(FAKE_CUDA=str(preload), LD_PRELOAD=str(preload))
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    os.environ.pop("LD_PRELOAD")  # not for compilers
+    os.environ.pop("LD_PRELOAD")  # compilers must not load it
     scratch = tempfile.mkdtemp(prefix="fake_cuda_")
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    # from nothing and in this process: what comes out of a cache is not seen
+    # no caches and no worker processes, so each compilation is observed
     os.environ.update(TORCHINDUCTOR_FORCE_DISABLE_CACHES="1", TORCHINDUCTOR_COMPILE_THREADS="1",
                       TORCHINDUCTOR_CACHE_DIR=f"{scratch}/inductor", TRITON_CACHE_DIR=f"{scratch}/triton",
                       TRITON_DEFAULT_FP_FUSION="1")
     os.environ.pop("TRITON_INTERPRET", None)
-    import torch  # noqa: F401 - the library needs it loaded
+    import torch  # noqa: F401 - the library links to it
 
     ctypes.CDLL(str(build("guard", torch_flags()))).pretend()
     pretend_device(card)
@@ -72,7 +72,7 @@ def pretend(card: Card) -> None:
 
 
 def torch_flags() -> list[str]:
-    """g++ options that find torch."""
+    """g++ options for the headers and libraries of torch."""
     folder = Path(importlib.util.find_spec("torch").origin).parent
     include, lib = folder / "include", folder / "lib"
     return [f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-I{sysconfig.get_path('include')}",
@@ -80,7 +80,7 @@ def torch_flags() -> list[str]:
 
 
 def build(name: str, flags: list[str]) -> Path:
-    """A library from fake_cuda.cpp, kept in the temporary folder for as long as source and torch are the same."""
+    """Compile fake_cuda.cpp. The library is cached in the temporary folder by source date and torch version."""
     source = Path(__file__).with_suffix(".cpp")
     version = importlib.metadata.version("torch")
     stamp = f"{os.getuid()}_{version}_{int(source.stat().st_mtime)}"
@@ -97,12 +97,15 @@ def build(name: str, flags: list[str]) -> Path:
 
 
 def always(answer):
-    """A function that gives one answer."""
+    """A function that always returns this answer."""
     return lambda *_args, **_kwargs: answer
 
 
 def pretend_device(card: Card) -> None:
-    """torch.cuda without a driver raises, and CPU builds lack its C++ functions; fake tensors would start it."""
+    """Replace torch.cuda: it raises without a driver, and CPU builds lack its C++ functions.
+
+    Fake tensors would initialize it.
+    """
     import torch
     import torch._subclasses.fake_tensor as fake_tensor
     import torch.cuda.random
@@ -134,13 +137,13 @@ def pretend_device(card: Card) -> None:
         setattr(torch._C, f"_cuda_{name}", always(answer))
     torch._C._ensureCUDADeviceGuardSet = always(None)
     torch.backends.cuda.is_built = always(True)
-    torch.version.cuda = torch.version.cuda or "13.0"  # else Inductor thinks there is no FP8
+    torch.version.cuda = torch.version.cuda or "13.0"  # otherwise Inductor refuses FP8
     fake_tensor.init_gpu_context = always(None)
     fake_tensor.FakeTensorMode.avoid_device_init = property(always(True))
 
 
 def pretend_driver(card: Card) -> None:
-    """Triton's driver says what to compile for; the real one loads libcuda."""
+    """Replace the driver of Triton, which names the target. The real driver loads libcuda."""
     import torch
     import torch._inductor.runtime.triton_helpers as helpers
     import torch.utils._triton as torch_triton
@@ -159,22 +162,22 @@ def pretend_driver(card: Card) -> None:
 
 
 def pretend_to_inductor(card: Card) -> None:
-    """What Inductor would measure on the card, load into it, or ask of real tensors."""
+    """Replace the functions with which Inductor measures a GPU, loads kernels, or reads real tensors."""
     import torch
     import torch._inductor.config as config
     import torch._inductor.scheduler as scheduler
     import torch._inductor.utils as utils
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
 
-    config.shape_padding = False  # it would time both shapes
-    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # before torch 2.13, since then
+    config.shape_padding = False  # it times both shapes
+    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # older and newer name (torch 2.13)
         if hasattr(config, name):
             setattr(config, name, False)
     utils.get_gpu_dram_gbps = scheduler.get_gpu_dram_gbps = always(card.gb_per_s)
     utils.copy_misaligned_inputs = always(([], []))
 
     def check_strides(tensor, size, stride, *_name) -> None:
-        """The assertion of generated code about its inputs; the real one takes no fake tensors."""
+        """Check the inputs of generated code. The real check refuses fake tensors."""
         assert tuple(tensor.shape) == tuple(size), f"shape {tuple(tensor.shape)}, compiled for {size}"
         wrong = [(a, b) for n, a, b in zip(size, tensor.stride(), stride) if n != 1 and a != b]
         assert not wrong, f"strides {tensor.stride()}, compiled for {stride}"
@@ -188,7 +191,7 @@ def pretend_to_inductor(card: Card) -> None:
     fold = Folder._deduce_value
 
     def fold_on_cpu(folder, node):
-        """Constants are computed, of one element each: on the CPU then."""
+        """Compute constants of one element on the CPU."""
         before = node.kwargs
         if "cuda" in str(before.get("device")):
             node.kwargs = {**before, "device": torch.device("cpu")}

@@ -1,4 +1,4 @@
-"""Cards other than Hopper, and other options: a file of its own, for another worker of pytest."""
+"""GPUs other than Hopper, and other options. A separate file, so that a second pytest worker can run it."""
 
 import fake_cuda
 import pytest
@@ -6,19 +6,19 @@ from test_cuda_compile import SMALL, compile_for, compile_kinds
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
-WITHOUT_KERNELS = ["--fast=rms_norm,norm_rotate,flex_attention,head_loss,sparse_embedding"]  # without our Triton kernels
+WITHOUT_KERNELS = ["--fast=rms_norm,norm_rotate,flex_attention,head_loss,sparse_embedding"]  # no Triton kernels of ours
 
 
 @pytest.mark.cards
 @pytest.mark.parametrize("card", ["a100", "4090", "5090"])
 def test_every_kind_of_layer_compiles_for(card):
-    """A100 has no FP8 for the head, the others less shared memory."""
+    """The A100 has no FP8. The other GPUs have less shared memory."""
     compile_kinds(card)
 
 
 @pytest.mark.slow
 def test_a_gpu_without_bfloat16_trains_in_float32():
-    """Inductor refuses bfloat16 below capability 8.0, in storage too."""
+    """Inductor refuses bfloat16 below capability 8.0, also for storage."""
     compile_for("t4", *SMALL, "--own")
 
 

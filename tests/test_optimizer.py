@@ -1,0 +1,308 @@
+"""The optimizer: arguments of update rules, multipliers, buckets, row-sparse gradients, tied tables."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import gpt, make_runtime, make_trainer, smoke_config
+from run_ranks import run_ranks
+from test_update_rules import RULES_AND_METHODS, SPHERES, Ends, first_state, update_by_hand
+from torch import nn
+
+
+@pytest.mark.parametrize("name, method", RULES_AND_METHODS)
+def test_the_optimizer_tells_every_rule_its_numbers(name, method):
+    """Three steps of 24,576 tokens. Gradients are scaled to 49,152 tokens. Weight decay is 0.4, times the rate."""
+    rng, model = np.random.default_rng(0), Ends()
+    weights, grads = rng.standard_normal((2, 6, 14)), rng.standard_normal((3, 2, 6, 14))
+    model.stack = gpt.parameter(torch.tensor(weights).float(), "matrix")
+    cfg = smoke_config(matrix_rule=name, orthogonalize=method, matrix_lr=0.05, adam_eps=1e-8,
+                       tokens_per_step=24_576, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.0 if name in SPHERES else 0.4)
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    for grad in grads:
+        model.stack.grad = torch.tensor(grad).float() / 2
+        optimizer.step(first_state(cfg))
+    for i in range(2):
+        *_, (expected, _) = update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02)
+        assert np.abs(model.stack[i].detach().numpy() - expected).max() < 2e-6
+
+
+class Pair(Ends):
+    """Two equal matrices and two equal vectors, each with separate multipliers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        matrix, vector = torch.randn(4, 8), torch.randn(5)
+        self.a = gpt.parameter(matrix.clone(), "matrix")
+        self.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
+        self.c = gpt.parameter(vector.clone(), "scalar")
+        self.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_multipliers(rule):
+    """Each matrix and each element of a bucket has a separate multiplier."""
+    cfg = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2)
+    model = Pair()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    assert [list(bucket.params) for bucket in optimizer.buckets] == [["head.weight"], ["d", "c"], ["b", "a"], ["embed"]]
+    matrix, vector = torch.randn(4, 8), torch.randn(5)
+    for name in "abcd":
+        param = getattr(model, name)
+        param.grad = (matrix if param.dim() == 2 else vector).to(param.dtype).expand_as(param).clone()
+    optimizer.step(first_state(cfg))
+    moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
+    decay = 0.1 * 0.2
+    update = moved["a"] - decay * before["a"]
+    assert update.abs().max() > 0.01
+    assert torch.allclose(moved["b"] - 6 * decay * before["b"], 2 * update, atol=1e-5)
+    assert torch.allclose(moved["d"], 0.5 * moved["c"], atol=1e-6)
+
+
+@pytest.mark.parametrize("decay, acts", [("decoupled", 1), ("cautious", 0)])
+def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
+    """LR factors f of 1/2 for Adam's groups and 1/4 for matrices, without gradients: W (1 - lr f wd f).
+
+    Cautious decay does not act on Adam's parameters then, but it acts on Muon's.
+    """
+    cfg = smoke_config(decay=decay, decay_schedule="lr", matrix_lr=0.1, matrix_weight_decay=0.5, head_lr=0.1,
+                       head_weight_decay=0.5, zero_init="off", cooldown_frac=0.5, matrix_cooldown_frac=1.0,
+                       final_lr_frac=0.0)
+    model = gpt.GPT(cfg)
+    model.head.weight.data.fill_(1.0)
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    matrix = model.blocks[1].mlp.up_down
+    before = matrix.clone()
+    optimizer.step(gpt.Schedule(cfg).at(9))  # a quarter of the 12 steps remains
+    assert torch.allclose(model.head.weight, torch.tensor(1 - acts * 0.1 * 0.5 * 0.5 * 0.5))
+    assert torch.allclose(matrix, before * (1 - 0.1 * 0.25 * 0.5 * 0.25))
+
+
+def test_a_learning_rate_for_the_first_matrix_of_the_mlp():
+    moved = {}
+    for factor in (1.0, 2.0):
+        for rule in ("muon", "adamw"):
+            torch.manual_seed(0)
+            cfg = smoke_config(mlp_up_lr_mul=factor, matrix_rule=rule, matrix_lr=0.01)
+            model = gpt.GPT(cfg)
+            optimizer, param = gpt.Optimizer(model, cfg, make_runtime()), model.blocks[1].mlp.up_down
+            before = param.detach().clone()
+            param.grad = torch.randn(param.shape)
+            optimizer.step(gpt.Schedule(cfg).at(0))
+            moved[factor, rule] = param.detach() - before
+    for rule in ("muon", "adamw"):
+        once, twice = moved[1.0, rule], moved[2.0, rule]
+        assert torch.allclose(twice[0], 2 * once[0], atol=1e-6) and torch.equal(twice[1], once[1])
+
+
+class Scalars(Ends):
+    """Parameters of one group, in one bucket."""
+
+    def __init__(self, group, *shape, dtype=torch.float32, lr_muls=(1.0,), wd_muls=(1.0,)):
+        super().__init__()
+        pairs = [(lr_mul, wd_mul) for lr_mul in lr_muls for wd_mul in wd_muls]
+        self.params = nn.ParameterList(
+            gpt.parameter(torch.ones(shape, dtype=dtype), group, *multipliers) for multipliers in pairs)
+
+
+@pytest.mark.parametrize("group, fits, model, changes", [
+    ("scalar", True, dict(), {}),
+    ("scalar", False, dict(), dict(decay="cautious")),
+    ("scalar", False, dict(lr_muls=(1.0, 0.5)), {}),
+    ("scalar", False, dict(wd_muls=(1.0, 0.5)), {}),
+    ("scalar", False, dict(dtype=torch.bfloat16), {}),
+    ("scalar", False, dict(dtype=torch.bfloat16), dict(state_dtype="float32")),
+    ("scalar", False, dict(dtype=torch.float64), {}),
+    ("matrix", False, dict(), dict(matrix_rule="adamh")),
+    ("matrix", False, dict(), dict(matrix_rule="muon")),
+    ("matrix", True, dict(), dict(matrix_rule="adamw", matrix_weight_decay=0.1)),
+], ids=str)
+def test_the_fused_form_of_adam_is_used_only_if_it_fits(group, fits, model, changes, monkeypatch):
+    """In float32, with one learning rate and one decay in the bucket, and without cautious decay."""
+    calls, cfg = [], smoke_config(**changes)
+    monkeypatch.setattr(gpt, "fused_adamw", lambda param, *_: calls.append(param))
+    for fast in ((), ("fused_adamw",)):
+        optimizer = gpt.Optimizer(Scalars(group, 8, 8, **model), cfg, make_runtime(fast=frozenset(fast)))
+        bucket = optimizer.bucket_of["params.0"]
+        assert all(name.startswith("params.") for name in bucket.params)
+        for param in bucket.params.values():
+            param.grad = torch.ones_like(param)
+        optimizer.step(first_state(cfg))
+        assert any(param is bucket.shard for param in calls) == (fits and bool(fast))
+
+
+# ---- buckets -------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
+    """A bucket of one parameter uses its gradient without a copy. Several gradients are packed into one buffer."""
+    model = gpt.GPT(smoke_config())
+    optimizer = gpt.Optimizer(model, smoke_config(), make_runtime())
+    for name, param in model.named_parameters():
+        bucket = optimizer.bucket_of[name]
+        assert param.untyped_storage().data_ptr() == bucket.values.untyped_storage().data_ptr()
+        assert torch.equal(param.flatten(), bucket.values[bucket.slices[name]].flatten())
+        assert param.grad is None
+        param.grad = torch.randn_like(param)
+    kinds = set()
+    for bucket in optimizer.buckets:
+        is_table = any(param.spec.is_table for param in bucket.params.values())
+        bucket.start_reduce()
+        packed, params = bucket.grad, bucket.params
+        is_own = len(params) == 1 and packed.numel() == sum(param.numel() for param in params.values())
+        kinds.add((is_own, is_table))
+        for name, param in params.items():
+            assert torch.equal(packed[bucket.slices[name]].flatten(), param.grad.flatten())
+            assert (packed.data_ptr() == param.grad.data_ptr()) == is_own
+    assert kinds == {(True, True), (True, False), (False, False)}
+    assert sorted(optimizer.bucket_of) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("spec", [None, gpt.ParamSpec("misc")])
+def test_a_parameter_without_a_group_is_named(spec):
+    model = gpt.GPT(smoke_config())
+    model.extra = nn.Parameter(torch.zeros(3))
+    if spec:
+        model.extra.spec = spec
+    with pytest.raises(AssertionError, match=r"parameter extra \(3,\) has no group.*matrix, embed"):
+        gpt.Optimizer(model, smoke_config(), make_runtime())
+
+
+def test_padding_stays_zero():
+    cfg = smoke_config()
+    optimizer = gpt.Optimizer(Pair(), cfg, make_runtime())
+    for bucket in optimizer.buckets:
+        for param in bucket.params.values():
+            param.grad = torch.ones_like(param)
+    optimizer.step(first_state(cfg))
+    bucket = optimizer.bucket_of["c"]
+    assert bucket is optimizer.bucket_of["d"] and len(bucket.values) == 64
+    for part in bucket.values.view(2, 32):
+        assert part[:5].all() and not part[5:].any()
+
+
+class Stuck(Ends):
+    """A zero matrix and a non-zero matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.dead = (gpt.parameter(data, "matrix") for data in (torch.ones(4, 8), torch.zeros(4, 8)))
+
+
+@pytest.mark.parametrize("name", SPHERES)
+def test_a_zero_matrix_is_refused_by_name(name):
+    with pytest.raises(gpt.InputError, match="one of dead is zero: give --output_gain=on"):
+        gpt.Optimizer(Stuck(), smoke_config(matrix_rule=name), make_runtime())
+
+
+# ---- row-sparse gradients ------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_a_gradient_by_rows_only_with_its_fast_form():
+    """A dense gradient of a row-sparse table would be lost, so it is an error that names the table."""
+    cfg, rt = smoke_config(), make_runtime(fast=frozenset({"sparse_embedding"}))
+    plain = gpt.Optimizer(gpt.GPT(cfg), cfg, make_runtime())
+    assert not any(bucket.sparse for bucket in plain.buckets)
+    model = gpt.GPT(cfg, rt)
+    optimizer = gpt.Optimizer(model, cfg, rt)
+    tables = {name for name, param in model.named_parameters() if param.spec.is_table}
+    assert tables == {"value_embeds.0", "value_embeds.1"}
+    assert {bucket.name for bucket in optimizer.buckets if bucket.sparse} == tables
+    assert all(len(optimizer.bucket_of[name].params) == 1 for name in tables)
+    model.value_embeds["0"].grad = torch.zeros_like(model.value_embeds["0"])
+    with pytest.raises(AssertionError, match="value_embeds.0 is a table with an ordinary gradient"):
+        optimizer.step(first_state(cfg))
+
+
+def test_a_row_sparse_gradient_equals_the_dense_one():
+    """Two micro-batches, bit for bit in float64. Some rows repeat, some are never read. Both ends are read."""
+    torch.manual_seed(0)
+    param, rt = gpt.parameter(torch.randn(37, 6, dtype=torch.float64), "value_embed", is_table=True), make_runtime()
+    bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
+    param.sparse_grad = gpt.RowSparseGradient(bucket.shard, 6, rt.comm)
+    dense, total = param.detach().clone().requires_grad_(), torch.zeros(37, 6, dtype=torch.float64)
+    for rows in ([36, 0, 36, 0, 0, *torch.randint(3, 30, (90,)).tolist()], [36, 36, 5, 36]):
+        rows = torch.tensor(rows, dtype=torch.int32)[torch.randperm(len(rows))]
+        grad = torch.randn(len(rows), 6, dtype=torch.float64)
+        ours = gpt.sparse_embedding(rows, param)
+        plain = F.embedding(rows, dense)
+        assert torch.equal(ours, plain)
+        ours.backward(grad)
+        total += torch.autograd.grad(plain, dense, grad)[0]
+    sums = param.sparse_grad.wait()
+    assert param.grad is None and sums.shape == bucket.shard.shape and torch.equal(sums[: 37 * 6].view(37, 6), total)
+    assert total[0].any() and total[36].any() and not total[30:36].any()
+    param.sparse_grad.clear()
+    assert not param.sparse_grad.wait().any()
+
+
+def test_ranks_share_a_table_that_does_not_divide(tmp_path):
+    """37 rows on 3 ranks. Each rank has the sums of its 13 rows over the tokens of all ranks."""
+    ends, _, errors = run_ranks("rows", 3, tmp_path / "rows.pt")
+    assert all(status == 0 for status, _ in ends), errors[-2000:]
+    ours, dense = torch.load(tmp_path / "rows.pt", weights_only=True)
+    assert ours.shape == (39, 6) and torch.equal(ours[:37], dense) and not ours[37:].any()
+    assert dense[0].any() and dense[36].any()
+
+
+def test_a_table_refuses_an_ordinary_gradient(shards):
+    """The optimizer would not read the gradient of an ordinary lookup."""
+    trainer, step, close = make_trainer(shards, num_layers=2)
+    assert trainer.optimizer.bucket_of["value_embeds.0"].sparse
+    step()
+    trainer.model.ops = trainer.model.ops._replace(embedding=gpt.embedding)
+    with pytest.raises(AssertionError, match=r"value_embeds.0 is a table .*: read it with ops.embedding\(\)"):
+        step()
+    close()
+
+
+def test_without_the_fast_form_a_table_has_an_ordinary_gradient(shards):
+    """On one rank it trains bit for bit like the fast form, because both add in one order."""
+    params = []
+    for fast in (frozenset(), frozenset({"sparse_embedding"})):
+        cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, num_layers=2)
+        trainer = gpt.Trainer(cfg, make_runtime(fast=fast))
+        assert bool(trainer.optimizer.bucket_of["value_embeds.0"].sparse) == bool(fast)
+        before = trainer.model.value_embeds["0"].detach().clone()
+        batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 3), trainer.rt.device)
+        for step in range(3):
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.executor.shutdown(cancel_futures=True)
+        params.append(dict(trainer.model.named_parameters()))
+        assert not torch.equal(before, trainer.model.value_embeds["0"])
+    assert all(torch.equal(param, params[1][name]) for name, param in params[0].items())
+
+
+# ---- tied tables ---------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
+    """A tied model reads one tensor, and its gradient is the sum of both. Its update is the update of an untied head
+    with this sum, and the embedding gets the values."""
+    grads, moved = {}, {}
+    for is_tied in ("on", "off"):
+        torch.manual_seed(0)
+        cfg = smoke_config(shards, tie_head=is_tied, zero_init="off", embed_std=1.0, head_lr=0.008)
+        model, schedule = gpt.GPT(cfg), gpt.Schedule(cfg)
+        head, embed = model.head.weight, model.embed
+        head.data.copy_(embed.data)
+        batch = gpt.TrainData(cfg, schedule).batch(range(2))
+        step_inputs = gpt.make_step_inputs(schedule.at(0), 1024, 512, make_runtime(), cfg)
+        model(*batch, step_inputs).backward()
+        grads[is_tied] = head.grad, embed.grad
+        model.zero_grad()
+
+        optimizer, before = gpt.Optimizer(model, cfg, make_runtime()), head.detach().clone()
+        first, second = torch.randn(2, *head.shape, generator=torch.Generator().manual_seed(1))
+        head.grad, embed.grad = first + second, None if is_tied == "on" else second.clone()
+        optimizer.step(schedule.at(0))
+        optimizer.finish()
+        assert torch.equal(head, embed) == (is_tied == "on") and not torch.equal(embed, before)
+        moved[is_tied] = head.detach() - before
+    (both, none), (of_head, of_embed) = grads["on"], grads["off"]
+    assert none is None and of_head.norm() > 0 and of_embed.norm() > 0
+    assert torch.allclose(both, of_head + of_embed, rtol=1e-4, atol=1e-4 * both.abs().max())
+    assert moved["on"].abs().max() > 1e-3 and torch.allclose(moved["on"], moved["off"], atol=1e-6)
