@@ -311,7 +311,8 @@ def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
     second.send_signal(signal.SIGTERM)
     errors = [agent.communicate(timeout=3000)[1] for agent in (first, second)]
     (path,) = tmp_path.rglob("*.pt")
-    lines = [line for text in errors for line in text.splitlines() if "train_gpt.py: stopped by SIGTERM after step " in line]
+    start = "train_gpt.py: stopped by SIGTERM after step "
+    lines = [line for text in errors for line in text.splitlines() if start in line]
     assert len(lines) == 1 and lines[0].endswith(f" --resume={path.relative_to(path.parents[2])}")
     assert first.returncode and second.returncode
 

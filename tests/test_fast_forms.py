@@ -19,9 +19,11 @@ import torch
 from conftest import SCRIPT, data_args, gpt, make_runtime, smoke_config, smoke_run
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-pytestmark = pytest.mark.recipe  # an edited plain form has no fast form, by design
+pytestmark = [
+    pytest.mark.recipe,  # an edited plain form has no fast form, by design
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
 
 DEVICE = GPU if torch.cuda.is_available() else CPU
 NAMES = [name for name in gpt.list_fast_forms() if name not in gpt.FP8_FORMS]

@@ -17,7 +17,8 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
     weights, grads = rng.standard_normal((2, 6, 14)), rng.standard_normal((3, 2, 6, 14))
     model.stack = gpt.parameter(torch.tensor(weights).float(), "matrix")
     cfg = smoke_config(matrix_rule=name, orthogonalize=method, matrix_lr=0.05, adam_eps=1e-8,
-                       tokens_per_step=24_576, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.0 if name in SPHERES else 0.4)
+                       tokens_per_step=24_576, matrix_betas=(0.9, 0.95),
+                       matrix_weight_decay=0.0 if name in SPHERES else 0.4)
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     for grad in grads:
         model.stack.grad = torch.tensor(grad).float() / 2
