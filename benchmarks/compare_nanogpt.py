@@ -127,7 +127,7 @@ def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
     """(whole-process seconds, validation loss) of preset quick."""
     with tempfile.TemporaryDirectory() as logs:
         seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--logs_dir={logs}",
-                                   f"--dtype={dtype}", *data])
+                                   f"--dtype={dtype}", "--save_model=off", *data])
         (path,) = Path(logs).glob("*.json")
         return seconds, json.loads(path.read_text())["final_val_loss"]
 

@@ -147,7 +147,8 @@ def train(day: Day) -> dict:
     facts: dict = dict(ok=False, curves={})
     for name, forms in ("with", "auto"), ("without", list_plain(day.args.rehearse, day.options)):
         folder = day.scratch / f"{name}_kernels"
-        done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--logs_dir={folder}")
+        done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--logs_dir={folder}",
+                       "--save_model=off")
         if done.returncode:
             return facts | dict(error=f"--fast={forms}: {done.stderr[-1500:]}")
         result = json.loads(next(folder.glob("*.json")).read_text())

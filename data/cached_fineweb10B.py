@@ -87,12 +87,13 @@ def main(argv: list[str] | None = None) -> int:
             fetch(name, args.out)
         fetch_vocabulary(args.out.parent)
         folder = glob.escape(str(args.out))
-        files = dict(train_files=f"{folder}/fineweb_train_*.bin", val_files=f"{folder}/fineweb_val_*.bin",
-                     vocab_file=str(args.out.parent / "gpt2_vocab.json"))
-        options = " ".join(f"--{name}={shlex.quote(value)}" for name, value in files.items())
+        files = [f"--train_files={folder}/fineweb_train_*.bin", f"--val_files={folder}/fineweb_val_*.bin"]
+        vocabulary = [f"--vocab_file={args.out.parent / 'gpt2_vocab.json'}"]
+        if args.out == DEFAULT and Path.cwd() == ROOT:  # the defaults of these options
+            files, vocabulary = [], []
         launcher = find_launcher()
-        print(f"train on it: {launcher} {options}" if args.out != DEFAULT or Path.cwd() != ROOT
-              else f"train on it: {launcher}, or {launcher} --preset=frontier")
+        print("train on it:", launcher, shlex.join(files))
+        print("record 89:", launcher, "--preset=frontier", shlex.join([*files, *vocabulary]))
         return 0
 
     return gpt.run_guarded(body, "cached_fineweb10B.py")

@@ -363,6 +363,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         if has_failed.is_set():  # start no further run
             return
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
+        command += ["--save_model=off"] if b"save_model" in source else []  # older scripts write no models
         progress.show(f"{name}, seed {seed}")
         done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
         if done.returncode:

@@ -188,7 +188,7 @@ CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
 
 
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
-TINY += ["--val_tokens=1024"]
+TINY += ["--val_tokens=1024", "--save_model=off"]
 AT_THE_END = "--val_loss_every=0"  # the only validation
 
 

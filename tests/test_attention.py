@@ -413,4 +413,5 @@ def test_a_run_uses_blocks_if_flex_attention_fails(shards, here, monkeypatch, ca
     result = run(shards, "--num_iterations=2", AT_THE_END)
     assert math.isfinite(result["final_val_loss"]) and blocks
     lines = [line for line in capsys.readouterr().out.splitlines() if "attention" in line]
-    assert lines == ["fast forms: block_attention", f"fast form flex_attention: off ({FAILS})"]
+    assert lines[0].endswith(", fast forms: block_attention")
+    assert lines[1:] == [f"fast form flex_attention: off ({FAILS})"]

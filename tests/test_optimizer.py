@@ -111,11 +111,11 @@ class Scalars(Ends):
 
 @pytest.mark.parametrize("group, fits, model, changes", [
     ("scalar", True, dict(), {}),
-    ("scalar", False, dict(), dict(decay="cautious")),
+    ("scalar", False, dict(), dict(decay="cautious", scalar_weight_decay=0.1)),
     ("scalar", False, dict(lr_muls=(1.0, 0.5)), {}),
     ("scalar", False, dict(wd_muls=(1.0, 0.5)), {}),
     ("scalar", False, dict(dtype=torch.bfloat16), {}),
-    ("scalar", False, dict(dtype=torch.bfloat16), dict(state_dtype="float32")),
+    ("scalar", False, dict(dtype=torch.bfloat16), dict(state_dtype="float32", matrix_dtype="bfloat16")),
     ("scalar", False, dict(dtype=torch.float64), {}),
     ("matrix", False, dict(), dict(matrix_rule="adamh")),
     ("matrix", False, dict(), dict(matrix_rule="muon")),
