@@ -1,4 +1,4 @@
-"""Whole runs: what they print and leave, that they repeat, replay, and refuse."""
+"""Whole runs: their output and files, repetition, replay, and refusals."""
 
 import dataclasses
 import datetime
@@ -93,7 +93,7 @@ def test_json_has_the_keys_of_the_contract(smoke):
 
 
 def test_warm_up_leaves_no_trace(smoke, shards, tmp_path):
-    """The preset warms up one step per stage; without, and with more, every loss is the same to the last bit."""
+    """The preset warms up one step per stage. Losses are equal to the last bit with none and with three."""
     for steps in (0, 3):
         run = smoke_run(shards, tmp_path, f"--warmup_iterations={steps}")
         assert [p[:2] for p in run["val_points"]] == [p[:2] for p in smoke["val_points"]]
@@ -164,7 +164,7 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".py", ".txt"]
     assert not list(tmp_path.rglob("*.partial"))
 
-    # replay: the record's script, its argv, where it lies and copied over the root one
+    # replay: the record's script with its argv, in the record's folder and as a copy
     for script in (folder / "train_gpt.py", shutil.copy(folder / "train_gpt.py", tmp_path / "train_gpt.py")):
         done = run_script(first["argv"][1:], tmp_path, script=script)
         assert done.returncode == 0, done.stderr
@@ -183,7 +183,7 @@ def test_record_replays_bit_for_bit_and_its_name_is_kept(shards, tmp_path):
 
 
 def record(shards, *args, status=0) -> str:
-    """A record run of three steps in this process; returns what went to stderr."""
+    """A record run of three steps in this process. Returns its stderr."""
     words = ["--preset=smoke", "--device=cpu", "--num_iterations=3", "--val_loss_every=0", "--record=mine"]
     assert gpt.main([*words, *data_args(shards), *args]) == status
     return ""
@@ -373,7 +373,7 @@ def test_a_bug_keeps_its_traceback(shards, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_copy_in_an_empty_folder(tmp_path):
-    """Alone it says in one line how to get data; with the tool for corpora it builds the embedded one and trains on it."""
+    """Without data/text.py one line names the way to get data. With it the embedded corpus is built and used."""
     script = shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "run python data/cached_fineweb10B.py" in done.stderr
@@ -429,7 +429,7 @@ def test_trying_a_folder_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
     gpt.check_writable(tmp_path / "a" / "b", "elsewhere")
     assert not list(tmp_path.iterdir())
-    with ThreadPoolExecutor(8) as pool:  # runs that begin at the same moment share logs/: none is refused
+    with ThreadPoolExecutor(8) as pool:  # runs that begin in one instant share logs/, and none is refused
         for number in range(50):
             list(pool.map(lambda _, n=number: gpt.check_writable(tmp_path / str(n) / "c", ""), range(8)))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -473,7 +473,7 @@ def test_seeds_of_a_record_are_of_one_text(shards, tmp_path, monkeypatch, capsys
 
 
 def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monkeypatch):
-    """Bad input leaves nothing behind; but what four steps have measured is the user's."""
+    """Bad input leaves no files, but the log of four steps is kept."""
     monkeypatch.chdir(tmp_path)
     real = gpt.Trainer.train_step
 
@@ -502,7 +502,7 @@ def test_a_crash_keeps_its_log(shards, tmp_path, monkeypatch):
 
 
 def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
-    """Each packed sequence restarts positions. A validation sequence does not, even if both passes are as long."""
+    """Each packed sequence restarts positions. A validation sequence does not, even if both passes have equal lengths."""
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())
     state = trainer.schedule.at(0)
     training, validation = trainer.get_step_inputs(state, 1024, 512), trainer.get_step_inputs(state, 1024, 1024)
@@ -581,7 +581,7 @@ def test_progress_without_a_terminal(shards, tmp_path, monkeypatch, capsys):
 
 
 def test_the_time_to_go_of_a_resumed_run(shards, tmp_path, monkeypatch, capsys):
-    """It is counted from the tokens of this process, which here are a quarter of those before per step."""
+    """It is counted from the tokens of this process, which makes four times fewer tokens per step here."""
     monkeypatch.chdir(tmp_path)
     now, train_step = pass_time_by_hand(monkeypatch), gpt.Trainer.train_step
     monkeypatch.setattr(gpt.Trainer, "train_step", lambda *args: now.append(60) or train_step(*args))
@@ -626,7 +626,7 @@ def test_waiting_threads_release_their_core_soon(variables, expected):
 
 @pytest.mark.parametrize("hard, status", slow_but([(None, 0), (50, 2)], (None, 0)))
 def test_more_shards_than_open_files(hard, status, tmp_path):
-    """The limit is raised as far as allowed. If that is too little, the line names the limit."""
+    """The limit is raised to the hard limit. If that is too low, the line names the limit."""
     tokens = np.full(600, 97, np.uint16)
     tokens[0] = BOS
     for number in range(80):
@@ -675,7 +675,7 @@ def test_a_folder_means_its_shards(shards, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("preset", ["smoke", "laptop"])
 def test_a_tied_head_brings_its_constants(preset):
-    """Without them the first loss is 10 to 13 nats, since the embedding is as large as that of an untied head."""
+    """Without them the first loss is 10 to 13 nats, because the embedding has the size for an untied head."""
     cfg = gpt.make_config({"preset": preset, "tie_head": "on"})
     assert (cfg.embed_std, cfg.groups["head"].lr) == (0.02, 0.0036)
     assert gpt.make_config({"preset": preset, "tie_head": "on", "head_lr": 0.01}).groups["head"].lr == 0.01

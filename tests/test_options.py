@@ -117,7 +117,7 @@ def test_each_option_changes_training_or_is_refused(preset, shards):
     assert num_changes >= 50 and num_refused >= 15
 
 
-IDLE = [  # option without effect and the others of its line, and the part that it needs
+IDLE = [  # (preset, option without effect and further options, missing part)
     ("smoke", "--residual_lr=1", "a parameter of group residual"),
     ("smoke", "--mix_betas=0.5,0.5", "a parameter of group mix"),
     ("smoke", "--gate_weight_decay=0.5", "a parameter of group gate"),
@@ -159,7 +159,7 @@ def test_options_without_effect_are_refused(preset, words, needed, capsys):
     line = f"train_gpt.py: error: {name}="
     error = capsys.readouterr().err
     assert error.startswith(line) and f" has no effect without {needed}" in error and error.count("\n") == 1
-    gpt.make_config(gpt.parse_argv([f"--preset={preset}", *others])[0])  # the others are right
+    gpt.make_config(gpt.parse_argv([f"--preset={preset}", *others])[0])  # the further options are right
     usual = gpt.show_value(gpt.resolve_preset(preset)[name[2:]])
     gpt.make_config(
         gpt.parse_argv([f"--preset={preset}", f"{name}={usual}"])[0]
