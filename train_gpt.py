@@ -3532,7 +3532,6 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
 
 
 def describe_choices(rt: Runtime) -> dict:
-    """The choices of choose_precision(), as a run stores them."""
     return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8))
 
 
@@ -4441,7 +4440,6 @@ def change(where: str | None = None, **new) -> Callable:
 
 
 def rule_defaults(name: str) -> dict:
-    """The options that a rule brings, see Rule."""
     rule = RULES[name]
     return dict(matrix_lr=rule.lr, matrix_betas=rule.betas, matrix_weight_decay=rule.weight_decay,
                 mlp_up_lr_mul=rule.mlp_up_lr_mul, mlp_down_lr_mul=rule.mlp_down_lr_mul)
@@ -5136,7 +5134,6 @@ def count_flops(cfg: Config) -> int:
 
 
 def plain_dict(cfg: Config) -> dict:
-    """Every option as plain JSON types."""
     return json.loads(json.dumps({name: flatten_groups(vars(cfg))[name] for name in OPTIONS}, default=vars))
 
 

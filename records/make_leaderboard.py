@@ -89,7 +89,7 @@ Some runs were interrupted or corrected. They count as all runs do:
 """
 BLOCKS_HEAD = """### {title}
 
-This is the newest recipe at a small size, block by block. Every rung is a preset of
+This is record 89 at a small size, block by block. Every rung is a preset of
 [its script](laptop/{folder}/train_gpt.py) and contains all earlier rungs. Machine: {machine}.
 
 A run of `{first_name}` takes {first:.0f} s of training, and a run of `{last_name}` {last:.0f} s.
@@ -105,7 +105,7 @@ the rung before, corrected for the {num_effects} effects of the table.
 python records/run_ladder.py --ladder=records/laptop/{folder}
 ```
 
-![the newest recipe, block by block](frontier.svg)
+![record 89, block by block](frontier.svg)
 
 | rung | preset | what it adds | n | loss | sd | p | training s | s to the target \
 | against the rung before | here |
@@ -134,7 +134,7 @@ CURVES = {  # of the picture: label, its place (seconds, loss), number and label
     "2026-11-21_ladder/target": ("AdamW of 2024", (117, 1.84), 2, "AdamW of 2024:\n{:.2g} min"),
     "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: track_1"),
     "2026-11-22_frontier/tables": ("with frontier's blocks", (91, 0.885), 89,
-                                   "the newest: {:.2g} min\nhere: frontier"),
+                                   "record 89: {:.2g} min\nhere: frontier"),
     "2026-11-22_narrow": ("laptop now, slower cores", (99, 0.957)),
 }
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"

@@ -228,7 +228,7 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
         if curve.published:
             _, day, minutes = by_number[curve.published]
             panel.plot(day, minutes, "o", color=curve.colour, markersize=8, markeredgecolor="white")
-            is_last = day == days[-1]  # its label is below and to the left
+            is_last = (days[-1] - day).days < 90  # its label is below and to the left
             panel.annotate(curve.name.format(minutes), (day, minutes), color=curve.colour,
                            xytext=(6, -10) if is_last else (3, 9), textcoords="offset points",
                            ha="right" if is_last else "left", va="top" if is_last else "bottom",
