@@ -49,7 +49,6 @@ OTHER_VALUES = dict(
     num_iterations=[7],
     tokens_per_step=[4096],
     seq_len=[1024, 256],
-   
     max_doc_len=[32],
     matrix_cooldown_frac=[0.2],
     untie_frac=[0.2],
