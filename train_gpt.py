@@ -6126,15 +6126,15 @@ class Telemetry:
 
 
 def check_ranks(optimizer: Optimizer) -> None:
-    """Raise RunError on every rank if the parameters of two ranks differ in a bit."""
+    """Raise RunError on every rank unless the parameters of all ranks have equal bits."""
     optimizer.finish()
     digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
                for bucket in optimizer.buckets]
     hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
     hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
     for rank, i in (hashes != hashes[0]).nonzero().tolist():
-        raise RunError(f"after step {optimizer.step_count} rank {rank} has other parameters than rank 0 "
-                       f"in {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
+        raise RunError(f"after step {optimizer.step_count} rank {rank} and rank 0 differ in the values "
+                       f"of {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
 LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave FP8",
@@ -6142,7 +6142,7 @@ LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave F
 
 
 def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
-    """Replace the first of these low precisions that is in use by a higher one. Returns a phrase, or ""."""
+    """Switch the first named precision that is in use to a higher one. Returns a description, or ""."""
     model, progress = trainer.model, trainer.progress
     in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
     name = next((name for name in names if name in in_use), "")
@@ -6161,19 +6161,21 @@ def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> 
 class Guard:
     """Detects that training diverges, and restores weights and optimizer state of an earlier step.
 
-    Step and data keep advancing. All ranks check equal sums, one step late, so no GPU waits.
+    A rollback does not rewind the step or the data. All ranks decide alike from all-reduced sums. They read
+    these one step late, so that no GPU waits.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest and smallest number of steps in that median
     VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
-    SNAPSHOT_EVERY, TRIAL_STEPS = 10, 5  # steps. A snapshot is trusted after this many good ones
-    LR_FACTOR, LR_STEPS = 0.5, 20  # after an action, for this many steps
-    MOST_ACTIONS = 6  # then the run stops
+    SNAPSHOT_EVERY = 10  # steps
+    TRIAL_STEPS = 5  # good steps after a snapshot, until it is trusted
+    LR_FACTOR, LR_STEPS = 0.5, 20  # a rollback multiplies the learning rates by LR_FACTOR for LR_STEPS steps
+    MOST_ACTIONS = 6  # rollbacks in a row, after which the run stops
 
     def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
         self.trainer, self.log, self.stop = trainer, log, stop
-        # Exclude groups with every > 1: their gradient norms are not comparable between steps
+        # Exclude groups that skip steps (every > 1), because their gradient norms vary with the step
         self.steady = torch.tensor([float(trainer.cfg.groups[name].every == 1)
                                     for name in trainer.optimizer.groups], device=trainer.rt.device)
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
@@ -6193,11 +6195,12 @@ class Guard:
         elif self.check_steps(up_to=step):
             self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
             self.is_snapshot_due = False
-            if not (trainer.progress.lowered and trainer.rt.use_compile):  # later stages are compiled again
+            # After a switch of the precision, each later stage compiles again and needs the long timeout
+            if not (trainer.progress.lowered and trainer.rt.use_compile):
                 trainer.rt.comm.set_timeout(datetime.timedelta(seconds=trainer.cfg.comm_timeout))
 
     def check_steps(self, up_to: int) -> bool:
-        """Check all pending steps up to this one. False after an action."""
+        """Check all pending steps up to this one. Returns False if a fault caused a rollback."""
         while self.pending and self.pending[0][0] <= up_to:
             step, sums = self.pending.pop(0)
             loss, square, all_squares = sums.read().tolist()
@@ -6212,7 +6215,7 @@ class Guard:
 
     def check_validation(self, step: int, val_loss: float) -> None:
         if not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
-            fault = f"validation loss {val_loss:.4f} after {self.best_val_loss:.4f}"
+            fault = f"validation loss {val_loss:.4f}, best so far {self.best_val_loss:.4f}"
             self._roll_back(step, fault, to_oldest=True)
         self.best_val_loss = min(self.best_val_loss, val_loss)
 
@@ -6228,7 +6231,7 @@ class Guard:
         return ""
 
     def _roll_back(self, step: int, fault: str, to_oldest: bool = False) -> None:
-        """Restore a snapshot, lower precision and learning rates. After MOST_ACTIONS stop the run."""
+        """Restore a snapshot, raise the precision, lower the learning rates. Stops after MOST_ACTIONS."""
         trainer, progress = self.trainer, self.trainer.progress
         trusted = [i for i, (made, _) in enumerate(self.snapshots)
                    if progress.step - made >= self.TRIAL_STEPS]
@@ -6241,21 +6244,21 @@ class Guard:
         if progress.actions_in_a_row > self.MOST_ACTIONS:
             self.stop.agreed = Stop.GUARD  # every rank sets it in this step
             progress.actions_in_a_row = 0  # a resumed run begins anew
-            measures = [f"{self.MOST_ACTIONS} actions were not enough"]
+            measures = [f"the run stops, because {self.MOST_ACTIONS} rollbacks did not help"]
         else:
             in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
             progress.lr_scale = in_force * self.LR_FACTOR
             progress.lr_scale_until = progress.step + self.LR_STEPS
-            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # another precision may be compiled now
+            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
             measures = [lower_precision(trainer), f"learning rates times {progress.lr_scale:g} until step "
                                                   f"{progress.lr_scale_until}"]
-        text = ", ".join(filter(None, (f"weights of step {made}", *measures)))
+        text = ", ".join(filter(None, (f"restored weights of step {made}", *measures)))
         self.log.print(f"guard: step {step}: {fault}: {text}")
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 # ==== SAMPLING =============================================================================================
-# Text from a trained model. The model of training computes the whole text again for each new token, so there
-# is no key-value cache.
+# Text from a trained model. Sampling uses the training model without a key-value cache: it recomputes the
+# whole text for each new token.
 
 class Tokenizer(typing.NamedTuple):
     """Text to tokens and back."""
@@ -6299,7 +6302,7 @@ def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime, 
     state, text = Schedule(cfg).at(cfg.num_iterations), list(prompt)
     for _ in range(cfg.max_new_tokens):
         tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
-        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # whole blocks. No token sees later ones
+        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # attention is causal, so padding has no effect
         step_inputs = make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
         x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
@@ -6318,7 +6321,7 @@ def escape_controls(text: str) -> str:
 
 
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
-    """Print a short text under the result card. It is not compiled, because its shapes vary."""
+    """Print a short text under the result card. The model runs uncompiled, because its shapes vary."""
     tokenizer = find_tokenizer(cfg.vocab_size)
     if tokenizer is None or not rt.is_main:
         return
@@ -6344,7 +6347,7 @@ def find_model(values: dict) -> Path:
 
 
 def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
-    """(model in plain forms, config with these values, runtime, metadata) of a checkpoint."""
+    """Load a checkpoint. Returns (model in plain forms, its config with `values`, runtime, metadata)."""
     metadata, tensors = read_checkpoint(path)
     plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
@@ -6364,12 +6367,11 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
         for problem in filter(None, problems):
             raise InputError(f"it {problem}")
     except InputError as error:
-        raise InputError(f"{path} does not fit this script ({error}): use the script beside its log"
-                         ) from None
-    model.load_state_dict({name: tensors[name] for name in params}, strict=False,
-                          assign=True)  # buffers are made below
-    model.make_buffers()
-    model.split_layers(1)  # of the loaded parameters
+        raise InputError(f"{path} does not fit this script ({error}): use the copy of the script beside the "
+                         "log of that run") from None
+    model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
+    model.make_buffers()  # not in the checkpoint
+    model.split_layers(1)  # again, because load_state_dict() replaced the parameters
     model.is_tied = metadata["is_tied"]
     return model.to(rt.device).eval(), cfg, rt, metadata
 

@@ -405,7 +405,7 @@ def test_ranks_that_differ_are_found(shards, tmp_path):
     args = failing_args(shards, check_ranks_every=1)
     ends, _, errors = run_ranks("fail", 3, "differ", 2, *args, cwd=tmp_path)
     assert [status for status, _ in ends] == [1, 1, 1]
-    assert errors.count("after step 2 rank 2 has other parameters than rank 0 in ") == 1
+    assert errors.count("after step 2 rank 2 and rank 0 differ in the values of ") == 1
 
 
 def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):

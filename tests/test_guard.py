@@ -140,7 +140,7 @@ def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
     assert (
         event["measures"]
-        == f"weights of step 90, {done}learning rates times 0.5 until step {event['step'] + 21}"
+        == f"restored weights of step 90, {done}learning rates times 0.5 until step {event['step'] + 21}"
     )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: ")]
     assert lines == [f"guard: step {event['step']}: {event['fault']}: {event['measures']}"]
@@ -168,7 +168,7 @@ def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
     assert [status for status, _ in ends] == [0, 0], errors[-2000:]
     loss, (event,) = read_run()
     assert event["fault"] == "gradient norm is nan" and event["step"] == FAULT
-    assert event["measures"].startswith("weights of step 90, learning rates times 0.5 until step 123")
+    assert event["measures"].startswith("restored weights of step 90, learning rates times 0.5 until step 123")
     assert abs(loss / expected - 1) < 0.02
 
 
@@ -186,7 +186,7 @@ def test_the_guard_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsy
     out, errors = capsys.readouterr()
     lines = [line for line in out.splitlines() if line.startswith("guard: ")]
     assert len(lines) == 7 and "loss is nan" in lines[0]
-    assert lines[6].endswith("weights of step 20, 6 actions were not enough")
+    assert lines[6].endswith("restored weights of step 20, the run stops, because 6 rollbacks did not help")
     assert "learning rates times 0.015625 " in lines[5]  # 2^-6
     found = re.search(
         r"stopped by the guard after step (\d+) of 300: continue with: python .*step_(\d+).pt$", errors
@@ -208,7 +208,7 @@ def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(text, tmp_path,
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
     every = [f"--{group}_every=3" for group in ("embed", "value_embed", "head", "scalar")]
     _, events = train(text, *every, "--num_iterations=90", "--checkpoint_every=90")
-    went_back = [int(re.match(r"weights of step (\d+)", event["measures"])[1]) for event in events]
+    went_back = [int(re.match(r"restored weights of step (\d+)", event["measures"])[1]) for event in events]
     assert [event["step"] for event in events] == [42, 82]
     assert 30 <= went_back[0] <= 37 and 70 <= went_back[1] <= 77
     assert find_saved(90).exists()
@@ -254,7 +254,7 @@ def test_a_validation_loss_that_rises(text, capsys):
     assert capsys.readouterr().out == "" and not torch.equal(trainer.model.embed, first)
     guard.check_validation(30, 2.1001)
     assert torch.equal(trainer.model.embed, first)
-    assert "validation loss 2.1001 after 2.0000: weights of step 0" in capsys.readouterr().out
+    assert "validation loss 2.1001, best so far 2.0000: restored weights of step 0" in capsys.readouterr().out
     guard.check_validation(30, float("nan"))
     assert "validation loss nan" in capsys.readouterr().out
 
@@ -284,11 +284,11 @@ def test_a_snapshot_is_trusted_after_five_good_steps(text, capsys):
     guard.snapshots.append((10, trainer.snapshot()))
     trainer.progress.step = 13
     guard._roll_back(12, "a fault")
-    assert "weights of step 0" in capsys.readouterr().out and [step for step, _ in guard.snapshots] == [0]
+    assert "restored weights of step 0" in capsys.readouterr().out and [step for step, _ in guard.snapshots] == [0]
     guard.snapshots.append((20, trainer.snapshot()))
     trainer.progress.step = 25
     guard._roll_back(24, "a fault")
-    assert "weights of step 20" in capsys.readouterr().out
+    assert "restored weights of step 20" in capsys.readouterr().out
     assert (trainer.progress.lr_scale, trainer.progress.lr_scale_until) == (0.25, 45)  # the first span has not ended
 
 
@@ -337,7 +337,7 @@ def test_the_guard_checks_validation_losses(shards, here, monkeypatch, capsys):
     run(shards, "--num_iterations=6", "--val_loss_every=2", "--guard=on")
     out = capsys.readouterr().out
     assert out.count("guard: ") == 1
-    assert "guard: step 4: validation loss 9.0000 after 5.0000: weights of step 0" in out
+    assert "guard: step 4: validation loss 9.0000, best so far 5.0000: restored weights of step 0" in out
 
 
 @pytest.mark.parametrize("guard", ["on", "off"])
