@@ -1797,7 +1797,7 @@ class Schedule:
         return settings
 
     def stage_ranges(self) -> list[tuple[Stage, int, int]]:
-        """(stage, first step, first step after it) of every stage that has steps."""
+        """(stage, start, end) of every stage that has steps. It has the steps from start to end - 1."""
         ranges = [(stage, start, min(end, self.num_iterations))
                   for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
         return [(stage, start, end) for stage, start, end in ranges if start < end]
@@ -1827,7 +1827,7 @@ class Schedule:
             frequencies=frequencies, softmax_scale=softmax_scale)
 
     def find_stage(self, step: int) -> tuple[int, float]:
-        """(index of the stage, fraction of it before this step)."""
+        """(index of the stage of this step, fraction of the stage that is done)."""
         index = next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
         start, end = self.ends[index - 1] if index else 0, min(self.ends[index], self.num_iterations)
         return index, (step - start) / max(1, end - start)
@@ -1856,7 +1856,7 @@ class Schedule:
         return cfg.momentum_start + t * (cfg.momentum_end - cfg.momentum_start)
 
     def scale_lr(self, state: StepState, factor: float) -> StepState:
-        """Scale all learning rates by a factor, for the guard. Weight decays that follow them scale, too."""
+        """Scale all learning rates by a factor, for the guard. With decay_schedule=lr also the decays."""
         decay_factor = factor if self.cfg.decay_schedule == "lr" else 1.0
         return state._replace(
             lr={name: lr * factor for name, lr in state.lr.items()},
@@ -1900,10 +1900,10 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         is_sequence_start=positions == 0, has_prefix_target=state.stage.has_prefix_target)
 
 # ==== DATA =================================================================================================
-# Shards become packed sequences, and these become batches. A packed sequence is seq_len tokens of documents,
-# each of which is cut to max_doc_len. All sequences of a run are planned before the first step. Ranks and
-# micro-batches divide the plan, so the loss does not depend on their numbers. To change the packing, change
-# plan_sequences(). Source: record 32. data/README.md describes the shard files.
+# Shards become packed sequences, and these become batches. Documents are cut to max_doc_len tokens. A packed
+# sequence has seq_len inputs and one more token, the last target. A run plans all sequences before its first
+# step. They are split among ranks and micro-batches, so the loss does not depend on these. To change the
+# packing, change plan_sequences(). Source: record 32. data/README.md describes the shard files.
 
 class Batch(typing.NamedTuple):
     """Tokens of one forward pass (T,): int32 inputs, int64 targets, increasing int32 document numbers."""
@@ -1914,9 +1914,9 @@ class Batch(typing.NamedTuple):
 
 
 class PackedSequence(typing.NamedTuple):
-    """The first seq_len + 1 tokens of documents first..last of a shard, each cut to max_doc_len.
+    """Documents first to last of a shard, each cut to max_doc_len. Only seq_len + 1 tokens of them are used.
 
-    With --sequence_start=anywhere: tokens first..last.
+    With --sequence_start=anywhere, first and last are tokens.
     """
 
     shard: int
@@ -1927,10 +1927,10 @@ class PackedSequence(typing.NamedTuple):
 
 
 def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]]) -> Iterator[PackedSequence]:
-    """The packed sequences of the whole run in order, as far as the shards suffice.
+    """The packed sequences of the whole run in order. It ends early if the shards run out.
 
-    A sequence takes the next documents, the fewest that have seq_len + 1 tokens after the cut to
-    max_doc_len. The excess of the last one is dropped. Too few tokens at the end of a shard are skipped.
+    A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. Further
+    tokens of the last one are dropped. So is the end of a shard, if it is shorter than a sequence.
     """
     (index, shard), next_document = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
@@ -1981,7 +1981,7 @@ class TrainData:
     def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
         self.cfg, self.schedule, self.shards = cfg, schedule, []
-        self.bos: int | None = None  # of all shards
+        self.bos: int | None = None  # equal in all shards
         paths = find_shards(cfg.train_files, "train_files")
         self.bar = tqdm(total=len(paths), desc="scan shards", unit="file", disable=not has_progress_bar(),
                         leave=False)
@@ -2040,7 +2040,7 @@ class TrainData:
 def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> Batch:
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
 
-    Attention never crosses sequences. It crosses documents only without a document mask.
+    Attention never crosses sequences. With a document mask it does not cross documents either.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
     is_start = (inputs == bos) & has_document_mask
@@ -2051,10 +2051,10 @@ def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> 
 
 
 class ValData:
-    """The first val_tokens of the validation files in sequences of val_seq_len, with whole documents."""
+    """The first val_tokens validation tokens in sequences of val_seq_len. Documents are not cut."""
 
     def __init__(self, cfg: Config, bos: int | None = None):
-        """bos: of the training shards."""
+        """bos: the BOS token of the training shards."""
         self.cfg, num_sequences = cfg, cfg.val_tokens // cfg.val_seq_len
         limit = min(num_sequences, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
         size = next(n for n in range(limit, 0, -1) if num_sequences % n == 0)  # sequences per batch
@@ -2588,13 +2588,13 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
-    row = block[:, None]  # query block, or key block in the lists by key
-    distance = (row - block) * BLOCK  # (T/128, T/128) tokens from key block to query block
+    row = block[:, None]  # the query block in the lists by query, the key block in the lists by key
+    distance = (row - block) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
     overlap = (first[:, None] <= last) & (first <= last[:, None])
     visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
     full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
             & (first[:, None] == last) & (first == last[:, None]))
-    lists = []  # counts (1, 1, T/128) and blocks (1, 1, T/128, T/128): partial, full
+    lists = []  # by query and by key: counts (1, 1, T/128) and blocks (1, 1, T/128, T/128), partial and full
     for is_by_query, dim in ((True, 1), (False, 0)):
         num_visible, num_full = (x.sum(dim, dtype=torch.int32) for x in (visible, full))  # (T/128,)
         start, length = row + 1 - num_visible[:, None], num_full[:, None]
@@ -2630,7 +2630,7 @@ def choose_blocks(doc_ids: Tensor, window: int, size: int | None) -> tuple[int, 
 
 def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32,
                      size: int | None = None) -> Tensor:
-    """make_mask() by blocks: 0 or -inf, added to the scores of C queries and M * C keys. (T/C, C, M * C)."""
+    """make_mask() by blocks. Returns (T/C, C, M * C): 0 or -inf for each block of C queries and its keys."""
     size, num_blocks = choose_blocks(doc_ids, window, size)
     starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device).view(-1, 1, 1)
     queries = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
@@ -2641,8 +2641,8 @@ def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.fl
 
 def build_cpu_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32, size: int | None = None
                    ) -> Tensor:
-    """build_dense_mask() in a sixth of the time without a compiler. The window hides equal pairs in every
-    block, and the keys before the query's document are a row of a triangle."""
+    """The mask of build_dense_mask(), in a sixth of the time if nothing is compiled. Causality and window
+    hide equal positions in every block. A table look-up hides the keys before the query's document."""
     size, num_blocks = choose_blocks(doc_ids, window, size)
     num_keys, num_before = num_blocks * size, (num_blocks - 1) * size
     square = torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=doc_ids.device)
@@ -2684,7 +2684,7 @@ class BlockAttention(torch.autograd.Function):
         num_blocks, size, num_keys = mask.shape
         q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
         k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
-        scores, y = q.new_empty(q.size(0), *mask.shape), torch.empty_like(q)  # (H, T/C, C, M * C)
+        scores, y = q.new_empty(q.size(0), *mask.shape), torch.empty_like(q)  # scores (H, T/C, C, M * C)
         for head, keys in enumerate(k):  # unfold: overlapping views (T/C, K, M * C)
             torch.baddbmm(mask, q[head], keys.unfold(0, num_keys, size), out=scores[head])
         probs = scores.softmax(-1)
@@ -2727,8 +2727,8 @@ def compose_heads_blocked(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_p
     return ((mixed @ v) * dc_post).transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 # ==== FAST NORMS AND ADAM ==================================================================================
-# Without a compiler, closed-form gradients take fewer passes over memory than autograd. With one, each is a
-# single kernel. They replace only the plain forms rms_norm(), norm_rotate() and adamw().
+# Closed-form gradients take fewer passes over memory than autograd. With a compiler, each gradient is one
+# kernel. The functions of this section replace rms_norm(), norm_rotate() and adamw().
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / root mean square of x: (..., D) -> (..., 1)."""
@@ -2737,7 +2737,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """rms_norm() with gradient scale * (g - y mean(g y)): a third of autograd's passes over memory."""
+    """rms_norm() with the gradient (g - y mean(g y)) / rms: a third of autograd's passes over memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
@@ -2758,15 +2758,15 @@ def fused_rms_norm(x: Tensor, eps: float = RMS_EPS) -> Tensor:
 
 
 class NormRotary(torch.autograd.Function):
-    """norm_rotate() with its gradient: a third less time on a CPU. Rotation and norm commute. An eager
-    backward needs only the output, a compiled one recomputes from the input in one pass."""
+    """norm_rotate() with its gradient: a third less time on a CPU. Rotation and norm commute, so the eager
+    backward needs only the output. The compiled backward recomputes the normalized input instead."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float) -> Tensor:
         scale = inverse_rms(x, eps) if has_norm else None
         y = rotate(x, cos, sin, pairs)
         y = y * scale if has_norm else y
-        y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses the gradient of a cast to itself
+        y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses gradients of needless casts
         ctx.pairs, ctx.saves_input = pairs, torch.compiler.is_compiling()
         ctx.save_for_backward(x if ctx.saves_input else y, cos, sin, scale)
         return y
@@ -2782,7 +2782,7 @@ class NormRotary(torch.autograd.Function):
                 mean = torch.linalg.vecdot(grad, x_normed)[..., None] / saved.size(-1)
                 grad = torch.addcmul(grad, x_normed, mean.type_as(grad), value=-1) * scale
             return grad.type_as(saved), None, None, None, None, None
-        if scale is not None:  # the gradient of the norm, in rotated channels of mean square cos^2 + sin^2
+        if scale is not None:  # the gradient of the norm. The mean square of the output is cos^2 + sin^2
             square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * saved.size(-1)
             mean = torch.linalg.vecdot(grad, saved)[..., None] / square
             grad = torch.addcmul(grad, saved, mean.type_as(grad), value=-1) * scale
@@ -2805,7 +2805,7 @@ def can_fuse_adamw(bucket: Bucket, cfg: Config) -> bool:
 def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
     """The update of rule adamw by PyTorch's kernel, in an eighth of the time on a CPU.
 
-    A huge step count disables its bias correction. Ours is folded into lr, because eps is added before it.
+    A huge step count disables its bias correction. adamw() adds eps first, so its correction is part of lr.
     """
     lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
     torch._fused_adamw_(
@@ -2815,7 +2815,7 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 gradients up to 57344. Scales are constants in the head, else amax / limit.
+# activations up to 448, e5m2 gradients up to 57344. The head has constant scales, others are amax / limit.
 # Only the MLP's hidden activation takes the amax of the previous step (delayed scaling). FP8 is for training
 # only: validation multiplies in the activations' dtype. CPUs multiply the rounded values in float32.
 
@@ -2831,9 +2831,9 @@ class FP8Scales(typing.NamedTuple):
 
 
 def head_fp8_scales(cfg: Config) -> FP8Scales:
-    """Constants: an RMS-normalized row has no entry above sqrt(D), weights saturate at fp8_head_amax.
+    """Constant scales: no entry of a normalized row exceeds sqrt(D), and weights saturate at fp8_head_amax.
 
-    |d loss / d logit| is at most 1 with one target of weight 1. e5m2 reaches 128 at this scale.
+    With one target of loss weight 1, |d loss / d logit| is at most 1. With grad=1/448, e5m2 reaches 128.
     """
     return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448)
 
@@ -2850,9 +2850,9 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
                   out_dtype: torch.dtype, fast: bool) -> Tensor:
     """(a * scale_a) @ (b * scale_b)^T of FP8 tensors. a (M, K), b (N, K), both row-major -> (M, N).
 
-    fast: accumulate with less precision. A CPU's FP8 matmul can take a thousand times longer than float32.
+    fast: accumulate with less precision.
     """
-    if a.device.type == "cpu":
+    if a.device.type == "cpu":  # its FP8 matmul can take a thousand times longer than one in float32
         return (a.float() @ b.float().T * (scale_a * scale_b)).to(out_dtype)
     scales = (scale if isinstance(scale, Tensor) else torch.full(
         (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
