@@ -2,12 +2,12 @@
 """Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
 
 Result card
-    track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, to 3.28 on 8xH100: not yet run there
-    frontier  record 89: 636 M parameters, 338.8 M tokens, to 3.28 on 8xH100: not yet run there
+    track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, target loss 3.28. Not yet run on 8xH100
+    frontier  record 89: 636 M parameters, 338.8 M tokens, target loss 3.28. Not yet run on 8xH100
     laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
 
 Launch
-    python train_gpt.py                                            # CUDA: track_1, else laptop, two minutes
+    python train_gpt.py                                            # CUDA: track_1. CPU: laptop, two minutes
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
@@ -23,15 +23,15 @@ Part one, the recipe. It decides the loss and the time.
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
     TRAINING         one step, the timed loop, the whole run
-Part two, fast forms of the operations. Each one in use is compared with part one at startup.
+Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
     FAST FORMS       the table, and the comparison
     FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
     DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, PRESETS AND ABLATIONS, COMMAND LINE, RUN RECORD,
     CHECKPOINTS, TELEMETRY AND GUARD, SAMPLING, MAIN
 
-Shapes: B batch, T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices (or
-    elements) of a bucket. Dates in sources are those of records of the modded-nanogpt benchmark.
+Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
+    of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
 """
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # OpenMP reads it when PyTorch is imported. Waiting threads release their core soon to other processes
+    # OpenMP reads this variable when PyTorch is imported. Waiting threads free their core after 1000 spins
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 try:
@@ -108,10 +108,10 @@ except ImportError:  # CPU builds of PyTorch
 # ############################## PART ONE: THE RECIPE #######################################################
 
 # ==== CONFIG ===============================================================================================
-# Every option has one line: name, default, meaning, range. The defaults are record 32, preset track_1. Every
-# other preset lists only its changes to a parent preset. Layers, stages and parameter groups are rows of
-# data. No code has a special case for a layer in the middle. To add an option, add a line here and use it:
-# command line, help and checks are derived from it. Presets for small machines are in part three.
+# Every option has one line: name, default, meaning, range. The defaults are preset track_1, which is record
+# 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
+# rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
+# command line, help and checks are derived from that line. Presets for small machines are in part three.
 
 AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
 
@@ -131,16 +131,16 @@ def split_names(text: str) -> list[str]:
 class LayerSpec:
     """The parts of one layer."""
 
-    attention: str = "short"  # long or short: which window. none: no attention
+    attention: str = "short"  # window of the attention: long or short. none: no attention
     mlp: bool = True
-    value_embed: int | None = None  # table of value embeddings that is added to the values
+    value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
-    paired: bool = False  # two heads see each other's keys. This makes 2T positions and halves the windows
+    paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # per-token scale of each head's output
-    dc: bool = False  # dynamically composed heads over the nearest tokens
+    dc: bool = False  # add dynamically composed heads, with window DC_WINDOW
     gates_from: int | None = None  # layer whose input feeds the token gates. None: learned scalars
     mudd_in: str = ""  # activations ("a,b") added to input and values with per-token weights
     mudd_out: str = ""  # activations ("a,b") added to the output with per-token weights
@@ -158,12 +158,12 @@ class Stage:
     """A range of steps with constant windows and batch."""
 
     duration: float  # relative length. Ignored for the last stage if extension_steps > 0
-    window_long: int  # tokens that a query sees before it, in long layers
+    window_long: int  # in long layers: number of earlier tokens that a query sees
     window_short: int  # in short layers
-    tokens_per_step: int | None = None  # None: the option of this name
-    max_doc_len: int | None = None  # None: the option
-    lr_factor: float = 1.0  # multiplies every learning rate, but not the final value of a cooldown
-    seq_len: int | None = None  # None: the option
+    tokens_per_step: int | None = None  # None: --tokens_per_step
+    max_doc_len: int | None = None  # None: --max_doc_len
+    lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
+    seq_len: int | None = None  # None: --seq_len
     loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp over the stage
     prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
 
@@ -183,23 +183,23 @@ class Group:
 
     rule: str = option("adamw", "update rule of the matrices", choices=lambda: tuple(RULES))
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
-    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas as a,b. normuon uses b", 0.0, 0.9999)
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas as a,b. normuon uses only b", 0.0, 0.9999)
     weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
 
     def is_due(self, step: int) -> bool:
-        """Whether the group is updated in a step, counted from 0."""
+        """Whether the group is updated in this step. Steps count from 0."""
         return (step + 1) % self.every == 0
 
 
 TRACK_1_GROUPS = dict(
-    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # matrices of the blocks. lr is a spectral norm
+    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
     embed=Group(lr=0.6),
     value_embed=Group(lr=0.6),  # also the bigram embedding
     head=Group(lr=0.008),  # also trains the embedding while they are tied
     scalar=Group(lr=0.04),  # learned scalars
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # scales of the residual stream
-    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of the terms added to it
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of the terms added to the residual stream
     gate=Group(lr=0.008, betas=(0.9, 0.99)),  # weights of the gates
     gain=Group(lr=0.1),  # gains of norms and outputs
 )
@@ -209,7 +209,7 @@ TRACK_1_GROUPS = dict(
 class ModelConfig:
     """Shape of the network."""
 
-    depth: int = option(0, "number of layers from which all other sizes follow. 0: use the options", 0, 64)
+    depth: int = option(0, "number of layers. All other sizes follow from it. 0: use the options", 0, 64)
     tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1, 1e6)
     num_layers: int = option(12, "layers", 1, 1000)
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
@@ -218,18 +218,18 @@ class ModelConfig:
     mlp_ratio: int = option(4, "MLP hidden channels per residual channel", 1, 64)
     vocab_size: int = option(50257, "vocabulary size", 2, 65536)
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
-    tie_head: str = option("off", "one table for embedding and head, trained as the head", choices=ON_OFF)
+    tie_head: str = option("off", "one table for embedding and head, in group head", choices=ON_OFF)
     embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates",
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"))
-    init_std: float = option(0.5, "initial standard deviation of matrices times sqrt(fan-in)", 0.0)
+    init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
     embed_std: float = option(1.0, "initial standard deviation of the embedding", 0.0)
     value_embed_std: float = option(1.0, "initial standard deviation of the value embeddings", 0.0)
-    zero_init: str = option("on", "zero-initialize output projections: all (on), of MLPs (mlp), none (off)",
+    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"))
     output_gain: str = option("auto", "gains of the outputs of attention and MLP, initialized to 0. auto: "
                               "on with norm-preserving update rules", choices=AUTO)
-    norm_gain: str = option("off", "gains, initialized to 1, of the norms before attention and MLP",
+    norm_gain: str = option("off", "gains of the norms before attention and MLP, initialized to 1",
                             choices=ON_OFF)
     qk_norm: str = option("on", "normalize each head's queries and keys", choices=ON_OFF)
     qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
@@ -237,15 +237,15 @@ class ModelConfig:
     rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
                                "2j + 1 (adjacent)", choices=("halves", "adjacent"))
     attention_scale: float = option(0.1, "initial softmax scale", 0.0)
-    yarn_max_window: int = option(65_536, "largest long window in YaRN's formula. 0: no YaRN", 0)
+    yarn_max_window: int = option(65_536, "limit on the long window in YaRN's formula. 0: no YaRN", 0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0)
     num_value_embeds: int = option(3, "value-embedding tables. 0: none", 0)
     value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24)
     x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
                          "residual stream after attention (after_attention), or nowhere (off)",
                          choices=("off", "before", "after_attention"))
-    residual_init: float = option(0.0, "initial learned residual scale of each sublayer. 0: none", 0)
-    smear: str = option("off", "add a gated part of the previous token's embedding", choices=ON_OFF)
+    residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
+    smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
     bigram_rows: int = option(0, "rows of the hashed bigram embedding. 0: none", 0)
     gate_hidden: int = option(64, "hidden channels of the token gates", 1)
     softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). The defaults "
@@ -255,7 +255,7 @@ class ModelConfig:
     fp8_head: str = option("auto", "FP8 matmuls in the head during training", choices=AUTO)
     fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
     fp8_mlp: str = option("off", "FP8 matmuls in the MLP's forward", choices=AUTO)
-    fp8_linear: str = option("auto", "FP8 in all linears of the layers. auto: from 1536 channels",
+    fp8_linear: str = option("auto", "FP8 in all linears of the layers. auto: if model_dim >= 1536",
                              choices=AUTO)
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON. Empty: record 32's pattern")
 
@@ -268,24 +268,24 @@ class OptimConfig:
                                 choices=("newton_schulz", "polar_express", "precise"))
     mlp_up_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's first matrix", 0.0)
     mlp_down_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's second matrix", 0.0)
-    decay: str = option("decoupled", "cautious: decay only if it agrees with the update",
+    decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
                         choices=("decoupled", "cautious"))
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
     momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
     momentum_end: float = option(0.95, "Muon momentum after the warmup", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0)
-    momentum_cooldown_steps: int = option(0, "last steps, in which momentum returns to momentum_start", 0)
-    adam_eps: float = option(1e-8, "Adam epsilon. Gradients are first rescaled to 49,152 tokens", 1e-30)
+    momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to momentum_start", 0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
                               "which also keeps the low 16 bits of bfloat16 matrices",
                               choices=("storage", "float32"))
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums are then exact on any "
-                              "number of ranks with equal micro-batches. 0: off", 0.0)
+    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
+                              "micro-batches are then independent of the number of ranks. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
-    matrix_cooldown_frac: float = option(-1.0, "cooldown of the matrices. -1: cooldown_frac", -1.0, 1.0)
+    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
 
 
@@ -301,7 +301,7 @@ class TrainConfig:
     record: str = option("", "name of a record run. Its script, log and result go to records_dir")
     seed: int = option(0, "seed of the initial weights", 0)
     device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
-    dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device multiplies it",
+    dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
                         choices=("auto", "bfloat16", "float32"))
     fast: str = option("auto", "fast forms of operations: all that work here (auto), none (off), or names, "
                        "comma-separated")
@@ -309,37 +309,38 @@ class TrainConfig:
     compile_mode: str = option("default", "search effort of the compiler", choices=(
         "default", "max-autotune-no-cudagraphs", "coordinate-descent"))
     segments: int = option(0, "number of compiled graphs for the layers. More graphs overlap more "
-                           "communication. 0: 1 on one rank, else 4", 0)
+                           "communication. 0: one on a single rank, else four", 0)
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
-    epochs: int = option(1, "passes over the training files, if one is too short", 1)
+    epochs: int = option(1, "largest number of passes over the training files", 1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", 1)
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
-    val_windows: tuple[int, ...] = option((1664, 768), "final windows long,short. Empty: last stage's", 1)
+    val_windows: tuple[int, ...] = option(
+        (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
-    extension_steps: int = option(0, "final steps of num_iterations that run the last stage", 0)
+    extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
-    seq_len: int = option(49_152, "tokens per packed sequence of documents, on any number of ranks", 128)
-    micro_batch_tokens: int = option(49_152, "most tokens per forward-backward. Sets the peak memory", 128)
-    sequence_start: str = option("document", "packed sequences begin with a document, or anywhere (at the "
-                                 "end of the previous one)", choices=("document", "anywhere"))
+    seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
+    micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
+    sequence_start: str = option("document", "start of packed sequences: at a document, or anywhere (at the "
+                                 "end of the previous sequence)", choices=("document", "anywhere"))
     document_mask: str = option("on", "tokens see only their document, not the whole packed sequence",
                                 choices=ON_OFF)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
-    warmup_iterations: int = option(3, "untimed warmup steps per stage, whose updates are undone", 0)
+    warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
     comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
     comm_timeout: float = option(20.0, "seconds that a collective may take before the run ends", 1.0)
-    check_ranks_every: int = option(0, "debug: steps between comparisons of all ranks' bits. 0: never", 0)
+    check_ranks_every: int = option(0, "debug: steps between bitwise comparisons of ranks. 0: never", 0)
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
     checkpoint_dir: str = option("checkpoints", "folder of the checkpoints, one subfolder per run")
-    save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: below 1 GB", choices=AUTO)
+    save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: if below 1 GB", choices=AUTO)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
     time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops. 0: never", 0.0)
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "tensorboard", "trackio", "wandb"))
-    guard: str = option("off", "roll back and continue with more care if training diverges", choices=ON_OFF)
+    guard: str = option("off", "if training diverges, roll back and lower learning rates", choices=ON_OFF)
     records_dir: str = option("records", "folder of record runs")
     logs_dir: str = option("logs", "folder of all other runs")
     stages: tuple[Stage, ...] = option((
@@ -353,14 +354,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Text instead of training."""
+    """Sampling text from a model."""
 
     sample: str = option("", "checkpoint or model to sample from. auto: the newest in checkpoint_dir")
     num_samples: int = option(1, "number of texts", 1)
     prompt: str = option("", "start of the text. Token ids if there is no tokenizer")
-    max_new_tokens: int = option(256, "largest number of new tokens. A document end stops earlier", 1)
+    max_new_tokens: int = option(256, "number of new tokens, unless the document ends first", 1)
     temperature: float = option(0.8, "softmax temperature. 0: greedy", 0.0)
-    top_k: int = option(50, "sample from this many likeliest tokens. 0: from all", 0)
+    top_k: int = option(50, "sample from the top_k likeliest tokens. 0: from all", 0)
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,7 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
 
     @property
     def adam_every(self) -> int:
-        """Every group is updated at least once in this many steps."""
+        """Largest number of steps between two updates of a group."""
         return max(group.every for group in self.groups.values())
 
     @property
@@ -393,15 +394,15 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
             name: getattr(stage, name) or getattr(self, name) for name in names}) for stage in self.stages)
 
 
-GRAD_TOKENS = 49_152  # gradients are rescaled from tokens_per_step to this number: the unit of adam_eps
+GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
 
 
 def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
                  ) -> tuple[LayerSpec, ...]:
-    """The layers of record 32 at any depth.
+    """The layers of record 32 at any depth. Layer 0 has no MLP.
 
-    Four evenly spaced layers have long windows. The third of them has no attention. Layer 0 has no MLP. The
-    upper half adds outputs of the lower half in reverse order. First and last layers share value embeddings.
+    Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
+    adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first.
     """
     last, layers = num_layers - 1, []
     num_values = min(num_value_embeds, num_layers // 2)
@@ -441,8 +442,8 @@ FRONTIER_STAGES = (
     Stage(duration=15, window_long=1664, window_short=768, lr_factor=1.73),
 )
 
-# In steps 0 to 847 the embedding is head.weight, and the row head trains it. every=2: updates in steps 1, 3,
-# 5, ..., with gradients of two steps
+# In steps 0 to 847 the embedding is tied to head.weight, and group head trains it. every=2: updates in steps
+# 1, 3, 5, ..., with the gradients of two steps
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="normuon", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 1.2),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # from step 848 on
@@ -473,14 +474,14 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 # ==== MODEL ================================================================================================
 # A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
-# are stored as (outputs, inputs), except those of the MLP. ops holds the operations of the next section, or
-# fast forms of them. Every scalar multiplier of a layer is a row of layer_scalars(): learned, or computed
-# per token. To add one, add its row there and its use in Block or Attention. acts holds the activations that
-# later layers read, by the names that LayerSpec uses.
+# are stored as (outputs, inputs), except in the MLP. ops holds the operations of the next section, or their
+# fast forms. Every scalar multiplier of a layer is a row of layer_scalars(): learned, or computed per token.
+# To add a multiplier, add a row there and use it in Block or Attention. acts maps the names of LayerSpec to
+# the activations that later layers read.
 
 class Rope(typing.NamedTuple):
-    """RoPE tables: (T, P, K/4) for the channel pairs that rotate and P positions per token, or expanded to
-    all channels of queries and keys by expand_rope()."""
+    """RoPE tables (T, P, K/4) of the channel pairs that rotate, for P positions per token. expand_rope()
+    expands them to all channels of queries and keys."""
 
     cos: Tensor
     sin: Tensor
@@ -499,7 +500,7 @@ class StepInputs(typing.NamedTuple):
 
 
 class GPT(nn.Module):
-    """The language model, initialized on the CPU: a seed gives equal weights on every device."""
+    """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
     def __init__(self, cfg: Config, rt: Runtime | None = None):
         super().__init__()
@@ -524,7 +525,7 @@ class GPT(nn.Module):
             self.scalars["gates_scale"] = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
 
         self.head = Head(cfg)
-        self.is_tied = cfg.tie_head == "on"  # the optimizer unties
+        self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
         self.bigram = None
@@ -537,7 +538,7 @@ class GPT(nn.Module):
         self.use_fp8(rt.fp8)
 
     def make_buffers(self) -> None:
-        """Constants: bigram signs, and prefix tokens, which are filled when training starts."""
+        """Create the bigram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
         rows = NUM_SIGN_ROWS if self.cfg.bigram_rows else 0
         signs = make_bigram_signs(rows, self.cfg.model_dim).to(self.embed.dtype)
         self.register_buffer("bigram_signs", signs, persistent=False)
@@ -553,7 +554,7 @@ class GPT(nn.Module):
                 loss_weights: Tensor | None = None) -> Tensor:
         """tokens, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
 
-        loss_weights (n,): of the next token, the token after it, ..., the prefix of the next token.
+        loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
         """
         x, _ = self.run_layers(tokens, doc_ids, step_inputs)
         ops = self.ops if self.training else self.eval_ops
@@ -563,8 +564,8 @@ class GPT(nn.Module):
                    ) -> tuple[Tensor, dict[str, Tensor]]:
         """tokens, doc_ids (T,) -> final normalized activations (T, D), and activations by name.
 
-        Look-ups in tables are not compiled. PyTorch's kernel sums the gradients of a row in a fixed order,
-        but Inductor would add them atomically, in a float32 copy of the table. Source: record 32.
+        Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
+        a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
         """
         ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
         x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
@@ -575,7 +576,7 @@ class GPT(nn.Module):
             acts["bigram"] = ops.embedding(rows, self.bigram).to(self.dtype) * F.embedding(
                 sign_rows, self.bigram_signs).to(self.dtype)  # (T, D)
         learned = dict(self.scalars.items())
-        if "gates_scale" in learned:  # several segments read it: one sum over tokens, in one order
+        if "gates_scale" in learned:  # expand once for all segments, so its gradient is one sum over tokens
             learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
         for segment in self.segments:
             x, acts, scalars = segment(x, tokens, doc_ids, acts, scalars, learned, step_inputs, ops,
@@ -583,7 +584,7 @@ class GPT(nn.Module):
         return x, acts
 
     def split_layers(self, num_segments: int) -> None:
-        """Divide the layers into segments. The first is one layer, so that tables can arrive during it."""
+        """Divide layers into segments. The first has one layer, which hides all-gathers of later tables."""
         rest = len(self.blocks) - 1
         starts = [0, *(1 + rest * i // max(1, num_segments - 1) for i in range(num_segments - 1))]
         remaining, self.segments = dict(self.value_embeds.items()), []
@@ -595,10 +596,9 @@ class GPT(nn.Module):
 
 
 class Segment(nn.Module):
-    """Consecutive layers that are compiled as one graph, and the value embeddings that no earlier one reads.
+    """Consecutive layers, compiled as one graph, and the value embeddings that no earlier segment reads.
 
-    With several ranks there is one graph per segment, so that its gradients are reduced as soon as its
-    backward ends.
+    With several ranks there are several segments, so gradients are reduced after each segment's backward.
     """
 
     def __init__(self, cfg: Config, layers: range, blocks: nn.ModuleList, tables: dict[str, nn.Parameter],
@@ -607,7 +607,7 @@ class Segment(nn.Module):
         self.layers, self.blocks, self.tables = layers, blocks, nn.ParameterDict(tables)
         self.scalars, self.rotary_pairs = scalars, cfg.rotary_pairs
         self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
-        self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names that some layer reads
+        self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names of activations to keep
 
     def forward(self, x: Tensor, tokens: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
                 scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor], step_inputs: StepInputs,
@@ -644,14 +644,14 @@ class Segment(nn.Module):
                 x = add_scaled(x, scalars[0]["smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
             x = acts["x0"] = ops.rms_norm(x)
 
-        # RoPE of all channels. If nothing is compiled, make_step_inputs() has expanded the tables.
+        # Expand RoPE tables to all channels. Without torch.compile, make_step_inputs() expands them once.
         rope, paired_rope = step_inputs.rope, step_inputs.paired_rope
         if rope.cos.dim() == 3:
             rope = expand_rope(rope, step_inputs.softmax_scale, self.rotary_pairs)
             if paired_rope is not None:
                 paired_rope = expand_rope(paired_rope, step_inputs.softmax_scale, self.rotary_pairs)
 
-        masks = {}  # one for each kind of layer in this segment
+        masks = {}  # one for each (attention, paired) in this segment
         for layer, block in zip(self.layers, self.blocks):
             spec = block.spec
             for gates, output_scale in ((block.gates, gates_scale), (block.mudd, TokenGates.SCALE)):
@@ -728,7 +728,7 @@ class Block(nn.Module):
             y = scale(ops.rms_norm(source), self.attn_gain_in)
             y = self.attention(y, mudd_v, acts, s, mask, doc_ids, rope, step_inputs, ops)
             x = add_scaled(scale(x, s.get("resid_attn")), s.get("attn_out"), scale(y, self.attn_gain_out))
-            # ... or after it (2026)
+            # ... or after attention (2026)
             if self.x0_mix == "after_attention":
                 x = add_embeddings(x, acts, s)
 
@@ -759,7 +759,7 @@ class Attention(nn.Module):
         self.qk = parameter(qk, "matrix")
         self.v_proj = parameter(matrices[2:].clone(), "matrix")  # (2, D, D) values and output projection
         self.head_gate_weight = self.ve_gate_weight = None
-        if cfg.attention_gate_dim:  # zero at first, so a norm-preserving rule could not train it
+        if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
             zeros = torch.zeros(cfg.num_heads, cfg.attention_gate_dim, dtype=gate_storage)
             self.head_gate_weight = parameter(zeros, group)
@@ -786,8 +786,8 @@ class Attention(nn.Module):
         qk = ops.norm_rotate(qk, rope.cos, rope.sin, self.rotary_pairs, self.has_qk_norm)
         q, k = qk.flatten(2, 3).unbind(1)  # (T, H, K) each
 
-        # 3. Key offset (2025-12-14): the unrotated half of a key comes from the previous token. torch.where
-        # would take five times longer.
+        # 3. Key offset (2025-12-14): the unrotated half of a key comes from the previous token. torch.lerp
+        # is five times faster than torch.where.
         if spec.key_offset:
             k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
 
@@ -800,7 +800,7 @@ class Attention(nn.Module):
             v = v + mudd_v.unflatten(1, (H, K))
 
         # 5. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
-        # each other's keys. RoPE pairs heads 2h and 2h + 1. The published code has this difference.
+        # each other's keys. RoPE instead pairs heads 2h and 2h + 1, as the published code does.
         if spec.paired:
             pairs = (y.reshape(-1, H // 2, K) for y in (q, k, v))  # (2T, H/2, K)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -828,7 +828,7 @@ class Attention(nn.Module):
 
     def compute_ve_gate(self, x: Tensor, ve: Tensor, s: dict[str, Tensor]) -> Tensor:
         """Scale of the value embedding: (T, H), or (T, 1) if it is a learned scalar."""
-        if self.ve_gate_weight is not None:  # from half of its inputs each (2025-12-29, 2026-02-03)
+        if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
             half = self.ve_gate_weight.size(1) // 2
             gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
             return 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))
@@ -874,7 +874,7 @@ class TokenGates(nn.Module):
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
 
     def forward(self, x: Tensor, output_scale: Tensor | float) -> Iterator[tuple[Scalar, Tensor]]:
-        """x (T, D) -> each of its scalars, (T, n)."""
+        """x (T, D) -> pairs (scalar, its values (T, n))."""
         y = F.gelu(linear(x, self.fc))  # (T, hidden)
         y = scale(linear(y, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
         return zip(self.outputs, y.split([len(s.init) for s in self.outputs], dim=1))
@@ -925,7 +925,7 @@ class Scalar(typing.NamedTuple):
 
 
 def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
-    """The multipliers of a layer. Sources: records 9, 15 and 32, and those of 2026."""
+    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
     spec, scalars = cfg.layers[layer], []
     has_attention, has_mudd = spec.attention != "none", bool(spec.mudd_in)
     gates = "mix" if spec.gates_from is None else f"gates{spec.gates_from}"
@@ -945,7 +945,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
         if cfg.bigram_rows:
             add("bigram_in" if is_after and layer == 0 else "bigram", source, 0.05)
 
-    # U-Net skip: the logit of its weight
+    # U-Net skip. The scalar is the logit of its weight
     if spec.skip_from is not None:
         add("skip", "scalar", -1.5)
         if gates != "mix":
@@ -968,7 +968,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
         add("resid_mlp", resid, cfg.residual_init)
         add("mlp_out", mix, 1.0)
 
-    # Heads
+    # Per-head scalars
     if has_attention and spec.xsa:
         add("xsa", gates, *[0.0] * cfg.num_heads)
     if has_attention and spec.gate:
@@ -996,7 +996,7 @@ def parameter(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0,
               is_table: bool = False) -> nn.Parameter:
     """A parameter with its training group and multipliers. lr_mul may have one value per stacked matrix.
 
-    is_table: value embeddings and bigram embedding, whose gradients are row-sparse.
+    is_table: the parameter is a value or bigram embedding, with row-sparse gradients.
     """
     param = nn.Parameter(data)
     param.spec = ParamSpec(group, lr_mul, wd_mul, is_table)
@@ -1014,7 +1014,7 @@ class ParamSpec(typing.NamedTuple):
 
 def normal(shape: tuple[int, ...], std: float) -> Tensor:
     x = torch.empty(shape)
-    return x if x.is_meta else x.normal_(0.0, std)  # random numbers on meta would import the compiler
+    return x if x.is_meta else x.normal_(0.0, std)  # random meta tensors would import the compiler
 
 
 def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
@@ -1033,15 +1033,15 @@ def output_std(cfg: Config, part: str) -> float:
     return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
 
 # ==== OPERATIONS ===========================================================================================
-# Each operation as its equation, on local tensors. A function of Operations can be replaced by a fast form
-# of part two, which is compared with it at startup. If you edit a function, its fast form is off. Constants,
-# as eps and the window, are arguments, so that both forms read them from one place.
+# Each function is the equation of an operation, on local tensors. Part two has fast forms of the functions
+# in Operations, and compares them at startup. If you edit a function, its fast form is switched off.
+# Constants, as eps and the window, are arguments, so that both forms use equal values.
 
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
-BLOCK = 128  # tokens. Sequences are multiples of it, because attention masks are tested block by block
-DC_WINDOW = 111  # tokens before a query over which composed heads mix
-NUM_SIGN_ROWS = 8192  # of the bigram signs
-LOGITS_CHUNK = 24_576  # tokens whose logits exist at one time
+BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
+DC_WINDOW = 111  # number of tokens before a query that composed heads see
+NUM_SIGN_ROWS = 8192  # rows in the table of bigram signs
+LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
 def at_least_fp32(x: Tensor) -> torch.dtype:
@@ -1066,7 +1066,7 @@ def add_scaled(x: Tensor, weight: Tensor | None, y: Tensor) -> Tensor:
 
 
 def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> Tensor:
-    """Add the bigram embedding, x0 and the first layer's input, each if the layer has a scalar for it."""
+    """Add bigram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
     for name in ("bigram", "x0", "x_in"):
         x = add_scaled(x, s[name], acts[name]) if name in s else x
     return x
@@ -1090,10 +1090,9 @@ def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling | Non
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, inverse: bool = False) -> Tensor:
-    """RoPE: rotate the two channels of each pair by the angle of their position.
+    """RoPE: rotate each pair of channels by an angle proportional to the position.
 
-    x (T, ..., K), cos and sin as expand_rope() returns them. Sources: record 32, and 2026-01-07 for adjacent
-    pairs.
+    x (T, ..., K). expand_rope() makes cos and sin. Sources: record 32, and 2026-01-07 for adjacent pairs.
     """
     if pairs == "halves":
         partner = x.roll(x.size(-1) // 2, dims=-1)
@@ -1110,9 +1109,9 @@ def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool,
 
 
 def expand_rope(rope: Rope, softmax_scale: Tensor, pairs: str) -> Rope:
-    """Tables (T, P, K/4) of the rotated pairs -> (T, 2, 1, P, K) for all channels of stacked q and k.
+    """Expand tables (T, P, K/4) of the rotating pairs to (T, 2, 1, P, K): all channels of stacked q and k.
 
-    The tables of q include the softmax scale (), sin has the sign of its channel.
+    The tables of q are multiplied by softmax_scale (). The second channel of each pair gets -sin.
     """
     cos = F.pad(rope.cos, (0, rope.cos.size(-1)), value=1.0)  # (T, P, K/2): half of the pairs do not rotate
     sin = F.pad(rope.sin, (0, rope.sin.size(-1)))
@@ -1125,7 +1124,7 @@ def expand_rope(rope: Rope, softmax_scale: Tensor, pairs: str) -> Rope:
 
 
 def is_visible(query: Tensor, key: Tensor, doc_ids: Tensor, window: Tensor | int) -> Tensor:
-    """Who sees whom: a query position sees keys of its document, itself and up to `window` tokens before."""
+    """Whether a query sees a key: equal documents, and the key is 0 to `window` positions earlier."""
     return (key <= query) & (query - key <= window) & (doc_ids[query] == doc_ids[key])
 
 
@@ -1144,8 +1143,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def compose_heads(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_pre: Tensor, dc_post: Tensor,
                   window: int = DC_WINDOW) -> Tensor:
-    """Dynamically composed heads: attention probabilities of all heads, mixed with weights dc_pre, read each
-    head's values with weight dc_post.
+    """Dynamically composed heads: mix attention probabilities of all heads with weights dc_pre, multiply by
+    each head's values, and scale by dc_post.
 
     q, k, v (T, H, K), dc_pre and dc_post (T, H) -> (T, H, K). Source: arXiv 2405.08553, 2026-05-27.
     """
@@ -1157,14 +1156,14 @@ def compose_heads(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_pre: Tens
 
 
 def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
-    """x (T, ...) of the previous token. Zero at sequence starts, is_sequence_start (T,)."""
+    """For each token: x (T, ...) of the previous token, or zero if is_sequence_start (T,)."""
     return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def bigram_hash(tokens: Tensor, is_sequence_start: Tensor, num_rows: int) -> Tensor:
-    """Row (T,) of each token and its predecessor in the bigram embedding. int32, which may overflow.
+    """Row (T,) of the bigram embedding for each token and its predecessor. The int32 hash may overflow.
 
-    The last row is for sequence starts, and stands for their token. Source: 2026-01-19.
+    Sequence starts get the last row. Its index also replaces their token in hashes. Source: 2026-01-19.
     """
     tokens = tokens.int().masked_fill(is_sequence_start, num_rows - 1)
     rows = (36313 * tokens ^ 27191 * shift_right(tokens, is_sequence_start)) % (num_rows - 1)
@@ -1211,7 +1210,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
 
 
 def symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-    """alpha x x^T + beta add. x (M, rows, columns), add symmetric -> (M, rows, rows)."""
+    """alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
     return torch.bmm(x, x.mT) if add is None else torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
 
 
@@ -1230,24 +1229,24 @@ class Operations(typing.NamedTuple):
     symmetric_matmul: Callable = symmetric_matmul
 
 # ==== UPDATE RULES =========================================================================================
-# A rule returns the new weight of a shard, given its gradient, and updates its state in place. It sees local
-# tensors only. To add a rule, write a function with @rule. --matrix_rule then offers it with the defaults in
-# its decorator, and checkpoints and all ranks handle its state. Other groups than matrix use adamw.
+# A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
+# tensors only. To add a rule, write a function with @rule. --matrix_rule then offers the rule, with defaults
+# from the decorator. Its state is sharded, and saved in checkpoints. All groups except matrix use adamw.
 
 class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of one update. Those that change are tensors, so that new values do not recompile."""
+    """Hyperparameters of one update. Variable ones are tensors: a new float would cause recompilation."""
 
     lr: Tensor  # broadcasts against the weight
     weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
     momentum: Tensor  # (), on the CPU
-    grad_scale: Tensor  # (), rescales the gradient to a loss summed over GRAD_TOKENS tokens
+    grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
     bias_correction2: Tensor  # (), 1 - beta2^t
     betas: tuple[float, float]
     eps: float
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
-    cautious: bool = False  # decay only if it agrees with the update
+    cautious: bool = False  # decay only weights whose sign equals the update's sign
     symmetric_matmul: Callable = symmetric_matmul
 
 
@@ -1255,12 +1254,12 @@ class UpdateArgs(typing.NamedTuple):
 class Rule:
     """An update rule: its function, the state that it needs, and its default options."""
 
-    function: Callable  # (weight in float32, grad, state, args) -> new weight. Multiplies by grad_scale
-    moments: tuple[str, ...]  # state of the parameter's shape, initially zero
-    lr: float  # a default option, as betas, weight_decay and the multipliers
-    whole_matrix: bool = False  # whether it must see whole matrices. Else it is elementwise
+    function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
+    moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
+    lr: float  # default of --matrix_lr. betas, weight_decay and the multipliers are defaults too
+    whole_matrix: bool = False  # whether the rule needs whole matrices. Otherwise it is elementwise
     row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
-    keeps_norm: bool = False  # state "radius": weights stay on the sphere of their initial norm
+    keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     mlp_up_lr_mul: float = 1.0
@@ -1296,7 +1295,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(name: str, **properties) -> Callable:
-    """Register a function as an update rule, with fields of Rule."""
+    """Decorator: register a function as an update rule. properties are fields of Rule."""
     def register(function: Callable) -> Callable:
         RULES[name] = Rule(function, **properties)
         return function
@@ -1306,14 +1305,14 @@ def rule(name: str, **properties) -> Callable:
 
 @rule("muon", moments=("momentum",), whole_matrix=True, lr=0.05)
 def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """Muon (2024-10): orthogonalized Nesterov momentum. lr is the spectral norm of a square update."""
+    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return spectral_step(weight, update, args)
 
 
 @rule("normuon", moments=("momentum",), whole_matrix=True, row_variance=True, lr=0.05)
 def normuon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """NorMuon (2025-10-24): Muon whose rows are divided by their running root mean square."""
+    """NorMuon (2025-10-24): Muon with update rows divided by their running root mean square."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return spectral_step(weight, normalize_rows(update, state, args), args)
 
@@ -1340,7 +1339,7 @@ def adamh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
 
 @rule("adamw", moments=("exp_avg", "exp_avg_sq"), lr=0.0018, weight_decay=0.1)
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """AdamW, elementwise. The defaults are record 2's."""
+    """AdamW, elementwise. The defaults are from record 2."""
     update = adam_direction(grad, state, args)
     decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
     return weight * (1 - decay) - update * args.lr
@@ -1369,7 +1368,7 @@ POLYNOMIALS = {
 def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
     """Move the singular values of each matrix of x (M, rows, columns) towards 1, in args.dtype.
 
-    An odd polynomial in X, iterated on the short side. Sources: Muon, record 11, Polar Express.
+    Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
     """
     is_tall, matmul = x.size(-2) > x.size(-1), args.symmetric_matmul
     x = x.to(args.dtype)
@@ -1384,7 +1383,7 @@ def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
 
 
 def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """Divide rows, or columns of wide matrices, by their running RMS. The norm of the update stays."""
+    """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
     rows, columns = update.shape[-2:]
     wide = update.to(at_least_fp32(update))  # (M, rows, columns)
     mean_square = wide.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
@@ -1405,16 +1404,16 @@ def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> 
 
 
 def spectral_step(weight: Tensor, update: Tensor, args: UpdateArgs) -> Tensor:
-    """Weight decay and a step of spectral norm lr for square matrices, more for tall ones (record 4)."""
+    """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
     rows, columns = update.shape[-2:]
     decay = args.weight_decay * (update * weight >= 0) if args.cautious else args.weight_decay
     return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
 def sphere_step(weight: Tensor, update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """W <- R N(W - lr R N(update)), with N(X) = X / |X| and the initial norm R of each matrix.
+    """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix.
 
-    An update at a right angle to W rotates it by arctan(lr). Source: Hyperball, arXiv 2606.16899.
+    An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
     """
     radius, update = state["radius"], update.to(at_least_fp32(update))
     weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
@@ -1426,11 +1425,11 @@ def matrix_norm(x: Tensor) -> Tensor:
     return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 # ==== OPTIMIZER ============================================================================================
-# Parameters of one kind are views of a bucket, one tensor. In the last micro-batch before a group's update,
-# a gradient hook starts the reduce-scatter of each bucket whose gradients are all final. step() then updates
-# this rank's shard and starts an all-gather of the new values. In the next forward, a pre-hook of each
-# module waits for the parameters that it reads first. With sparse_embedding, tables send their rows in every
-# micro-batch instead, see ROW-SPARSE GRADIENTS. One rank does not communicate. Sources: records 23, 24, 32.
+# A bucket is one tensor. Its views are parameters with equal group and dtype. In the last micro-batch before
+# a group's update, a gradient hook starts the reduce-scatter of each bucket after its last gradient. step()
+# then updates this rank's shard and starts an all-gather. In the next forward, a pre-hook of each module
+# waits for the buckets that no earlier module reads. With sparse_embedding, tables send gradient rows in
+# every micro-batch (ROW-SPARSE GRADIENTS). A single rank does not communicate. Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
@@ -1439,11 +1438,11 @@ ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 
 def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tuple[str, nn.Parameter]]]:
     """Divide the named parameters into buckets of about cfg.comm_bucket_mb, last layers first.
 
-    Parameters of a bucket have equal group, dtype and, for matrix rules, shape. If possible, a bucket ends
-    if its matrices divide evenly among the ranks. On one rank each kind has one bucket.
+    Parameters of a bucket have equal group, dtype and, for matrix rules, shape. A full bucket grows until
+    its matrices divide evenly among the ranks, if enough remain. On one rank buckets have no size limit.
     """
     kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in reversed(list(model.named_parameters())):  # in the order in which backward ends
+    for name, param in reversed(list(model.named_parameters())):  # last layers first, as in backward
         spec = getattr(param, "spec", None)
         assert spec and spec.group in cfg.groups, (
             f"parameter {name} {tuple(param.shape)} has no group: create it with parameter() in one of "
@@ -1469,9 +1468,9 @@ def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tu
 
 
 class Bucket:
-    """Parameters as one tensor: values (M, *unit), and this rank's shard (M/N, *unit) of values and state.
+    """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state.
 
-    A unit is a matrix for rules that need whole matrices, else one element. Padding has no gradient.
+    A unit is a matrix for rules that need whole matrices, else one element. Padding has zero gradient.
     """
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
@@ -1480,8 +1479,8 @@ class Bucket:
         self.name, self.group_name, self.group, self.comm = named[0][0], group_name, group, rt.comm
         self.params, self.rule, num_ranks = dict(named), RULES[group.rule], rt.world_size
 
-        # Layout: parameters are aligned, and the bucket is padded to a multiple of the ranks. Each rank owns
-        # whole rows of a table.
+        # Layout: parameters begin at multiples of `align`. Padding gives all ranks shards of equal size.
+        # Each rank owns whole rows of a table.
         unit = tuple(first.shape[-2:]) if self.rule.whole_matrix else ()
         row_size = first.size(-1) if first.spec.is_table else 0  # D
         align, self.slices, size = 1 if unit else row_size or ALIGNMENT, {}, 0
@@ -1490,7 +1489,7 @@ class Bucket:
             size += -(-(self.slices[name].stop - size) // align) * align
         size = -(-size // (align * num_ranks)) * align * num_ranks
 
-        # Storage: parameters become views of values, which begin as those of rank 0
+        # Storage: parameters become views of values. All ranks begin with the values of rank 0
         self.values = torch.zeros(size, *unit, dtype=first.dtype, device=rt.device)
         for name, param in named:
             values = self.values[self.slices[name]].view(param.shape)
@@ -1503,20 +1502,20 @@ class Bucket:
         self.wd_mul = self._make_multipliers({name: param.spec.wd_mul for name, param in named}, size, unit)
 
         # Communication
-        self.sparse: RowSparseGradient | None = None  # of a table, if its gradient is row-sparse
-        self.first_reader = 0  # index of the first module that reads it: GPT, the segments, the head
+        self.sparse: RowSparseGradient | None = None  # for a table with a row-sparse gradient
+        self.first_reader = 0  # index of the bucket's first reader in (GPT, *segments, head)
         self.num_pending_grads = len(named)  # parameters whose gradient is not final
-        self.num_tokens = 0  # of the gradients since the last update
+        self.num_tokens = 0  # training tokens since the last update
         self.is_reduced = self.needs_gather = False
         self.grad = self.reducing = self.gathering = None
 
     def _make_multipliers(self, values: dict[str, float | tuple], size: int, unit: tuple) -> Tensor:
-        """This rank's multipliers: (M/N, 1, 1) of matrices, (M/N,) of elements, or (1,) if all are equal."""
+        """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
         if not unit and len(set(values.values())) == 1 and not isinstance(values[self.name], tuple):
             return torch.tensor([values[self.name]], **like)
         multipliers = torch.ones(size, **like)
-        for name, value in values.items():  # one for a parameter, or one for each of its matrices
+        for name, value in values.items():  # value: one number, or one for each stacked matrix
             value = torch.tensor(value, **like).view(-1, 1)
             multipliers[self.slices[name]].view(len(value), -1).copy_(value)
         return self.comm.local_shard(multipliers.view(-1, *[1] * len(unit)))
@@ -1524,7 +1523,7 @@ class Bucket:
     def start_reduce(self) -> None:
         """Pack the gradients as (M, *unit) and start their reduce-scatter."""
         self.is_reduced = True
-        if self.sparse:  # its rows were sent during backward
+        if self.sparse:  # gradient rows were already sent during backward
             return
         grads = [param.grad for param in self.params.values()]
         if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
@@ -1578,7 +1577,7 @@ class Bucket:
             param.grad = None
 
     def full_tensor(self, key: str) -> Tensor:
-        """The values (key ""), or the state of all ranks: (M, ...)."""
+        """Values if key is "", else state `key` of all ranks: (M, ...)."""
         return self.values if key == "" else self.comm.gather_shards(self.state[key])
 
 
@@ -1607,13 +1606,13 @@ class Optimizer:
         self.updates = {bucket: fused_adamw if "fused_adamw" in rt.fast and can_fuse_adamw(bucket, cfg)
                         else compiled[bucket.group.rule] for bucket in self.buckets}
 
-        # The head's first update in a step of at least untie_step is the last one that is tied
+        # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step = sys.maxsize
         if cfg.untie_frac < 1:
             self.untie_step = math.ceil(cfg.untie_frac * (cfg.num_iterations - cfg.extension_steps))
         self.set_tied(model.is_tied)
 
-        # A hook starts each reduce-scatter, and a hook waits for each all-gather
+        # Gradient hooks start reduce-scatters. Forward pre-hooks wait for all-gathers
         for name, param in model.named_parameters():
             hook = functools.partial(self._on_gradient, self.bucket_of[name]) if rt.world_size > 1 else None
             if param.spec.is_table and "sparse_embedding" in rt.fast:
@@ -1628,7 +1627,7 @@ class Optimizer:
             module.register_forward_pre_hook(functools.partial(self.wait_for_parameters, index))
 
     def set_tied(self, is_tied: bool) -> None:
-        """While tied, the model reads head.weight in place of embed, and embed is not updated."""
+        """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
         model, embed = self.model, self.bucket_of["embed"]
         model.is_tied = is_tied
         self.updated = [bucket for bucket in self.buckets if not (is_tied and bucket is embed)]
@@ -1642,7 +1641,7 @@ class Optimizer:
             bucket.first_reader = min(first_reader.get(param, 0) for param in bucket.params.values())
 
     def untie(self) -> None:
-        """The embedding becomes a copy of the head, including state (2025-12-22)."""
+        """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
         head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
         head.finish()
         embed.values.copy_(head.values)
@@ -1651,14 +1650,14 @@ class Optimizer:
         self.set_tied(False)
 
     def _on_gradient(self, bucket: Bucket, _param: Tensor | None = None) -> None:
-        """Gradient hook: reduce-scatter a complete bucket, in the last micro-batch of a due step."""
+        """Gradient hook: reduce-scatter a complete bucket in the last micro-batch before its update."""
         if self.is_last_micro_batch and bucket.group.is_due(self.step_count):
             bucket.num_pending_grads -= 1
             if bucket.num_pending_grads == 0:
                 bucket.start_reduce()
 
     def wait_for_parameters(self, reader: int, *_) -> None:
-        """Forward pre-hook: wait for the all-gathers of the parameters that this module reads first."""
+        """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
         if torch.compiler.is_compiling():
             return
         if self.timer:
@@ -1671,21 +1670,21 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, state: StepState) -> None:
-        """Update every bucket that is due. Parameters are valid after wait_for_parameters() or finish()."""
+        """Update every due bucket. New values are complete after wait_for_parameters() or finish()."""
         for bucket in self.updated:
             bucket.num_tokens += state.stage.tokens_per_step
         due = [bucket for bucket in self.updated if bucket.group.is_due(self.step_count)]
         self.step_count += 1
 
-        # Phase 1: reduce-scatter the gradients that no hook has sent. One rank has no such hooks.
+        # Phase 1: reduce-scatter (on one rank: only pack) the gradients that no hook has sent.
         for bucket in due:
             if not bucket.is_reduced:
                 bucket.start_reduce()
 
-        # Phase 2: update this rank's shards. Matrices of the last segments are first, because their
-        # gradients arrived first. Gradients of tables may still be in flight.
-        # Phase 3: all-gather new values in the order in which forward reads them. A bucket
-        # that is updated early waits for the buckets that forward reads before it.
+        # Phase 2: update this rank's shards. Begin with matrices of segments after the first,
+        # because their gradients arrive first. Gradients of tables may still be in flight.
+        # Phase 3: all-gather new values in the order in which forward reads them. So a bucket that was
+        # updated early is sent only after all buckets that forward reads earlier.
         in_reading_order = sorted(due, key=lambda bucket: bucket.first_reader)
         late = [bucket for bucket in due if bucket.group_name == "matrix" and bucket.first_reader > 1]
         to_gather = deque(in_reading_order)
@@ -1706,7 +1705,7 @@ class Optimizer:
             lr=lr,
             weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name],
             momentum=torch.tensor(state.momentum, dtype=dtype),
-            grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # not the stage's
+            grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # equal in all stages
             bias_correction1=torch.tensor(1 - beta1**num_updates, dtype=dtype),
             bias_correction2=torch.tensor(1 - beta2**num_updates, dtype=dtype),
             betas=group.betas, eps=cfg.adam_eps, dtype=self.rt.dtype, polynomial=cfg.orthogonalize,
@@ -1721,13 +1720,13 @@ class Optimizer:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
     def has_no_pending_gradients(self) -> bool:
-        """Whether no gradient waits for a later update. Only then a snapshot is complete."""
+        """Whether all gradients have been applied. Snapshots do not include pending gradients."""
         return not any(bucket.num_tokens for bucket in self.updated)
 
 # ==== SCHEDULES ============================================================================================
-# Everything that changes with the step, as pure functions of the step. StepState is the result, and
-# --print_schedule prints it. To add a schedule, add a method and its field in StepState, and pass the field
-# on in Trainer.train_step(). Source: record 32.
+# Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
+# --print_schedule prints some of them. To add a schedule, add a method to Schedule and a field to StepState,
+# and pass the field on in Trainer.train_step(). Source: record 32.
 
 ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
 
@@ -1742,7 +1741,7 @@ class StepState(typing.NamedTuple):
     weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
     momentum: float
     loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
-    frequencies: np.ndarray  # (K/2,) RoPE, radians per token, after YaRN
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token
     softmax_scale: float
 
 
@@ -1789,7 +1788,7 @@ class Schedule:
             window = min(window_long, cfg.yarn_max_window) or 1
             old_window = old_window or window
             rotations = old_window * frequencies / (2 * math.pi)
-            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies stay
+            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
             frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
             softmax_scale *= 0.2 * math.log(window / old_window) + 1
             old_window = window
@@ -1797,18 +1796,18 @@ class Schedule:
         return settings
 
     def stage_ranges(self) -> list[tuple[Stage, int, int]]:
-        """(stage, start, end) of every stage that has steps. It has the steps from start to end - 1."""
+        """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
         ranges = [(stage, start, min(end, self.num_iterations))
                   for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
         return [(stage, start, end) for stage, start, end in ranges if start < end]
 
     def count_tokens(self, first_step: int = 0) -> int:
-        """Training tokens of the whole run, or from a step on."""
+        """Number of training tokens from first_step to the end of the run."""
         return sum(stage.tokens_per_step * max(0, end - max(start, first_step))
                    for stage, start, end in self.stage_ranges())
 
     def at(self, step: int) -> StepState:
-        """The state at a step. At num_iterations: the final validation."""
+        """The scheduled values at a step. Step num_iterations is the final validation."""
         assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
         index, fraction = self.find_stage(step)
         window_index = len(self.stages) if step == self.num_iterations else index
@@ -1827,7 +1826,7 @@ class Schedule:
             frequencies=frequencies, softmax_scale=softmax_scale)
 
     def find_stage(self, step: int) -> tuple[int, float]:
-        """(index of the stage of this step, fraction of the stage that is done)."""
+        """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
         index = next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
         start, end = self.ends[index - 1] if index else 0, min(self.ends[index], self.num_iterations)
         return index, (step - start) / max(1, end - start)
@@ -1856,7 +1855,7 @@ class Schedule:
         return cfg.momentum_start + t * (cfg.momentum_end - cfg.momentum_start)
 
     def scale_lr(self, state: StepState, factor: float) -> StepState:
-        """Scale all learning rates by a factor, for the guard. With decay_schedule=lr also the decays."""
+        """Multiply the learning rates by the guard's factor. decay_schedule=lr: also the weight decays."""
         decay_factor = factor if self.cfg.decay_schedule == "lr" else 1.0
         return state._replace(
             lr={name: lr * factor for name, lr in state.lr.items()},
@@ -1865,9 +1864,9 @@ class Schedule:
 
 def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtime, cfg: Config
                      ) -> StepInputs:
-    """Inputs of the model for num_tokens tokens at a schedule state. Positions restart every seq_len tokens.
+    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens.
 
-    RoPE tables are float32 on CUDA. Without a compiler they are expanded here, once per stage.
+    RoPE tables are float32 on CUDA. Without torch.compile they are expanded here, once per stage.
     """
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % seq_len
@@ -1900,13 +1899,13 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         is_sequence_start=positions == 0, has_prefix_target=state.stage.has_prefix_target)
 
 # ==== DATA =================================================================================================
-# Shards become packed sequences, and these become batches. Documents are cut to max_doc_len tokens. A packed
+# Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
 # sequence has seq_len inputs and one more token, the last target. A run plans all sequences before its first
-# step. They are split among ranks and micro-batches, so the loss does not depend on these. To change the
+# step. Ranks and micro-batches divide this plan, so their number does not change the loss. To change the
 # packing, change plan_sequences(). Source: record 32. data/README.md describes the shard files.
 
 class Batch(typing.NamedTuple):
-    """Tokens of one forward pass (T,): int32 inputs, int64 targets, increasing int32 document numbers."""
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
 
     inputs: Tensor
     targets: Tensor
@@ -1914,9 +1913,9 @@ class Batch(typing.NamedTuple):
 
 
 class PackedSequence(typing.NamedTuple):
-    """Documents first to last of a shard, each cut to max_doc_len. Only seq_len + 1 tokens of them are used.
+    """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
 
-    With --sequence_start=anywhere, first and last are tokens.
+    With --sequence_start=anywhere, first and last are positions of tokens in the shard.
     """
 
     shard: int
@@ -1927,10 +1926,10 @@ class PackedSequence(typing.NamedTuple):
 
 
 def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]]) -> Iterator[PackedSequence]:
-    """The packed sequences of the whole run in order. It ends early if the shards run out.
+    """Yield the packed sequences of the whole run in order. Ends early if the shards run out.
 
-    A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. Further
-    tokens of the last one are dropped. So is the end of a shard, if it is shorter than a sequence.
+    A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of
+    its last document is dropped. The end of a shard is dropped if it is too short for a sequence.
     """
     (index, shard), next_document = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
@@ -1968,7 +1967,7 @@ def plan_sequences_anywhere(schedule: Schedule, shards: Iterator[tuple[int, Shar
 
 
 def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int) -> tuple[int, int]:
-    """The share of a rank in a step: (number of micro-batches, sequences per micro-batch)."""
+    """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
     num_sequences = tokens_per_step // seq_len // world_size
     limit = min(cfg.micro_batch_tokens // seq_len, num_sequences)
     per_micro_batch = max(n for n in range(1, limit + 1) if num_sequences % n == 0)
@@ -1976,12 +1975,12 @@ def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_l
 
 
 class TrainData:
-    """The packed sequences of a whole run. Every rank can build each of them."""
+    """The packed sequences of a whole run. Every rank can read every sequence."""
 
     def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
         self.cfg, self.schedule, self.shards = cfg, schedule, []
-        self.bos: int | None = None  # equal in all shards
+        self.bos: int | None = None  # BOS token, equal in all shards
         paths = find_shards(cfg.train_files, "train_files")
         self.bar = tqdm(total=len(paths), desc="scan shards", unit="file", disable=not has_progress_bar(),
                         leave=False)
@@ -1992,7 +1991,7 @@ class TrainData:
             report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations))
 
     def _open_shards(self, paths: list[str]) -> Iterator[tuple[int, Shard]]:
-        """(index, shard) in order, once per epoch. Each is opened when it is first needed."""
+        """Yield (index, shard) of all shards, once per epoch. A shard is opened at its first use."""
         for _ in range(self.cfg.epochs):
             for index, path in enumerate(paths):
                 if index == len(self.shards):
@@ -2002,7 +2001,7 @@ class TrainData:
                 yield index, self.shards[index]
 
     def count_sequences(self, step: int) -> int:
-        """Packed sequences before a step."""
+        """Number of packed sequences before a step."""
         return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
                    for stage, start, end in self.schedule.stage_ranges() if start < step)
 
@@ -2040,7 +2039,7 @@ class TrainData:
 def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> Batch:
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
 
-    Attention never crosses sequences. With a document mask it does not cross documents either.
+    Attention stays within a packed sequence. With a document mask it stays within a document.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
     is_start = (inputs == bos) & has_document_mask
@@ -2081,7 +2080,7 @@ class ValData:
 
 
 class Prefetcher:
-    """Builds batches ahead in a thread, pinned for CUDA. next() raises errors of the thread."""
+    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
 
     DEPTH = 4
 
@@ -2094,7 +2093,7 @@ class Prefetcher:
         batch = next(self.batches, None)
         if batch is None or self.device.type != "cuda":
             return batch
-        torch.cuda.set_device(self.device)  # a new thread is on device 0, and pinning would allocate there
+        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
         return Batch(*(t.pin_memory() for t in batch))
 
     def __next__(self) -> Batch:
@@ -2104,43 +2103,43 @@ class Prefetcher:
         return Batch(*(t.to(self.device, non_blocking=True) for t in batch))
 
 # ==== TRAINING =============================================================================================
-# One step, the loop around it, and the run around the loop. The clock runs during training and stands during
-# validation. Callbacks (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
+# One step, the timed loop of all steps, and the whole run. The clock stops during validation. Callbacks
+# (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
 
-MULTI_RANK_SEGMENTS = 4  # graphs with several ranks, so that gradients are reduced during backward
+MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
 
 
 @dataclass
 class Progress:
-    """State of a run besides its tensors."""
+    """State of a run except its tensors."""
 
     step: int = 0
     tokens: int = 0
     train_time: float = 0.0  # seconds on the clock
     resumed_at: list[int] = dataclasses.field(default_factory=list)
-    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: last [loss, gradient]
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
     loss_ema: float = math.nan  # telemetry
-    measured_step: int = 0  # last one of telemetry
-    num_actions: int = 0  # of the guard
-    actions_in_a_row: int = 0  # since its last stop
-    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard gave up
-    lr_scale: float = 1.0  # of the guard
-    lr_scale_until: int = 0  # step
+    measured_step: int = 0  # last step that telemetry measured
+    num_actions: int = 0  # rollbacks by the guard
+    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
+    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
+    lr_scale: float = 1.0  # the guard's learning-rate factor
+    lr_scale_until: int = 0  # first step without lr_scale
 
 
 @dataclass
 class TrainClock:
-    """Seconds of training. The clock stands inside paused(). read() does not synchronize the GPU."""
+    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
 
     device: torch.device
     seconds: float  # before `started`
-    started: float  # time of the last start, lap or pause
+    started: float  # time of the last start, lap or end of a pause
 
     def read(self) -> float:
         return self.seconds + time.perf_counter() - self.started
 
     def lap(self) -> float:
-        """The exact seconds, after a synchronization."""
+        """Synchronize and return the exact seconds."""
         now = clock(self.device)
         self.seconds, self.started = self.seconds + now - self.started, now
         return self.seconds
@@ -2153,7 +2152,7 @@ class TrainClock:
 
 
 class Trainer:
-    """Model, optimizer and schedule of a run, one step of it, and the timed loop."""
+    """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
 
     def __init__(self, cfg: Config, rt: Runtime):
         self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
@@ -2167,9 +2166,9 @@ class Trainer:
             segment.run_blocks = rt.compile(segment.run_blocks)
         self.model.head.forward = rt.compile(self.model.head.forward)
         self.progress = Progress()
-        self.staging: dict[str, Tensor] = {}  # reusable memory for copies of a checkpoint
-        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # the last stage's, by sizes
-        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry of the next batch
+        self.staging: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
+        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
+        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry measures the next batch
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
@@ -2208,7 +2207,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
-        """Mean loss over the validation tokens, or some of them. The ranks share the batches."""
+        """Mean loss of the first num_batches batches (None: all). The batches are divided among ranks."""
         self.optimizer.finish()
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
@@ -2230,7 +2229,7 @@ class Trainer:
     def warm_up(self, train_data: TrainData, val_data: ValData, inspect: Callable | None = None) -> None:
         """Run every shape and window at least once, then restore parameters and optimizer state exactly.
 
-        inspect: telemetry, which compiles a graph for every length.
+        inspect: Telemetry.inspect() or None. It compiles one graph for each micro-batch size.
         """
         if not self.cfg.warmup_iterations:
             return
@@ -2251,16 +2250,16 @@ class Trainer:
 
     def run(self, train_data: TrainData, val_data: ValData, log: RunLog, checkpoints: Checkpoints,
             stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
-        """All steps from progress.step on. RunStopped after a signal, the time limit or the guard."""
+        """Run all steps from progress.step on. RunStopped if a signal, time limit or guard ends the run."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
         guard = Guard(self, log, stop) if cfg.guard == "on" else None
-        self.log, callbacks = log, [log.log_step]  # called with loss, StepTimer and seconds on the clock
+        self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
         if cfg.check_ranks_every:
             callbacks.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
-        # ON THE CLOCK from here, as in the published runs: prefix tokens, first batches, all steps and
-        # callbacks, the blocking part of checkpoints. OFF THE CLOCK: validation, and all before run()
+        # ON THE CLOCK from here, as in the published runs: prefix-token search, first batches, all steps and
+        # callbacks, and the blocking part of checkpoints. OFF THE CLOCK: validation, everything before run()
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if token_ids:
             self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
@@ -2297,8 +2296,8 @@ class Trainer:
                     status = stop.agreed
                 if (status or save_is_due) and is_free:
                     checkpoints.wait()
-                    rt.comm.barrier()  # with a long timeout: a slow disk is not a stalled rank
-                    if status:  # no staging buffers may exist, then this save is slow
+                    rt.comm.barrier()  # with a long timeout, because a slow disk may delay rank 0
+                    if status:  # this save is slow if no staging buffers exist
                         rt.comm.set_timeout(LONG_TIMEOUT)
                     optimizer.finish()
                     log.flush_losses()
@@ -2326,7 +2325,7 @@ class Trainer:
         return val_loss
 
     def tensors(self) -> list[Tensor]:
-        """All that training changes: parameters, optimizer state, FP8 scales."""
+        """All tensors that training changes: parameters, optimizer state, FP8 scales."""
         return [*(tensor for bucket in self.optimizer.buckets
                   for tensor in (bucket.values, *bucket.state.values())), *self.scales.scales]
 
@@ -2337,7 +2336,7 @@ class Trainer:
         return self.optimizer.step_count, self.model.is_tied, copies
 
     def restore(self, snapshot: tuple[int, bool, list[Tensor]]) -> None:
-        """Return to a snapshot exactly. Gradients are discarded."""
+        """Restore a snapshot exactly, and discard all gradients."""
         self.optimizer.finish()
         self.scales.finish()
         self.optimizer.step_count, is_tied, copies = snapshot
@@ -2350,7 +2349,7 @@ class Trainer:
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. Outputs, data, and the checkpoint to continue from. Every error in them ends here
+    # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
     rt = start_runtime(cfg)
     stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
     with explain_files():
@@ -2409,9 +2408,9 @@ def train(cfg: Config, argv: list[str]) -> None:
 
 # ==== FAST FORMS ===========================================================================================
 # A fast form is a faster implementation of an operation. Its plain form is the equation in part one. At
-# startup verify() compares those in use, forward and backward. It refuses a fast form if the results differ
-# or if the code of the plain form was edited. Then the plain form runs, so an edit takes effect. To add a
-# fast form, add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
+# startup verify() compares each chosen fast form with its plain form, forward and backward. If the results
+# differ, or if the plain form was edited, the plain form runs. So an edit takes effect. To add a fast form,
+# add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
 
 TRITON_FORMS = ("cross_entropy", "relu2_mlp", "symmetric_matmul")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
@@ -2425,16 +2424,16 @@ class Fast(typing.NamedTuple):
     fast: dict[str, Callable]  # their replacements
     inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
     run: Callable  # (functions by name, *tensors, *constants) -> list of results
-    tolerance: float  # largest relative error of results and gradients
-    code: str  # hash_code() of the plain form for which the fast form was written
+    tolerance: float  # largest allowed relative error of results and gradients
+    code: str  # expected hash_code() of the plain form and its helpers
     helpers: tuple[Callable, ...] = ()  # other functions that the hash covers
-    needs: str = ""  # a key of find_obstacle()
+    needs: str = ""  # a condition that find_obstacle() tests
     is_compiled: bool = True  # whether to compile the fast form when the model is compiled
 
 
 @functools.cache
 def list_fast_forms() -> dict[str, Fast]:
-    """The table. If rows replace one operation, the first that works is used. FP8 forms have options."""
+    """All fast forms. If several replace an operation, the first that works is used. Options select FP8."""
     masked_attention = dict(make_mask=make_mask, attention=attention)
     loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
     mlp = dict(relu2_mlp=relu2_mlp)
@@ -2491,7 +2490,7 @@ def list_fast_forms() -> dict[str, Fast]:
 
 
 def hash_code(*functions: Callable) -> str:
-    """Hash of functions' syntax trees without comments and docstrings, equal in all versions of Python."""
+    """Hash the code of functions without comments and docstrings. All Python versions give equal hashes."""
     def describe(node) -> str:
         if isinstance(node, ast.AST):
             entries = [f"{name}={describe(value)}" for name, value in ast.iter_fields(node)
@@ -2509,7 +2508,7 @@ def hash_code(*functions: Callable) -> str:
 
 
 def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Operations:
-    """Operations with these fast forms. dtype: of the activations."""
+    """Operations with the named fast forms. dtype: dtype of the activations."""
     ops = Operations()
     for name in (name for name in list_fast_forms() if name in names):
         fast = list_fast_forms()[name].fast
@@ -2549,7 +2548,7 @@ def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dty
 
 def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool,
            others: frozenset[str] = frozenset()) -> str:
-    """The reason against a form, or "". FP8 forms call the Triton kernels among `others`."""
+    """Why a form cannot be used, or "". FP8 forms call the Triton kernels that `others` names."""
     row, kernels = list_fast_forms()[name], others & set(TRITON_FORMS)
     if name in FP8_FORMS and kernels:
         ops = make_operations(cfg, {name, *kernels}, dtype)
@@ -2569,12 +2568,12 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
     return ""
 
 # ==== FAST ATTENTION =======================================================================================
-# Attention without T x T masks, by blocks of queries and keys. On compiled GPUs FlexAttention skips
-# invisible blocks. Elsewhere each block of queries reads the blocks of keys in its window. All masks equal
-# is_visible(). They require that doc_ids never decrease.
+# Attention without T x T masks, by blocks of queries and keys. With a compiler on a GPU, FlexAttention skips
+# invisible blocks. Elsewhere each block of queries reads the blocks of keys in its window. All masks agree
+# with is_visible() if doc_ids never decrease.
 
-DENSE_BLOCK = {"cpu": 64, "cuda": 256}  # tokens. Small blocks waste less, large ones multiply faster
-# FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not
+DENSE_BLOCK = {"cpu": 64, "cuda": 256}  # tokens. Small blocks waste less work, large ones multiply faster
+# FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
 FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
                     num_warps=4)
 
@@ -2583,18 +2582,18 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
     """make_mask() for FlexAttention, from the range of documents in each block.
 
     window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
-    are contiguous and end with that block. Blocks without masked pairs are also contiguous. So the lists
-    need no sort. Sources: records 12 and 16.
+    are contiguous and end with the query block. Key blocks without masked pairs are contiguous too.
+    Therefore the lists need no sort. Sources: records 12 and 16.
     """
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
-    row = block[:, None]  # the query block in the lists by query, the key block in the lists by key
+    row = block[:, None]  # row of the lists: query block in lists by query, key block in lists by key
     distance = (row - block) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
     overlap = (first[:, None] <= last) & (first <= last[:, None])
     visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
     full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
             & (first[:, None] == last) & (first == last[:, None]))
-    lists = []  # by query and by key: counts (1, 1, T/128) and blocks (1, 1, T/128, T/128), partial and full
+    lists = []  # by query and by key, partial and full: counts (1, 1, T/128), blocks (1, 1, T/128, T/128)
     for is_by_query, dim in ((True, 1), (False, 0)):
         num_visible, num_full = (x.sum(dim, dtype=torch.int32) for x in (visible, full))  # (T/128,)
         start, length = row + 1 - num_visible[:, None], num_full[:, None]
@@ -2621,7 +2620,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
 
 
 def choose_blocks(doc_ids: Tensor, window: int, size: int | None) -> tuple[int, int]:
-    """(C, M): a query block of C tokens reads M key blocks, the last of which is its own."""
+    """Returns (C, M): a query block of C tokens reads its own key block and the M - 1 blocks before it."""
     num_tokens = doc_ids.size(0)
     size = math.gcd(num_tokens, size or DENSE_BLOCK[doc_ids.device.type])
     num_blocks = 1 + -(-window // size)
@@ -2630,7 +2629,7 @@ def choose_blocks(doc_ids: Tensor, window: int, size: int | None) -> tuple[int, 
 
 def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32,
                      size: int | None = None) -> Tensor:
-    """make_mask() by blocks. Returns (T/C, C, M * C): 0 or -inf for each block of C queries and its keys."""
+    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf."""
     size, num_blocks = choose_blocks(doc_ids, window, size)
     starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device).view(-1, 1, 1)
     queries = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
@@ -2641,8 +2640,8 @@ def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.fl
 
 def build_cpu_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32, size: int | None = None
                    ) -> Tensor:
-    """The mask of build_dense_mask(), in a sixth of the time if nothing is compiled. Causality and window
-    hide equal positions in every block. A table look-up hides the keys before the query's document."""
+    """Equals build_dense_mask(), but takes a sixth of the time if nothing is compiled. All blocks share one
+    mask for causality and window. A table look-up hides the keys before the query's document."""
     size, num_blocks = choose_blocks(doc_ids, window, size)
     num_keys, num_before = num_blocks * size, (num_blocks - 1) * size
     square = torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=doc_ids.device)
@@ -2671,7 +2670,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """attention() by blocks on a CPU: a third less time, as keys and values are not copied."""
+    """attention() by blocks on a CPU. It takes a third less time, because keys and values are not copied."""
     return BlockAttention.apply(q, k, v, mask)
 
 
@@ -2737,7 +2736,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """rms_norm() with the gradient (g - y mean(g y)) / rms: a third of autograd's passes over memory."""
+    """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
@@ -2758,8 +2757,8 @@ def fused_rms_norm(x: Tensor, eps: float = RMS_EPS) -> Tensor:
 
 
 class NormRotary(torch.autograd.Function):
-    """norm_rotate() with its gradient: a third less time on a CPU. Rotation and norm commute, so the eager
-    backward needs only the output. The compiled backward recomputes the normalized input instead."""
+    """norm_rotate() with its gradient. On CPUs it takes a third less time. Rotation and norm commute, so the
+    eager backward needs only the output. The compiled backward recomputes the normalized input instead."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float) -> Tensor:
@@ -2803,10 +2802,9 @@ def can_fuse_adamw(bucket: Bucket, cfg: Config) -> bool:
 
 
 def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
-    """The update of rule adamw by PyTorch's kernel, in an eighth of the time on a CPU.
-
-    A huge step count disables its bias correction. adamw() adds eps first, so its correction is part of lr.
-    """
+    """Apply rule adamw by PyTorch's kernel, which takes an eighth of the time on a CPU. A huge step count
+    disables the kernel's bias correction. Instead lr includes the correction, because adamw() adds eps
+    before it."""
     lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
     torch._fused_adamw_(
         [param], [grad * args.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
@@ -2815,9 +2813,9 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 gradients up to 57344. The head has constant scales, others are amax / limit.
-# Only the MLP's hidden activation takes the amax of the previous step (delayed scaling). FP8 is for training
-# only: validation multiplies in the activations' dtype. CPUs multiply the rounded values in float32.
+# activations up to 448, e5m2 holds gradients up to 57344. The head has constant scales. Other scales are
+# amax / limit. Only the MLP's hidden activation uses the amax of the previous step (delayed scaling). FP8 is
+# for training only. Validation uses the activations' dtype. CPUs multiply rounded values in float32.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -2833,7 +2831,7 @@ class FP8Scales(typing.NamedTuple):
 def head_fp8_scales(cfg: Config) -> FP8Scales:
     """Constant scales: no entry of a normalized row exceeds sqrt(D), and weights saturate at fp8_head_amax.
 
-    With one target of loss weight 1, |d loss / d logit| is at most 1. With grad=1/448, e5m2 reaches 128.
+    With one target of loss weight 1, |d loss / d logit| is at most 1. Scaled by 1/448, e5m2 holds up to 128.
     """
     return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448)
 
@@ -2852,7 +2850,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float 
 
     fast: accumulate with less precision.
     """
-    if a.device.type == "cpu":  # its FP8 matmul can take a thousand times longer than one in float32
+    if a.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32 matmuls
         return (a.float() @ b.float().T * (scale_a * scale_b)).to(out_dtype)
     scales = (scale if isinstance(scale, Tensor) else torch.full(
         (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
@@ -2897,7 +2895,7 @@ def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedS
 
 def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
                   ) -> Tensor:
-    """relu2_mlp() with FP8 forward matmuls (2026-07-17). use_kernel: on a GPU, by FusedMLP."""
+    """relu2_mlp() with FP8 forward matmuls (2026-07-17). use_kernel: use FusedMLP if x is on a GPU."""
     if use_kernel and x.is_cuda:
         y, amax = FusedMLP.apply(x, up, down, scaling.scale.clone())
         scaling.update_amax(amax.detach())
@@ -2909,7 +2907,7 @@ def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, 
 class DelayedScaling(nn.Module):
     """FP8 scale of an activation, from its amax in the previous step, so casting needs no second pass."""
 
-    MARGIN = 1.8  # for growth from step to step
+    MARGIN = 1.8  # headroom for growth of the amax between steps
 
     def __init__(self):
         super().__init__()
@@ -2927,7 +2925,7 @@ class DelayedScaling(nn.Module):
 
 
 class DelayedScales:
-    """The delayed scaling of a whole model. The amax over all ranks becomes the scale of the next step."""
+    """Delayed scaling of a whole model. The amax over all ranks determines the scale of the next step."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
@@ -2956,9 +2954,9 @@ class DelayedScales:
         self.reduced = self.work = None
 
 # ==== FUSED LOSS AND MLP ===================================================================================
-# Head, softcap and cross-entropy with gradients that are computed in forward, and an MLP that does not store
-# its first product. Neither stores logits or products in float32. With use_kernel they call the Triton
-# kernels of the next section.
+# The fused loss (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The
+# fused MLP does not store its first product. The MLP calls Triton kernels of the next section. The loss
+# calls them only with use_kernel.
 
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
                              grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernel: bool = False
@@ -2987,13 +2985,13 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
 
 
 class FusedHeadLoss(torch.autograd.Function):
-    """head_loss(), with gradients computed in forward. Logits exist for LOGITS_CHUNK tokens at a time, in
-    x's dtype. In FP8 x must be RMS-normalized."""
+    """head_loss() that computes its gradients in forward. Logits exist for LOGITS_CHUNK tokens at a time, in
+    x's dtype. With FP8, x must be RMS-normalized."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
                 use_kernel: bool, scales: FP8Scales | None) -> Tensor:
-        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: multiply in FP8."""
+        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
         w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
         if scales:  # cast once for all chunks
             w, _ = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
@@ -3029,7 +3027,7 @@ def fused_head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: 
 
 
 def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
-    """FP8 x (M, N) -> (N, M), for row-major factors. The kernel takes a ninth of the time of Inductor's."""
+    """Transpose FP8 x (M, N) to a row-major (N, M). The kernel takes a ninth of Inductor's time."""
     if not use_kernel:
         return x.T.contiguous()
     out = x.new_empty(x.size(1), x.size(0), dtype=torch.uint8)
@@ -3044,7 +3042,7 @@ class FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor | None
                 ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (T, D), up and down (D, 4D) -> (T, D). In FP8 also the amax of the hidden activation."""
+        """x (T, D), up and down (D, 4D) -> (T, D), and in FP8 also the amax () of the hidden activation."""
         if hidden_scale is None:
             hidden = relu2_matmul(x, up)  # (T, 4D)
             result = hidden @ down.T
@@ -3069,8 +3067,8 @@ def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScalin
 
 
 def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """relu(x w)^2 (T, H) of x (T, D), w (D, H). With hidden, an earlier result: (x w) * 2 sqrt(hidden), the
-    gradient of the pre-activation if x is the output gradient. Sources: 2026-01-14, 2026-06-11."""
+    """x (T, D), w (D, H) -> relu(x w)^2 (T, H). In backward hidden is this result, x is the output gradient,
+    and (x w) * 2 sqrt(hidden) is the pre-activation gradient. Sources: 2026-01-14, 2026-06-11."""
     out = x.new_empty(len(x), w.size(1))
     launch_relu2_matmul(x.contiguous(), w.contiguous(), out, hidden)
     return out
@@ -3097,7 +3095,7 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, out: Tensor, hidden: Tensor | None
     depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
         raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
-    limit = 0.0 if out8 is None else 448.0 if out8.dtype == E4M3 else 65504.0  # largest values
+    limit = 0.0 if out8 is None else 448.0 if out8.dtype == E4M3 else 65504.0  # maxima of e4m3, float16
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x, w, out if hidden is None else hidden, out, out if scales is None else scales,
         out if out8 is None else out8, out if amax is None else amax, rows, columns, inner,
@@ -3127,7 +3125,7 @@ if triton is not None:
     @triton.jit
     def symmetric_kernel(x_ptr, add_ptr, out_ptr, SIZE, INNER, ALPHA: tl.constexpr, BETA: tl.constexpr,
                          HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-        """One tile on or above the diagonal of alpha X X^T + beta A, stored twice."""
+        """One tile of alpha X X^T + beta A, on or above the diagonal. Its transpose is stored too."""
         i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         if j < i:
             return
@@ -3157,7 +3155,7 @@ if triton is not None:
     def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
                              NUM_TARGETS: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr,
                              WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-        """Loss of one token and d loss / d logits. CAP bounds the logits, so it replaces their maximum."""
+        """Loss of one token and d loss / d logits. CAP bounds the logits, so softmax needs no maximum."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
         grads_ptr += row * V
@@ -3165,7 +3163,7 @@ if triton is not None:
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"),
-                             eviction_policy="evict_last").to(tl.float32)  # is read again
+                             eviction_policy="evict_last").to(tl.float32)  # the loop below reads them again
             total += tl.where(at < V, tl.exp(CAP / (1 + tl.exp(-(logits + SHIFT) / WIDTH)) - CAP), 0.0)
         log_total = tl.log(tl.sum(total, axis=0)) + CAP
         loss = log_total * 0.0
@@ -3203,10 +3201,10 @@ if triton is not None:
                                COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
                                LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden). Matrix sizes are multiples of its size.
+        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
 
-        If LIMIT > 0, it multiplies the product by scales[0], tracks the amax of the result, and writes a
-        copy that is multiplied by scales[1] and clamped to LIMIT.
+        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, and out8 receives the result times
+        scales[1], clamped to LIMIT.
         Neighboring tiles share rows of X and columns of W in the cache.
         """
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
@@ -3238,9 +3236,9 @@ if triton is not None:
             tl.store(out8_ptr + here, total.to(out8_ptr.dtype.element_ty))
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
-# Few rows of value and bigram embeddings have a gradient. Each rank adds the gradients of equal rows and
-# sends (row, sum) pairs to the owners of the rows, at a tenth of the bytes of the dense gradient. The order
-# of additions is fixed. RowPlan is made in forward, so the host has its counts before backward.
+# Few rows of value and bigram embeddings have a gradient. Each rank sums the gradients of each row and sends
+# (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
+# of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
 
 class RowPlan:
     """The distinct rows of a table that the tokens of a micro-batch read, and the ranks that own them."""
@@ -3252,20 +3250,20 @@ class RowPlan:
         is_new = torch.ones_like(ordered, dtype=torch.bool)
         is_new[1:] = ordered[1:] != ordered[:-1]
         places = is_new.cumsum(0) - 1
-        self.places = torch.empty_like(places).scatter_(0, order, places)  # (T,) of each token's row in rows
+        self.places = torch.empty_like(places).scatter_(0, order, places)  # (T,) each token's index in .rows
         # (T,) distinct rows in order, padded with a row after the table
         padding = self.rows_per_rank * comm.world_size
         self.rows = torch.full_like(ordered, padding).scatter_(0, places, ordered)
         if comm.world_size > 1:
             first = torch.arange(1 + comm.world_size, device=rows.device) * self.rows_per_rank
-            counts = torch.searchsorted(self.rows, first).diff()  # (N,) rows of each rank
-            self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N) from rank to rank
+            counts = torch.searchsorted(self.rows, first).diff()  # (N,) number of rows that each rank owns
+            self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
 
     def send(self, sums: Tensor) -> ReceivedRows:
         """Send sums (T, D) of the rows to their owners."""
         counts, rank = self.counts.read().tolist(), self.comm.rank
         sent, received = counts[rank], [row[rank] for row in counts]
-        if self.received_rows is None:  # shared by all tables that are read with this plan
+        if self.received_rows is None:  # row numbers are sent once for all tables of this plan
             self.received_rows = self.comm.all_to_all(self.rows[: sum(sent), None], sent, received)
         return ReceivedRows(*self.received_rows, *self.comm.all_to_all(sums[: sum(sent)], sent, received),
                             received, self.rows_per_rank * rank)
@@ -3278,11 +3276,11 @@ class ReceivedRows(typing.NamedTuple):
     rows_work: dist.Work
     sums: Tensor  # (n, D)
     sums_work: dist.Work
-    counts: list[int]  # by sender
+    counts: list[int]  # number of rows by sender
     first_row: int  # of this rank's shard
 
     def wait(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows of the shard (n,), sums (n, D)) from each sender."""
+        """Wait, then return (rows within the shard (n,), sums (n, D)) from each sender."""
         self.rows_work.wait()
         self.sums_work.wait()
         rows = self.rows[:, 0] - self.first_row
@@ -3290,7 +3288,7 @@ class ReceivedRows(typing.NamedTuple):
 
 
 class RowSparseGradient:
-    """Gradient of a table as sums of rows, of this rank's shard."""
+    """Gradient of this rank's shard of a table, accumulated from row sums."""
 
     def __init__(self, shard: Tensor, row_size: int, comm: Comm, grid: float = 0.0,
                  on_added: Callable[[], None] | None = None):
@@ -3300,7 +3298,7 @@ class RowSparseGradient:
         self.received: ReceivedRows | None = None
 
     def add(self, plan: RowPlan, sums: Tensor) -> None:
-        """Add sums (T, D) of a micro-batch. With several ranks: send them, and add rows received earlier."""
+        """Add sums (T, D) of a micro-batch. With several ranks, send them and add rows of the last call."""
         sums = round_to_multiple(sums, self.grid) if self.grid else sums
         if self.comm.world_size == 1:
             self._accumulate([(plan.rows, sums)])
@@ -3323,7 +3321,7 @@ class RowSparseGradient:
             self.sums.zero_()
 
     def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add sums (n, D) of rows (n,), distinct except for padding. index_add_() takes six times longer."""
+        """Add sums (n, D) to distinct rows (n,). Only padding repeats. index_add_() is six times slower."""
         for rows, sums in pieces:
             if self.sums is None:
                 self.sums = self.shard.new_zeros(len(self.shard) // self.row_size + 1, self.row_size)
@@ -3331,7 +3329,7 @@ class RowSparseGradient:
 
 
 class SparseEmbedding(torch.autograd.Function):
-    """embedding() whose gradient goes to table.sparse_grad and never has the size of the table."""
+    """embedding() whose backward adds row sums to table.sparse_grad and makes no dense table.grad."""
 
     @staticmethod
     def forward(ctx, table: nn.Parameter, rows: Tensor, plan: RowPlan) -> Tensor:
@@ -3348,7 +3346,7 @@ class SparseEmbedding(torch.autograd.Function):
 
 
 def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
-    """embedding() by SparseEmbedding. All tables that read these rows share one plan, kept on rows."""
+    """embedding() by SparseEmbedding. All tables that read one tensor of rows share a plan, rows.plan."""
     if not torch.is_grad_enabled():
         return F.embedding(rows, table)
     if not hasattr(rows, "plan"):
@@ -3358,9 +3356,9 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 # ############################## PART THREE: INFRASTRUCTURE #################################################
 
 # ==== DEVICE ===============================================================================================
-# The device, the process group, and the choices of the start: dtype, compiler, fast forms, FP8. Rank 0 makes
-# each choice once, and the run stores it. Errors of the user are RunErrors. To add a choice, add it to
-# choose_precision(), describe_choices() and keep_choices().
+# The device, the process group, and the choices made at startup: dtype, compiler, fast forms, FP8. All ranks
+# use rank 0's choices, and the run stores them. User errors are RunErrors. To add a choice, add it to
+# choose_precision(), describe_choices(), keep_choices() and CHOICE_TYPES.
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -3370,7 +3368,7 @@ class RunError(Exception):
     def __init__(self, message: str, status: int | None = None, of_one_rank: bool = False):
         super().__init__(message)
         self.status = self.status if status is None else status
-        self.of_one_rank = of_one_rank  # only this rank may have the error, so it prints the message itself
+        self.of_one_rank = of_one_rank  # other ranks may not have the error, so this rank prints it
 
 
 class InputError(RunError):
@@ -3424,7 +3422,7 @@ class Runtime:
     compile_mode: str = "default"
     fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
     fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
-    peak_flops: float = 0.0  # FLOP/s of a large matmul, measured here. MFU is relative to it
+    peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
     @property
@@ -3443,7 +3441,7 @@ class Runtime:
         """torch.compile fn if this run compiles. All shapes are static."""
         if not self.use_compile:
             return fn
-        torch._dynamo.config.recompile_limit = 64  # segments share one code object, and so do update rules
+        torch._dynamo.config.recompile_limit = 64  # per code object: one for segments, one for update rules
         if self.compile_mode == "coordinate-descent":
             return torch.compile(fn, dynamic=False, options={"coordinate_descent_tuning": True})
         return torch.compile(fn, dynamic=False, mode=self.compile_mode)
@@ -3454,7 +3452,7 @@ def env_int(name: str, default: int) -> int:
 
 
 def check_environment() -> None:
-    """Raise InputError if the variables of torchrun are inconsistent. Called before they are read."""
+    """Raise InputError if torchrun's environment variables are inconsistent. Called before any is read."""
     for name, default in dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
         text, least = os.environ.get(name, default), 1 if name.endswith("WORLD_SIZE") else 0
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
@@ -3490,7 +3488,7 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPU too: no upcast
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPUs too: no upcast to float32
     return Runtime(device, join_ranks(device, rank, world_size), local_rank)
 
 
@@ -3515,7 +3513,7 @@ def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
 
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
-    """Choose dtype, compiler, fast forms and FP8 by short launches on the device. Rank 0 chooses for all."""
+    """Choose dtype, compiler, fast forms and FP8 by short trials. All ranks use rank 0's choices."""
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
     use_compile, compile_line = choose_compile(cfg, rt.device)
     fast, (fast_line, *lines) = choose_fast_forms(cfg, rt.device, dtype, use_compile)
@@ -3536,9 +3534,9 @@ def describe_choices(rt: Runtime) -> dict:
 
 
 def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
-    """choose_precision(), but options that are auto take the choices of an earlier run (metadata, or {}).
+    """choose_precision(), but options set to auto reuse the choices in `earlier`, a run's metadata or {}.
 
-    If these do not exist on this machine, a record ends with InputError. Another run chooses anew.
+    If this machine cannot use these choices, a record run ends with InputError. Other runs choose anew.
     """
     if not earlier:
         return choose_precision(cfg, rt)
@@ -3571,14 +3569,14 @@ CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str])
 
 def raise_file_limit() -> None:
     """Raise the limit of open files as far as allowed, because every shard stays open."""
-    with suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+    with suppress(ImportError, ValueError, OSError):  # Windows lacks the resource module
         import resource
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed activations for the next step: no page faults in the hot loop."""
+    """Let glibc keep freed activations for the next step, to avoid page faults in the hot loop."""
     with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
@@ -3592,7 +3590,7 @@ def clock(device: torch.device) -> float:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of a square matmul, the best of six."""
+    """FLOP/s of a square matmul, from the fastest of six runs."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):
@@ -3603,12 +3601,12 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float
 
 
 def supports_bfloat16(device: torch.device) -> bool:
-    """Whether the device has bfloat16, even if it is slow."""
+    """Whether the device supports bfloat16, fast or slow."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
-    """(dtype of activations, FLOP/s of a large matmul in it, a line with the reason)."""
+    """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line with the reason)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
         raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
@@ -3626,7 +3624,7 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
 
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """(whether to compile, a line with the reason). auto: on CUDA with Triton and capability 7.0."""
+    """Return whether to compile, and a line with the reason. auto: with CUDA, Triton and capability 7.0."""
     is_cuda, reason = device.type == "cuda", ""
     if is_cuda and triton is None:
         reason = "Triton is not installed"
@@ -3642,7 +3640,7 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
 
 
 def read_peak_memory_mib(rt: Runtime) -> int:
-    """Peak memory: of training on a GPU, of the whole process on a CPU."""
+    """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
     try:
@@ -3653,7 +3651,7 @@ def read_peak_memory_mib(rt: Runtime) -> int:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the CPU. The tensor may change at once."""
+    """An asynchronous copy of a tensor to the CPU. The caller may change the tensor immediately."""
 
     PINNED = 2**20  # largest copy in bytes that gets pinned memory. Pinning 5 GB takes a second
 
@@ -3674,7 +3672,7 @@ class HostCopy:
 
 
 class Stop:
-    """A request to stop early: an exit status, else 0. All ranks stop after the same step."""
+    """A request to stop early, stored as an exit status. 0: none. All ranks agree on the last step."""
 
     TIME_LIMIT, GUARD = 124, 3  # exit statuses
     CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", TIME_LIMIT: "at its time limit",
@@ -3688,7 +3686,7 @@ class Stop:
 
     @contextmanager
     def catch_signals(self):
-        """Turn SIGINT, SIGTERM and SIGHUP into requests. SIGINT again after a second interrupts.
+        """Turn SIGINT, SIGTERM and SIGHUP into requests. SIGINT over 1 s after the first signal interrupts.
 
         Signals that the parent process ignores stay ignored, for example SIGHUP under nohup.
         """
@@ -3701,20 +3699,20 @@ class Stop:
             first_at = min(first_at, time.monotonic())
             self.requested = self.requested or 128 + signum
 
-        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows lacks the last
+        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
         signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
         old = {number: signal.signal(number, handle) for number in signals
                if signal.getsignal(number) != signal.SIG_IGN}
         try:
             yield
-        finally:  # with several ranks they stay: the SIGTERM of torchrun would cut off the last lines
+        finally:  # several ranks keep the handlers, because torchrun's SIGTERM would cut off the last lines
             for number, handler in old.items() if self.rt.world_size == 1 else ():
                 signal.signal(number, handler)
 
     def poll(self) -> int:
-        """The request that all ranks honor after this step, or 0. Every rank calls this after every step.
+        """Return the request that all ranks honor after this step, or 0. All ranks call poll() each step.
 
-        A request of another rank arrives one step later, so that no rank waits.
+        With several ranks a request takes effect one step later, so that no rank waits.
         """
         if time.monotonic() - self.started > self.time_limit:
             self.requested = self.requested or self.TIME_LIMIT
@@ -3753,15 +3751,15 @@ class Stop:
         raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
-# Which rows of list_fast_forms() are used on this device, and the inputs for their comparisons.
+# Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
 
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 FP8_FORMS = ("fp8_head", "fp8_linear", "fp8_mlp")  # chosen by the options of these names
-FP8_MIN_DIM = 128  # channels from which casting pays
+FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
 
 
 def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bool) -> str:
-    """Why --fast=auto, or an fp8 option that is auto, does not use a form here, or ""."""
+    """The reason that auto (of --fast or an fp8 option) skips a form on this device, or ""."""
     is_gpu = device.type == "cuda"
     if needs in ("GPU", "GPU and softcap") and not is_gpu:
         return "plain PyTorch is faster on a CPU"
@@ -3789,7 +3787,7 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
 
 
 def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Callable:
-    """Normal tensors of these shapes. A dimension may be the name of an option."""
+    """Return a function that makes normal tensors of these shapes. A dimension may be an option's name."""
     def make(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
         sizes = [[getattr(cfg, n) if isinstance(n, str) else n for n in shape] for shape in shapes]
         return [(torch.randn(size, device=device) * factor).to(dtype)
@@ -3799,7 +3797,7 @@ def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Cal
 
 
 def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """q, k, v (T, H, K), dc_pre and dc_post (T, H), doc_ids (T,)."""
+    """Make q, k, v (T, H, K), dc_pre and dc_post (T, H), and doc_ids (T,)."""
     heads, gates = (4 * BLOCK, "num_heads", "head_dim"), (4 * BLOCK, "num_heads")
     make = random_inputs(heads, heads, heads, gates, gates, scales=[cfg.head_dim**-0.5])
     return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
@@ -3807,7 +3805,7 @@ def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> t
 
 def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, _pre: Tensor, _post: Tensor,
                   doc_ids: Tensor) -> list[Tensor]:
-    """FlexAttention has a window tensor, blocked masks have the dtype of the scores."""
+    """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
     build_mask, window = forms["make_mask"], BLOCK
     if build_mask is build_block_mask:
         window = torch.full((), BLOCK, device=q.device)
@@ -3831,7 +3829,7 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 
 def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Normalized x (T, D), weight (V, D). Targets (T, 2), -1 means none. Two loss weights. Softcap."""
+    """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
     make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
     (x, weight), _ = make(cfg, device, dtype)
     targets = torch.arange(128, device=device).view(64, 2)
@@ -3847,7 +3845,7 @@ def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
 
 
 def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """x (T, D), and the matrices up and down (D, mlp_ratio D)."""
+    """Make x (T, D), and the matrices up and down (D, mlp_ratio * D)."""
     matrix = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
     return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
         cfg, device, dtype)
@@ -3859,7 +3857,7 @@ def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> t
 
 
 def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
-    """Look up rows. Returns them, and the gradient of the table."""
+    """Look up rows. Returns the rows, and the gradient of the table."""
     table = nn.Parameter(table.clone())
     if forms["embedding"] is not embedding:
         table.sparse_grad = RowSparseGradient(table.detach().flatten(), table.size(1), Comm())
@@ -3879,7 +3877,7 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
 
 
 def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """x (T, D), weight (4D, D), and the inputs of an MLP."""
+    """Make x (T, D), weight (mlp_ratio * D, D), and the inputs of an MLP."""
     (x, up, down), _ = mlp_inputs(cfg, device, dtype)
     return [x, up.T, x, up, down], ()
 
@@ -3893,14 +3891,14 @@ def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor)
 
 
 def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
-    """The result of a fast form that replaces one function."""
+    """Call the only function of a form."""
     (function,) = forms.values()
     return [function(*inputs)]
 
 
 def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
                       ) -> tuple[frozenset[str], list[str]]:
-    """(names of the fast forms to use, lines for the log)."""
+    """Choose and verify fast forms. Returns (their names, lines for the log)."""
     chosen, replaced, lines, wanted = [], set(), [], split_names(cfg.fast)
     names = [name for name in list_fast_forms() if name not in FP8_FORMS]
     for name in names:
@@ -3931,7 +3929,7 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
 
 def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
                fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
-    """(whether an FP8 form is used, a line with the reason). fast: names of the other fast forms in use."""
+    """Return whether to use an FP8 form, and a line with the reason. fast: the other fast forms in use."""
     wanted, label = getattr(cfg, name), name.replace("_", " ")
     reason = find_obstacle(name, cfg, device, use_compile)
     if wanted == "off" or wanted == "auto" and reason:
@@ -3948,13 +3946,13 @@ def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype,
 
 # ==== COMM =================================================================================================
 # All collectives of the program. Comm counts the bytes that this rank sends, by collective. torchrun ends
-# all ranks when one dies. If a rank stalls, the timeout of a collective ends the ranks that wait for it.
+# all ranks when one dies. If a rank stalls, the timeout of a collective ends the waiting ranks.
 
 LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
 
 class Comm:
-    """Collectives of one rank. All-gathers have a separate group, to not queue behind reduce-scatters."""
+    """Collectives of one rank. A separate group keeps all-gathers from queueing behind reduce-scatters."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, gloo_group: dist.ProcessGroup | None = None,
                  all_gather_group: dist.ProcessGroup | None = None):
@@ -3980,7 +3978,7 @@ class Comm:
 
     def all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]
                    ) -> tuple[Tensor, dist.Work]:
-        """Send each rank its number of rows, in the order of ranks. Returns the received rows, and work."""
+        """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
         received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
         row_bytes = sent.itemsize * math.prod(sent.shape[1:])
         self.bytes["all_to_all"] += (sum(send_counts) - send_counts[self.rank]) * row_bytes
@@ -4004,7 +4002,7 @@ class Comm:
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def gather_shards(self, shard: Tensor) -> Tensor:
-        """All ranks' (M/N, ...) as (M, ...), on every rank."""
+        """Concatenate all ranks' shards (M/N, ...) to (M, ...), on every rank."""
         if self.world_size == 1:
             return shard
         full = shard.new_empty(self.world_size * len(shard), *shard.shape[1:])
@@ -4017,19 +4015,19 @@ class Comm:
         return full.unflatten(0, (self.world_size, -1))[self.rank]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Replace by rank 0's tensor."""
+        """Overwrite the tensor with rank 0's values."""
         if self.world_size > 1:
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
 
     def broadcast_object(self, value):
-        """Rank 0's plain Python object, on every rank."""
+        """Return rank 0's plain Python object on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, group=self.gloo_group)
         return box[0]
 
     def gather_objects(self, value) -> list:
-        """The plain Python objects of all ranks in their order, on every rank."""
+        """List all ranks' plain Python objects in the order of ranks, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value, group=self.gloo_group)
@@ -4040,18 +4038,18 @@ class Comm:
             dist.barrier(group=self.gloo_group)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Time that a collective of a training step may take."""
+        """Set the time that a collective of a training step may take."""
         for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-# PyTorch 2.13 renamed these two
+# PyTorch 2.13 renamed these two functions
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def share_errors(body: Callable, rt: Runtime):
-    """Call body on rank 0. Returns its result there, None elsewhere. All ranks raise its InputError."""
+    """Call body on rank 0. Returns its result on rank 0, else None. All ranks raise its InputError."""
     result, problem = None, ""
     if rt.is_main:
         try:
@@ -4065,7 +4063,7 @@ def share_errors(body: Callable, rt: Runtime):
 
 
 def compare_ranks(run: dict, rt: Runtime) -> None:
-    """Raise InputError on all ranks if one has another script, option, machine or data than rank 0."""
+    """Raise InputError on all ranks if the script, options, machine or data of one differ from rank 0's."""
     runs = rt.comm.gather_objects(run)
     for rank, other in enumerate(runs):
         if others := differences(runs[0], other, "ranks"):
@@ -4074,7 +4072,7 @@ def compare_ranks(run: dict, rt: Runtime) -> None:
 
 
 def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -> float:
-    """Bytes that a rank must send in these steps: each gradient and each parameter once.
+    """Bytes that a rank must send in these steps: each gradient and each parameter once per update.
 
     The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
     """
@@ -4093,7 +4091,7 @@ def round_to_multiple(x: Tensor, unit: float) -> Tensor:
 
     Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
     """
-    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring numbers around it are one unit apart
+    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
     return (x + shift).sub_(shift)
 
 # ==== SHARD FILES ==========================================================================================
@@ -4106,22 +4104,22 @@ BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 @dataclass(frozen=True)
 class Shard:
-    """A token file, checked and kept open. It is not mapped: a file cut short would end the process."""
+    """A token file, checked and kept open. If it were memory-mapped, truncation would end the process."""
 
     file: typing.BinaryIO
     num_tokens: int
-    starts: np.ndarray  # first token of each document
+    starts: np.ndarray  # index of the first token of each document
     bos: int
     sha256: str
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def usable_tokens(self, max_doc_len: int) -> np.ndarray:
-        """Running sum of the usable tokens of documents that are cut to max_doc_len."""
+        """Running sum over the documents of min(length, max_doc_len)."""
         lengths = np.diff(self.starts, append=self.num_tokens)
         return np.minimum(lengths, max_doc_len).cumsum()
 
     def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens first..end-1, by default all, uint16. RunError if the file no longer has them."""
+        """Read tokens first..end-1 (default: all) as uint16. RunError if the file was cut short."""
         end = self.num_tokens if end is None else min(end, self.num_tokens)
         with self.lock:
             self.file.seek(SHARD_HEADER_BYTES + 2 * first)
@@ -4145,7 +4143,7 @@ def explain_shard(path: str):
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
-    """(tokens, vocabulary size, BOS token) of a shard. InputError if the header does not fit the file."""
+    """Read (number of tokens, vocabulary size, BOS) of a shard. InputError if header or size is wrong."""
     problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
     with explain_shard(path):
         size = os.path.getsize(path)
@@ -4185,7 +4183,7 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
-    """Files of a glob pattern, or shards of a folder, in sorted order. InputError says how to get them."""
+    """List files of a glob pattern, or shards of a folder, sorted. InputError says how to get them."""
     if os.path.isdir(pattern):
         pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
     paths = sorted(glob.glob(pattern))
@@ -4197,7 +4195,7 @@ def find_shards(pattern: str, field: str) -> list[str]:
 
 
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
-    """Write a shard under a temporary name and rename it. tokens uint16, beginning with BOS."""
+    """Write tokens (uint16, beginning with BOS) to a shard under a temporary name, then rename the file."""
     header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
     header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
     write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
@@ -4208,7 +4206,7 @@ def fingerprint(shards: Iterable[Shard]) -> str:
 
 
 def read_corpus_info() -> dict:
-    """corpus.json of the embedded corpus if its shards are complete, else {}."""
+    """Read corpus.json of the embedded corpus. Returns {} if the corpus is incomplete."""
     try:
         info = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())
         sizes = [Path(EMBEDDED_CORPUS, name).stat().st_size for name in info["files"]]
@@ -4223,15 +4221,15 @@ def uses_embedded_corpus(pattern: str) -> bool:
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """Build the embedded corpus with data/text.py if it is needed, and missing or of another PyTorch.
+    """If this run uses the embedded corpus, build it if it is missing or from another PyTorch version.
 
-    A corpus of other text in this folder is an error. Without data/text.py nothing is built.
+    A corpus of other text in its folder is an error. Without data/text.py nothing is built.
     """
     if not uses_embedded_corpus(cfg.train_files):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
     wanted = f"torch {torch.__version__.partition('+')[0]}"
-    # First rank 0 builds. Then local rank 0 of each node does, if the node does not see the files of rank 0
+    # First rank 0 builds. Then local rank 0 of each node builds, unless the node sees rank 0's files
     for is_turn in (rt.rank == 0, rt.local_rank == 0):
         source = read_corpus_info().get("source", wanted if not is_turn else "")
         if source and not source.startswith("torch "):
@@ -4271,10 +4269,10 @@ def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedS
 
 
 def read_vocabulary(cfg: Config) -> dict[bytes, int]:
-    """Map the bytes of each token to its id, without <|endoftext|>."""
+    """Read the map from each token's bytes to its id, without <|endoftext|>."""
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        # In GPT-2's file printable bytes stand for themselves, all other bytes are characters from 256 on
+        # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
         printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
         decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
         texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
@@ -4288,7 +4286,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
 
 
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
-    """For each token the id of the longest other token that is its prefix, or -1. ids: by bytes. Shape (V,).
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
 
     Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
     """
@@ -4364,7 +4362,7 @@ PRESETS |= {
         vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
         num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
         val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
-        momentum_warmup_steps=100, adam_eps=1e-2,  # below it a gradient of a small batch is rounding noise
+        momentum_warmup_steps=100, adam_eps=1e-2,  # gradients below it are rounding noise in small batches
         grad_grid=2.0**-12, val_windows=(320, 128), stages=(
             Stage(duration=1, window_long=128, window_short=64),
             Stage(duration=1, window_long=192, window_short=64),
@@ -4394,8 +4392,8 @@ PRESETS |= {
         value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
         decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, groups=dict(
             matrix=Group(rule="normuon", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 1.2),
-            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # once untied
-            head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and tied embedding
+            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # after untying
+            head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
             value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2),
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
@@ -4418,7 +4416,7 @@ PRESETS |= {
     **{f"d{depth}": ("track_1", f"{depth} layers, all sizes from --depth", dict(depth=depth))
        for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
-    # have those of its record 2. Record 18's stages double their learning rates.
+    # have record 2's constants with half the learning rates, because record 18's stages double them.
     "track_2": ("track_1", "the medium track: 16 layers of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
         track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
         num_value_embeds=5, fp8_head="off", yarn_max_window=1664, layers=TRACK_2_LAYERS,
@@ -4433,7 +4431,7 @@ PRESETS |= {
 
 
 def change(where: str | None = None, **new) -> Callable:
-    """A function that changes every LayerSpec or Stage of a tuple, or every layer with that attention."""
+    """Return a function that changes each layer or stage of a tuple, or each layer of attention `where`."""
     return lambda items: tuple(dataclasses.replace(item, **new)
                                if where in (None, getattr(item, "attention", None)) else item
                                for item in items)
@@ -4445,7 +4443,7 @@ def rule_defaults(name: str) -> dict:
                 mlp_up_lr_mul=rule.mlp_up_lr_mul, mlp_down_lr_mul=rule.mlp_down_lr_mul)
 
 
-# Options that --without changes. A function is applied to the option's value
+# Option values that --without sets. A function computes the new value from the old one
 MECHANISMS: dict[str, dict] = {
     "muon": dict(matrix_rule="adamw", **rule_defaults("adamw")),
     "momentum_warmup": dict(momentum_warmup_steps=0),
@@ -4499,10 +4497,10 @@ MECHANISMS: dict[str, dict] = {
 
 
 def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
-    """Options of a model of `depth` layers of 64 channels each, trained on tokens_per_param.
+    """Options from --depth and --tokens_per_param: 64 * depth channels, rounded up to a multiple of 128.
 
-    Batch (tokens), learning rates and decay are scaled from those of 12 layers. Norm-preserving rules have
-    the schedules of preset muonh. Source: nanochat, without its Adam betas and decays. MuonH of 2026-02-03.
+    Batch (tokens), learning rates and decay are scaled from a model of 12 layers. Norm-preserving rules have
+    the schedules of preset muonh. Sources: nanochat without its Adam betas and decays, MuonH of 2026-02-03.
     """
     depth, rule = values["depth"], values["matrix_rule"]
 
@@ -4512,7 +4510,7 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
     width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
     batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
                           for size in (num_params, least))
-    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # the rule explodes below 8 layers
+    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # fixed below 8 layers, or it explodes
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
     is_muon, keeps_norm = "muon" in rule, RULES[rule].keeps_norm
@@ -4534,14 +4532,14 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
         adam_eps=1e-10 * GRAD_TOKENS)}
 
 # ==== COMMAND LINE =========================================================================================
-# From a command line to a Config: parsing, presets, --without, and checks of options that contradict others.
-# Every error is one line with value and remedy. A new check goes into a find_NAME_problems().
+# From a command line to a Config: parsing, presets, --without, and checks for contradictory options. Every
+# error is one line with the value and a remedy. To add a check, yield its error in a find_NAME_problems().
 
 class Option(typing.NamedTuple):
-    """An option of the command line: a field of the config, or GROUP_FIELD."""
+    """A command-line option: a field of Config, or GROUP_FIELD for a field of a parameter group."""
 
     name: str
-    section: str  # of --help
+    section: str  # heading in --help
     type: typing.Any
     default: typing.Any
     meaning: str
@@ -4577,7 +4575,7 @@ RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head
            "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
            "document_rows": "document_start"}
 PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
-# Names of nanoGPT, nanochat and Hugging Face: the option here, or why there is none. Also in docs/options.md
+# {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
     "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
@@ -4609,7 +4607,7 @@ def rule_of(cfg: Config) -> Rule:
 
 
 def has_layers(**parts) -> Callable[[Config], bool]:
-    """A condition on a config: whether a layer has all of these parts."""
+    """Return a condition on a config: whether at least one layer has all these field values."""
     return lambda cfg: any(all(getattr(spec, name) == value for name, value in parts.items())
                            for spec in cfg.layers)
 
@@ -4618,8 +4616,8 @@ def has_tables(cfg: Config) -> bool:
     return any(spec.value_embed is not None for spec in cfg.layers)
 
 
-# Options that act only with another part of the recipe: (condition, that part). A group of parameters also
-# needs a parameter in the model. Explicit values that have no effect are refused
+# {option: (condition for an effect, the missing part for the error)}. An option of a parameter group also
+# needs a parameter of that group in the model. Explicit values that have no effect are refused
 NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "tokens_per_param": (lambda cfg: cfg.depth > 0, "--depth"),
     "num_value_embeds": (lambda cfg: {spec.value_embed for spec in cfg.layers}.issuperset(
@@ -4662,7 +4660,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
 
 
 def flatten_groups(values: dict) -> dict:
-    """Values with GROUP_FIELD entries in place of the rows of groups."""
+    """Replace the entry "groups" of values by GROUP_FIELD entries, for example embed_lr."""
     groups = values.get("groups", {})
     assert all(group.rule == "adamw" for name, group in groups.items() if name != "matrix"), (
         "only group matrix can choose its rule")
@@ -4672,7 +4670,7 @@ def flatten_groups(values: dict) -> dict:
 
 
 def build_config(values: dict) -> Config:
-    """A Config of values by option name. Missing options have their defaults."""
+    """Build a Config from {option name: value}. Missing options have their defaults."""
     values = {**flatten_groups(vars(Config())), **values}
     rows: dict[str, dict] = {group: {} for group in TRACK_1_GROUPS}
     for name, (group, field) in GROUP_OPTIONS.items():
@@ -4681,7 +4679,7 @@ def build_config(values: dict) -> Config:
 
 
 def parse_value(option: Option, text: str):
-    """Convert the text of --name=text. InputError says which type is expected."""
+    """Convert the text of --name=text to the option's type. InputError names the expected type."""
     kind = option.type
     try:
         if kind in (int, float, str):
@@ -4691,7 +4689,7 @@ def parse_value(option: Option, text: str):
             first, second = text.split(",") if text else (None, None)
             return (element(first), element(second)) if text else ()
 
-        # LayerSpecs or Stages from JSON, or from a file of JSON
+        # LayerSpecs or Stages: the text is JSON, or the path of a .json file
         content = Path(text).read_text() if text.endswith(".json") else text
         items, hints = json.loads(content), typing.get_type_hints(element)
         if not isinstance(items, list):
@@ -4711,7 +4709,7 @@ def parse_value(option: Option, text: str):
         return tuple(element(**item) for item in items)
     except (ValueError, TypeError, RecursionError, OSError) as error:
         name, example = {int: "whole number", float: "number"}.get(kind, "list"), option.default
-        if option.name in ("layers", "stages"):  # the first three entries of an object
+        if option.name in ("layers", "stages"):  # show only three fields of an object
             entries = dataclasses.asdict(example[0] if example else LayerSpec())
             example = json.dumps([dict(itertools.islice(entries.items(), 3))])
         text = text if len(text) < 100 else f"{text[:100]}..."
@@ -4732,7 +4730,7 @@ def list_choices(option: Option) -> tuple[str, ...]:
 
 
 def check_value(name: str, value) -> None:
-    """Raise InputError if a value leaves its option's type, range or choices."""
+    """Raise InputError if a value does not fit its option's type, range or choices."""
     option, choices = OPTIONS[name], list_choices(OPTIONS[name])
     low, high, kind = option.low, option.high, option.type
     if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
@@ -4803,7 +4801,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
 
 
 def resolve_preset(name: str) -> dict:
-    """All options of a preset by name, with those of its parents."""
+    """All options of a preset as {name: value}, with the changes of its parent presets."""
     preset, ancestor = {}, name if name in PRESETS else None
     while ancestor:
         ancestor, _, changes = PRESETS[ancestor]
@@ -4832,7 +4830,7 @@ def make_config(overrides: dict) -> Config:
         values = {**preset, **overrides, "preset": name}
     else:
         values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
-    if values["tie_head"] == "on" and preset["tie_head"] == "off":  # with the constants of a tied head
+    if values["tie_head"] == "on" and preset["tie_head"] == "off":  # a tied head needs other constants
         values = {**values, **MECHANISMS["untied_head"], **overrides, "preset": name}
     if values["depth"] and values["num_layers"] != values["depth"]:
         raise InputError(f"--num_layers={values['num_layers']} is not --depth={values['depth']}: give "
@@ -4852,7 +4850,7 @@ def make_config(overrides: dict) -> Config:
 
 
 def find_idle_options(cfg: Config, given: dict) -> Iterator[str]:
-    """Lines about given options, other than the preset's, that change nothing."""
+    """Yield error lines for options without effect. given: values that differ from the preset's."""
     groups = set()
     if given.keys() & GROUP_OPTIONS.keys():
         with torch.device("meta"):
@@ -4866,9 +4864,9 @@ def find_idle_options(cfg: Config, given: dict) -> Iterator[str]:
 
 
 def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
-    """Insert copies of the row before the middle, or remove middle rows. References follow their rows.
+    """Insert copies of the layer before the middle, or remove middle layers. References are renumbered.
 
-    A reference to a removed row becomes one to the first kept row after it. Unreadable ones are dropped.
+    A reference to a removed layer moves to the first kept layer after it. Invalid references are dropped.
     """
     middle, extra = len(layers) // 2, num_layers - len(layers)
     first = middle if extra >= 0 else -(-num_layers // 2)  # rows kept at the start
@@ -4892,7 +4890,7 @@ def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[Layer
 
 
 def choose_rule_options(preset: dict, values: dict) -> dict:
-    """Options that --matrix_rule brings if it is not the preset's rule. muon and normuon share theirs.
+    """Default options of --matrix_rule, unless the preset has this rule. muon and normuon count as equal.
 
     Norm-preserving rules have smaller learning rates in deeper models (MuonH).
     """
@@ -4924,7 +4922,7 @@ def switch_off(values: dict, overrides: dict) -> dict:
         changes = {key: new if callable(new) else lambda _value, new=new: new
                    for key, new in MECHANISMS[mechanism].items()
                    if key not in overrides or key in ("layers", "stages")}
-        if mechanism == "muon" and "matrix_rule" in overrides:  # the rule was chosen, with its options
+        if mechanism == "muon" and "matrix_rule" in overrides:  # --matrix_rule takes precedence
             continue
         if len(changes) == len(MECHANISMS[mechanism]) and all(
                 change(old[key]) == old[key] for old in (before, values) for key, change in changes.items()):
@@ -4957,7 +4955,7 @@ def find_remainder(name: str, value: int, unit: int, reason: str) -> Iterator[st
 
 
 def find_model_problems(cfg: Config) -> Iterator[str]:
-    """Lines about the sizes of the model."""
+    """Yield error lines about the sizes of the model."""
     width = cfg.num_heads * cfg.head_dim
     if cfg.model_dim != width:
         fits = cfg.model_dim % cfg.head_dim == 0
@@ -4976,7 +4974,7 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
 
 
 def find_optimizer_problems(cfg: Config) -> Iterator[str]:
-    """Lines about update rules."""
+    """Yield error lines about update rules."""
     if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
         yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
                f"{2.0 ** round(math.log2(cfg.grad_grid))}")
@@ -4985,7 +4983,7 @@ def find_optimizer_problems(cfg: Config) -> Iterator[str]:
 
 
 def find_run_problems(cfg: Config) -> Iterator[str]:
-    """Lines about names, validation and fast forms."""
+    """Yield error lines about names, validation and fast forms."""
     for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
         if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name):
             yield (f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, "
@@ -5004,7 +5002,7 @@ def find_run_problems(cfg: Config) -> Iterator[str]:
 
 
 def find_stage_problems(cfg: Config) -> Iterator[str]:
-    """Lines about stages, lengths and batches."""
+    """Yield error lines about stages, lengths and batches."""
     if not cfg.stages:
         yield "--stages is empty: give at least one stage"
     for stage in cfg.stages:
@@ -5043,7 +5041,7 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
 
 
 def find_layer_problems(cfg: Config) -> Iterator[str]:
-    """Lines about the parts of layers."""
+    """Yield error lines about the parts of layers."""
     if len(cfg.layers) != cfg.num_layers:
         yield (f"--layers has {len(cfg.layers)} layers, num_layers is {cfg.num_layers}: set "
                f"--num_layers={len(cfg.layers)}")
@@ -5071,7 +5069,7 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
 
 
 def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
-    """sequences_per_rank() of the last stage. InputError if the ranks cannot share a stage's step."""
+    """Raise InputError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
         if tokens // seq_len % world_size:
@@ -5147,29 +5145,29 @@ def config_from_dict(values: dict) -> Config:
     return build_config(known)
 
 # ==== RUN RECORD ===========================================================================================
-# The identity of a run, and its files: script, log, json of the result, events. Only rank 0 writes. A file
-# appears under its name when it is complete. No file of another program is replaced. The run_id is unique
-# and names all files, so two runs never share one. To compare another entry, add it to identify().
-# records/README.md describes the formats.
+# The identity of a run, and its files: script, log, result (json) and events. Only rank 0 writes. Scripts
+# and results appear under their names when they are complete. No file of another program is replaced. The
+# unique run_id names log, result and events, so two runs never share one. To compare another entry, add it
+# to identify(). records/README.md describes the formats.
 
-# Folders and ends of a run. They change neither weights nor losses nor seconds. The last is of older scripts
+# Options that change no weight, loss or time: output, stop and resume. print_every: older scripts
 RESTART_OPTIONS = {f"options.{name}" for name in (
     "records_dir", "logs_dir", "checkpoint_dir", "save_model", "resume", "time_limit", "print_every")}
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
-# Parts of identify() that may differ, by the kind of comparison. "options" stands for all options
+# {kind of comparison: entries of identify() that may differ}. "options" stands for all options.NAME
 MAY_DIFFER = {
-    "ranks": {"machine.cpu", "machine.threads"},  # of one job
+    "ranks": {"machine.cpu", "machine.threads"},  # ranks of one job
     "resume": {*RESTART_OPTIONS, "machine"},
     "resume of a record": RESTART_OPTIONS,
     "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
     "replay": {*RESTART_OPTIONS, "options.checkpoint_every", "options.telemetry_every", "options.tracker"},
-    "losses": {"options", "script", "choices", "machine"},  # of two records
-    "times": {"options", "script", "choices"},  # of two records
+    "losses": {"options", "script", "choices", "machine"},  # losses of two records
+    "times": {"options", "script", "choices"},  # times of two records
 }
 OTHER = {name: f"other {name}" for name in ("script", "data", "layers", "stages")}
 TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
-FINEWEB_TRACKS = ("track_1", "track_2")  # their data are the files of the presets of these names
-RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits: older scripts
+FINEWEB_TRACKS = ("track_1", "track_2")  # records use the data options of the preset of this name
+RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits in old scripts
 
 
 def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
@@ -5183,7 +5181,7 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
 def identify(run: dict) -> dict[str, typing.Any]:
     """The identity of a run as one flat dict: script, data, options.NAME, machine.NAME, choices.NAME.
 
-    run: a result, or the metadata of a log or checkpoint. Entries that it lacks are left out.
+    run: a result, or the metadata of a log or checkpoint. Missing entries are left out.
     """
     hardware, versions = run.get("hardware", {}), run.get("versions", {})
     old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
@@ -5198,9 +5196,9 @@ def identify(run: dict) -> dict[str, typing.Any]:
 
 
 def differences(earlier: dict, now: dict, kind: str) -> list[str]:
-    """Forbidden differences of two runs, as 'head_lr was 0.008, here 0.01'. kind: a key of MAY_DIFFER.
+    """Differences of two runs outside of MAY_DIFFER[kind], for example 'head_lr was 0.008, here 0.01'.
 
-    Entries that one of the runs lacks are passed over.
+    Entries that one of the runs lacks are not compared.
     """
     lines, theirs, ours = [], identify(earlier), identify(now)
     for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
@@ -5216,7 +5214,7 @@ def hash_script() -> str:
 
 
 def find_commit() -> str:
-    """Commit of the repository, with -dirty if it has another script. "" if git does not track it."""
+    """HEAD commit, with -dirty if this script differs from it. "" if git does not track the script."""
     path = Path(__file__).resolve()
 
     def git(*words: str) -> subprocess.CompletedProcess:
@@ -5254,13 +5252,13 @@ def has_progress_bar() -> bool:
 
 
 def print0(text: str, rt: Runtime) -> None:
-    """Print a line on rank 0, flushed, above the progress bar. Training continues if the reader is gone."""
+    """Print and flush a line on rank 0, above the progress bar. A closed stdout does not stop training."""
     for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.is_main else ():
         try:
             write(text)
             sys.stdout.flush()
             return
-        except OSError:  # tqdm also writes to the terminal of the bar, which may be gone alone
+        except OSError:  # tqdm also redraws the bar on stderr, which may be closed while stdout is open
             pass
     if rt.is_main:
         sys.stdout = open(os.devnull, "w")
@@ -5268,7 +5266,7 @@ def print0(text: str, rt: Runtime) -> None:
 
 def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
                  before_rename: Callable[[], None] = lambda: None) -> None:
-    """Write a file, by bytes or a function, under a temporary name, sync it, rename it."""
+    """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -5292,8 +5290,8 @@ def write_script(folder: Path, name: str) -> None:
 
 
 def check_writable(folder: Path, remedy: str) -> None:
-    """Raise InputError if a folder cannot be made. The trial folder is removed."""
-    folder = Path(os.path.abspath(folder))  # ".." after a folder that does not exist yet
+    """Raise InputError if a folder cannot be created or written. A temporary folder tests this."""
+    folder = Path(os.path.abspath(folder))  # resolves ".." after a folder that does not exist yet
     place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     try:
         with tempfile.TemporaryDirectory(dir=place) as trial:
@@ -5304,7 +5302,7 @@ def check_writable(folder: Path, remedy: str) -> None:
 
 
 def find_record_folder(cfg: Config) -> Path:
-    """Folder of the results of this run. A record keeps the date of its first result."""
+    """Folder for the results of this run. A record's folder name has the date of its first result."""
     if not cfg.record:
         return Path(cfg.logs_dir)
     root = Path(cfg.records_dir, cfg.track)
@@ -5313,7 +5311,7 @@ def find_record_folder(cfg: Config) -> Path:
 
 
 def check_record(cfg: Config, run: dict) -> dict:
-    """Raise InputError if this run does not fit the results of its record. Returns the first, or {}."""
+    """Raise InputError if this run does not fit its record's results. Returns the first result, or {}."""
     folder, first = find_record_folder(cfg), {}
     if not cfg.record:
         return {}
@@ -5335,7 +5333,7 @@ def check_record(cfg: Config, run: dict) -> dict:
 
 
 def check_track(cfg: Config, run: dict) -> None:
-    """Raise InputError if a record has other data than its track."""
+    """Raise InputError if a record run does not use the data of its track."""
     names = ("train_files", "val_files", "val_tokens")
     preset = resolve_preset(cfg.track) if cfg.track in FINEWEB_TRACKS else run["config"]
     others = [f"--{name}={run['config'][name]}" for name in names if run["config"][name] != preset[name]]
@@ -5347,16 +5345,16 @@ def check_track(cfg: Config, run: dict) -> None:
 
 
 class LossHistory:
-    """Training loss of each step, the mean over all ranks. It is read late: no step waits for the device."""
+    """Mean training loss of all ranks, by step. Losses are read late, so no step waits for the device."""
 
     def __init__(self, rt: Runtime, points: list[list[float]]):
         self.rt, self.points = rt, points  # [step, loss]
         self.batch = 1 if rt.device.type == "cpu" else 10  # steps per all-reduce
-        self.losses: list[tuple[int, Tensor]] = []  # of this rank
+        self.losses: list[tuple[int, Tensor]] = []  # (step, loss of this rank), unsent
         self.pending: tuple[tuple[int, ...], HostCopy] | None = None
 
     def add(self, step: int, loss: Tensor) -> None:
-        """loss: the mean over the tokens of this rank. All ranks must call it."""
+        """Add a loss, the mean over the tokens of this rank. All ranks must call it."""
         self.losses.append((step, loss))
         if self.batch == 1:
             self.flush()
@@ -5406,7 +5404,7 @@ def measure_run(trainer: Trainer, log: RunLog) -> dict:
 
 
 def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
-    """(function that sends numbers of a step, function that ends the connection) of --tracker."""
+    """Connect to --tracker. Returns (function that sends numbers of a step, function that disconnects)."""
     try:
         if cfg.tracker == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
@@ -5416,14 +5414,14 @@ def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None]
         module = importlib.import_module(cfg.tracker)
         module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
         return lambda numbers, step: module.log(numbers, step=step), module.finish
-    except Exception as error:  # any error of a package that is missing or not logged in
+    except Exception as error:  # the package is missing or not logged in, or has another error
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, or "
                          "leave it out", of_one_rank=True) from None
 
 
 def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
-    """Numbers in nested dicts as {prefix/key/...: number}. Items of lists are named by their position."""
+    """Flatten nested dicts to {prefix/key/...: number}. Items of lists are named by their position."""
     flat = {}
     for key, value in entries.items():
         value = dict(enumerate(value)) if isinstance(value, list) else value
@@ -5438,17 +5436,17 @@ class RunLog:
     """Log lines, events, progress and result of a run."""
 
     BAR_SECONDS = 0.5  # between two updates of the text on the progress bar
-    PROGRESS_LINES = 20  # of a run without a terminal
+    PROGRESS_LINES = 20  # progress lines in a run without a terminal
 
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: Saved | None = None):
-        """run: metadata of this run. saved: the checkpoint that it continues from."""
+        """run: metadata of this run. saved: the checkpoint from which the run continues."""
         self.cfg, self.rt, self.run, self.bar, self.files = cfg, rt, run, None, {}
         self.run_id, self.tracker = run["run_id"], None
         earlier = saved.metadata if saved else {}
         self.val_points = list(earlier.get("val_points", ()))  # [step, loss, milliseconds]
         self.losses = LossHistory(rt, list(earlier.get("train_points", ())))
         self.num_logged = len(self.losses.points)
-        self.step_times: dict[int, float] = {}  # of steps that wait for their loss
+        self.step_times: dict[int, float] = {}  # {step: seconds on the clock}, until the loss arrives
         self.is_continued = self.run_id == earlier.get("run_id")
         self.earlier_logs = str(earlier["config"]["logs_dir"]) if self.is_continued else cfg.logs_dir
 
@@ -5460,7 +5458,7 @@ class RunLog:
         for suffix in suffixes if self.rt.is_main else ():
             path, earlier = folder / (self.run_id + suffix), Path(self.earlier_logs, self.run_id + suffix)
             folder.mkdir(parents=True, exist_ok=True)
-            if self.is_continued and earlier.exists() and not path.exists():  # another --logs_dir
+            if self.is_continued and earlier.exists() and not path.exists():  # --logs_dir has changed
                 shutil.copy(earlier, path)
             self.files[suffix] = open(path, "ab", buffering=0)
         self.new_files = [file.name for file in self.files.values() if not file.tell()]
@@ -5470,7 +5468,7 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
-        """Close bar and files, and log why a run ends early. After bad input new files are removed."""
+        """Close bar and files. Log a RunError, but after an InputError remove the files if they are new."""
         self._close_bar()
         if self.tracker:
             self.tracker[1]()
@@ -5482,7 +5480,7 @@ class RunLog:
                 Path(file.name).unlink(missing_ok=True)
 
     def _close_bar(self) -> None:
-        with suppress(OSError):  # its terminal may be gone
+        with suppress(OSError):  # the terminal of the bar may be closed
             if self.bar is not None:
                 self.bar.close()
 
@@ -5507,12 +5505,12 @@ class RunLog:
         try:
             if self.tracker:
                 self.tracker[0](flatten_numbers(entries, event), step)
-        except Exception as error:  # any error of a package: training must not depend on it
+        except Exception as error:  # trackers can raise any error, but training must continue
             self.tracker = None
             self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training continues without it")
 
     def start_training(self, trainer: Trainer) -> None:
-        """Keep the files from now on, and remember the state at the start of this process."""
+        """From here on no error removes the log files. Store the progress at the start of this process."""
         self.progress = progress = trainer.progress
         self.new_files = []
         self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
@@ -5523,7 +5521,7 @@ class RunLog:
                             dynamic_ncols=True)
 
     def log_step(self, loss: Tensor, _timer: StepTimer | None, train_time: float) -> None:
-        """Log a step, counted from 1. Its line is written when its loss has arrived."""
+        """Record a step, counted from 1. log_losses() writes its line when its loss has arrived."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.step_times[step] = train_time
         self.losses.add(step, loss)
@@ -5536,7 +5534,7 @@ class RunLog:
                     speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
                     self.bar.set_postfix_str(last_loss + speed, refresh=False)
                 self.bar.update()
-        except OSError:  # its terminal is gone
+        except OSError:  # the terminal is gone
             self.bar = None
         is_due = step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0
         if is_due and not has_progress_bar():
@@ -5544,7 +5542,7 @@ class RunLog:
             self.print(f"step {step}/{num_iterations}: {last_loss}{minutes} min {seconds} s to go")
 
     def estimate_seconds(self, train_time: float) -> int:
-        """Seconds until the end, from the time per token so far and the last validation."""
+        """Estimate the remaining seconds from the time per token and the time of the last validation."""
         per_token = (train_time - self.start.train_time) / (self.progress.tokens - self.start.tokens)
         num_validations = 1 + (self.cfg.num_iterations - self.progress.step) // (
             self.cfg.val_loss_every or sys.maxsize)
@@ -5552,7 +5550,7 @@ class RunLog:
         return round(training + num_validations * self.val_seconds)
 
     def log_losses(self) -> None:
-        """Write the lines of all steps whose loss has arrived. RunError if a loss is not finite."""
+        """Log all steps whose loss has arrived. With --guard=off raise RunError if a loss is not finite."""
         num_iterations = self.cfg.num_iterations
         for step, loss in self.losses.points[self.num_logged :]:
             self.num_logged += 1
@@ -5562,7 +5560,7 @@ class RunLog:
             self.check_loss("training", step, loss)
 
     def check_loss(self, kind: str, step: int, loss: float) -> None:
-        """Raise RunError if a loss is not finite. With --guard=on only the last validation counts."""
+        """Raise RunError if a loss is not finite. With --guard=on only the final validation is checked."""
         is_last = kind == "validation" and step == self.cfg.num_iterations
         if not math.isfinite(loss) and (self.cfg.guard == "off" or is_last):
             remedy = ", or give --guard=on" if self.cfg.guard == "off" else ""
@@ -5574,7 +5572,7 @@ class RunLog:
         self.log_losses()
 
     def finish(self, result: dict) -> None:
-        """Write the result, and print the card."""
+        """Write the result, and print a summary table."""
         if not self.rt.is_main:
             return
         cfg, rt = self.cfg, self.rt
@@ -5610,7 +5608,7 @@ class RunLog:
             raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
 
     def write_result(self, folder: Path, result: dict) -> str:
-        """Write script and json into a folder. A record's log moves there. Returns the problem, or ""."""
+        """Write script and result to a folder. Move a record's log there. Returns the problem, or ""."""
         is_record = bool(self.cfg.record) and folder == find_record_folder(self.cfg)
 
         def move_logs() -> None:
@@ -5631,10 +5629,10 @@ class RunLog:
         return ""
 
 # ==== CHECKPOINTS ==========================================================================================
-# A run has the folder checkpoints/<run_id>/ and locks it while it trains. A checkpoint holds the identity of
-# the run and its state, for any number of ranks. It is written in the background. Nothing in it is executed
-# when it is read. To keep more, add it to collect_state(), load_state() and METADATA_TYPES, and raise the
-# number of CHECKPOINT_FORMAT.
+# A run locks its folder checkpoints/<run_id>/ until training ends. A checkpoint holds the identity and the
+# state of the run, in a form independent of the number of ranks. A background thread writes checkpoints.
+# Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
+# METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
 
 CHECKPOINT_FORMAT = "train_gpt 8"
 METADATA_TYPES = dict(
@@ -5651,8 +5649,8 @@ class Saved(typing.NamedTuple):
     metadata: dict
     tensors: dict[str, Tensor]
     lock: typing.BinaryIO | None = None
-    is_same_run: bool = False  # this process continues the run of the checkpoint, under its run_id
-    result: Path | None = None  # json of the run of the checkpoint, if that run is finished
+    is_same_run: bool = False  # this process continues the checkpoint's run and keeps its run_id
+    result: Path | None = None  # result file of the checkpoint's run, if that run is finished
 
 
 class OtherFormat(InputError):
@@ -5682,7 +5680,7 @@ def lock_run(folder: Path) -> typing.BinaryIO:
 
 
 def has_type(value, kind) -> bool:
-    """Whether a JSON value is of a kind: a class, list[kind] or {name: kind}. An int is not negative."""
+    """Whether a JSON value has type `kind`: a class, list[kind] or {name: kind}. An int must be >= 0."""
     if isinstance(kind, dict):
         return isinstance(value, dict) and value.keys() == kind.keys() and all(
             has_type(value[name], kind[name]) for name in kind)
@@ -5695,9 +5693,9 @@ def has_type(value, kind) -> bool:
 
 
 def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a checkpoint. InputError if it is damaged. Nothing in it is executed.
+    """Read a checkpoint without executing code from it. Returns (metadata, tensors). InputError if damaged.
 
-    is_checked: compare the checksums, which reads the whole file.
+    is_checked: compare the checksums. This reads the whole file.
     """
     try:
         if not path.is_file():
@@ -5731,14 +5729,14 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
         return metadata, tensors
     except OtherFormat:
         raise
-    except Exception as error:  # any error that a damaged file causes in its readers
+    except Exception as error:  # a damaged file can raise any error while it is read
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
                          ": name another one, or start anew without --resume") from None
 
 
 def read_newest(folder: Path, is_checked: bool = True) -> Saved:
-    """The checkpoint of a folder with the highest step that can be read. InputError if none can."""
+    """Read the last readable checkpoint of a folder (highest step). InputError if there is none."""
     problem = None
     for path in list_steps(folder):
         try:
@@ -5749,7 +5747,7 @@ def read_newest(folder: Path, is_checked: bool = True) -> Saved:
 
 
 def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | None]:
-    """Compare ranks and check output folders. Returns (first result of the record, --resume=PATH).
+    """Compare ranks and check output folders. Returns (first result of the record, checkpoint of --resume).
 
     All ranks must call it.
     """
@@ -5769,13 +5767,13 @@ def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | No
 
     compare_ranks(run, rt)
     first, named = share_errors(check, rt) or ({}, None)
-    print0(f"{describe_sizes(run)}, in {Path.cwd()}", rt)  # the log is published, so it lacks the folder
+    print0(f"{describe_sizes(run)}, in {Path.cwd()}", rt)  # console only, because logs are published
     return rt.comm.broadcast_object(first), named
 
 
 def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: Saved | None
                ) -> tuple[Saved | None, str]:
-    """Add the data to the identity. Returns (checkpoint to continue from, line). All ranks must call it."""
+    """Add the corpus fingerprint to run. Returns (checkpoint or None, log line). All ranks must call it."""
     run["corpus_fingerprint"] = fingerprint(shards)
     check_corpus(cfg, shards)
     check_track(cfg, run)
@@ -5791,9 +5789,9 @@ def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: 
 
 
 def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
-    """(checkpoint to continue from, a line): `named`, or the highest step of the newest run that fits.
+    """Select `named`, or the highest step of the newest run that fits. Returns (checkpoint, log line).
 
-    The folder of that run is locked before its checkpoint is read.
+    The folder of that run is locked before its tensors are read.
     """
     kind = "resume of a record" if cfg.record else "resume"
     if not cfg.resume:
@@ -5824,7 +5822,7 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
 
 
 def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved, str]:
-    """find_checkpoint() for --resume=PATH. Only the newest checkpoint of a run continues that run."""
+    """Check the checkpoint of --resume=PATH. Only the newest checkpoint of a run continues that run."""
     path, metadata = named.path, named.metadata
     others, folder = differences(metadata, run, kind), Path(cfg.checkpoint_dir, metadata["run_id"])
     step, newest = metadata["progress"]["step"], next(iter(list_steps(folder)), None)
@@ -5843,7 +5841,7 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
 
 
 def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
-    """The line about a checkpoint, with all differences except folders and ends."""
+    """Describe the resumed checkpoint in one line, with all differences except RESTART_OPTIONS."""
     others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
     others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
     schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
@@ -5856,7 +5854,7 @@ def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
 
 
 def find_result(metadata: dict, cfg: Config) -> Path | None:
-    """The result of the run of a checkpoint, if it is finished."""
+    """Path of the result of a checkpoint's run, or None if unfinished."""
     logs = cfg.logs_dir, str(metadata["config"]["logs_dir"])
     folders = [*logs, *Path(cfg.records_dir, cfg.track).glob("*")]
     paths = [Path(folder, f"{metadata['run_id']}.json") for folder in folders]
@@ -5864,10 +5862,10 @@ def find_result(metadata: dict, cfg: Config) -> Path | None:
 
 
 def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dict[str, HostCopy]]:
-    """(metadata, tensors) of the state, equal for any number of ranks. All ranks must call it.
+    """Copy the state as (metadata, tensors), equal for any number of ranks. All ranks must call it.
 
-    Rank 0 gets parameters by name, and except with only_model also optimizer states by name/key, FP8 scales
-    and random numbers. Read them before the next call.
+    Rank 0 gets parameters by name. Without only_model it also gets optimizer states by name/key, FP8 scales
+    and random number states. The next call may overwrite these copies.
     """
     rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
@@ -5897,7 +5895,7 @@ def make_staging(trainer: Trainer) -> None:
 
 
 def check_entry(tensors: dict[str, Tensor], name: str, shape: Iterable[int]) -> str:
-    """Why an entry does not fit, or ""."""
+    """Check an entry and its shape. Returns the problem, or ""."""
     if name not in tensors:
         return f"does not have {name}"
     held, needed = tuple(tensors[name].shape), tuple(shape)
@@ -5962,7 +5960,7 @@ class Checkpoints:
             self.lock.close()
 
     def save(self, step: int, state: dict, copies: dict[str, HostCopy], name: str | None = None) -> None:
-        """Write the state of collect_state() in the background. The name follows from the step."""
+        """Write the results of collect_state() in the background. The default name is step_<step>.pt."""
         self.wait()
         metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
                         train_points=self.log.losses.points)
@@ -5975,7 +5973,7 @@ class Checkpoints:
         return self.writing is None or self.writing.result()
 
     def finish(self, trainer: Trainer) -> bool:
-        """Write model.pt, without optimizer state. False if it or the last checkpoint was not written."""
+        """Write model.pt without optimizer state. False if model.pt or the last checkpoint failed."""
         is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
         if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
             self.save(trainer.progress.step, *collect_state(trainer, only_model=True), name="model.pt")
@@ -5990,26 +5988,26 @@ class Checkpoints:
                            tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
             for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
-                old.unlink(missing_ok=True)  # the last ones are of killed processes
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch.save() hides the OSError
+                old.unlink(missing_ok=True)  # killed processes leave .partial files
+        except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
             label = "model" if path.name == "model.pt" else f"checkpoint of step {step}"
             self.log.print(f"no {label}: {self.folder} cannot be written ({reason})")
             return False
-        if path.name != "model.pt":  # a result has its script anyway
-            with suppress(OSError):  # the log reports a full disk
+        if path.name != "model.pt":  # RunLog.finish() stores the script of model.pt
+            with suppress(OSError):  # RunLog reports a full disk
                 write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
             self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
         return True
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
-# state if training diverges. check_ranks() compares the parameters of all ranks. All are off by default. To
-# measure more, add it to StepTimer.add_norms() or Telemetry.inspect().
+# state if training diverges. check_ranks() compares the parameters of all ranks. All three are off by
+# default. To measure more, extend StepTimer.add_norms() or Telemetry.inspect().
 
 class StepTimer:
-    """Seconds of the parts of one step, and sums of squares by parameter group."""
+    """Measures the seconds of each part of a step, and sums of squares by parameter group."""
 
     PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
     SUMS = ("grad", "weight", "update", "momentum")
@@ -6030,7 +6028,7 @@ class StepTimer:
             self.part, self.since = part, now
 
     def add_norms(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
-        """Add a bucket: gradient of the mean loss, and with `before` weights, their change, momentum."""
+        """Add a bucket: gradient of the mean loss. With `before` also weights, update and momentum."""
         tensors = [grad]
         if before is not None:
             momentum = next(iter(bucket.state.values()))
@@ -6043,7 +6041,7 @@ class StepTimer:
 
 
 def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
-    """Fractions of the values that quantize_fp8() would saturate, and flush to zero."""
+    """Fraction of values that quantize_fp8() would saturate, and fraction that it would flush to zero."""
     is_zero = quantize_fp8(x, dtype, scale)[0].float() == 0
     return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
                 flushed=((x != 0) & is_zero).float().mean().item())
@@ -6052,26 +6050,26 @@ def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]
 class Telemetry:
     """Measures every telemetry_every-th step.
 
-    A separate forward pass over the first micro-batch measures layers and head. Training graphs are equal.
+    A separate forward pass over the first micro-batch measures layers and head. No training graph changes.
     """
 
-    SAMPLE = 256  # number of tokens that are measured in the head, and of rows of its matrix
-    EMA_DECAY = 0.98  # of the training loss, per step
+    SAMPLE = 256  # number of tokens sampled in the head, and of rows sampled from its matrix
+    EMA_DECAY = 0.98  # decay per step of the training loss average
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
-        self.measured: dict = {}  # of layers and head
+        self.measured: dict = {}  # last measurements of layers and head
         self.measure_layers = trainer.rt.compile(self._measure_layers)
 
     def start_step(self) -> bool:
-        """Whether the coming step is measured. If so, its first micro-batch will be inspected."""
+        """Return whether the next step is measured. If so, inspect() gets its first micro-batch."""
         is_measured = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
         self.trainer.inspect = self.inspect if is_measured else None
         return is_measured
 
     @torch.no_grad()
     def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
-        """Measure layers and head on a micro-batch, before it is trained on."""
+        """Measure layers and head on a micro-batch, before training on it."""
         optimizer = self.trainer.optimizer
         if optimizer.timer:
             optimizer.timer.enter("communication")
@@ -6097,7 +6095,7 @@ class Telemetry:
 
     def _measure_layers(self, inputs: Tensor, doc_ids: Tensor, step_inputs: StepInputs
                         ) -> tuple[Tensor, Tensor]:
-        """Input of the head (T, D), and (mean, std, max) of each layer's output (layers, 3)."""
+        """Run all layers. Returns head input (T, D), and (mean, std, amax) of each output (layers, 3)."""
         model = self.trainer.model
         x, acts = model.run_layers(inputs, doc_ids, step_inputs, save_all=True)
         outputs = (acts[f"h{layer}"].float() for layer in range(len(model.blocks)))
@@ -6126,7 +6124,7 @@ class Telemetry:
 
 
 def check_ranks(optimizer: Optimizer) -> None:
-    """Raise RunError on every rank unless the parameters of all ranks have equal bits."""
+    """Raise RunError on every rank if a rank's parameters differ from rank 0's in any bit."""
     optimizer.finish()
     digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
                for bucket in optimizer.buckets]
@@ -6142,7 +6140,7 @@ LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave F
 
 
 def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
-    """Switch the first named precision that is in use to a higher one. Returns a description, or ""."""
+    """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
     model, progress = trainer.model, trainer.progress
     in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
     name = next((name for name in names if name in in_use), "")
@@ -6161,17 +6159,17 @@ def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> 
 class Guard:
     """Detects that training diverges, and restores weights and optimizer state of an earlier step.
 
-    A rollback does not rewind the step or the data. All ranks decide alike from all-reduced sums. They read
-    these one step late, so that no GPU waits.
+    A rollback does not rewind the step or the data. All ranks decide from all-reduced sums, so they agree.
+    The sums are read one step late, so that no GPU waits.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest and smallest number of steps in that median
     VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
-    SNAPSHOT_EVERY = 10  # steps
-    TRIAL_STEPS = 5  # good steps after a snapshot, until it is trusted
+    SNAPSHOT_EVERY = 10  # steps between snapshots
+    TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
     LR_FACTOR, LR_STEPS = 0.5, 20  # a rollback multiplies the learning rates by LR_FACTOR for LR_STEPS steps
-    MOST_ACTIONS = 6  # rollbacks in a row, after which the run stops
+    MOST_ACTIONS = 6  # most rollbacks since the last stop. The next one stops the run
 
     def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
         self.trainer, self.log, self.stop = trainer, log, stop
@@ -6186,7 +6184,7 @@ class Guard:
     def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
         """Check the previous step. Take a snapshot if one is due."""
         trainer, step, squares = self.trainer, self.trainer.progress.step, timer.sums[:, 0]  # by group
-        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes stages comparable
+        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes losses of stages comparable
         sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
         self.pending.append((step, HostCopy(trainer.rt.comm.all_reduce(sums))))
         self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
@@ -6195,12 +6193,12 @@ class Guard:
         elif self.check_steps(up_to=step):
             self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
             self.is_snapshot_due = False
-            # After a switch of the precision, each later stage compiles again and needs the long timeout
+            # Restore the short timeout, unless the precision was switched: later stages then compile again
             if not (trainer.progress.lowered and trainer.rt.use_compile):
                 trainer.rt.comm.set_timeout(datetime.timedelta(seconds=trainer.cfg.comm_timeout))
 
     def check_steps(self, up_to: int) -> bool:
-        """Check all pending steps up to this one. Returns False if a fault caused a rollback."""
+        """Check the pending steps up to step `up_to`. Returns False if a fault caused a rollback."""
         while self.pending and self.pending[0][0] <= up_to:
             step, sums = self.pending.pop(0)
             loss, square, all_squares = sums.read().tolist()
@@ -6231,7 +6229,7 @@ class Guard:
         return ""
 
     def _roll_back(self, step: int, fault: str, to_oldest: bool = False) -> None:
-        """Restore a snapshot, raise the precision, lower the learning rates. Stops after MOST_ACTIONS."""
+        """Restore a snapshot. Raise precision and lower learning rates, or stop after MOST_ACTIONS."""
         trainer, progress = self.trainer, self.trainer.progress
         trusted = [i for i, (made, _) in enumerate(self.snapshots)
                    if progress.step - made >= self.TRIAL_STEPS]
@@ -6243,7 +6241,7 @@ class Guard:
         progress.actions_in_a_row += 1
         if progress.actions_in_a_row > self.MOST_ACTIONS:
             self.stop.agreed = Stop.GUARD  # every rank sets it in this step
-            progress.actions_in_a_row = 0  # a resumed run begins anew
+            progress.actions_in_a_row = 0  # a resumed run counts from 0 again
             measures = [f"the run stops, because {self.MOST_ACTIONS} rollbacks did not help"]
         else:
             in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
@@ -6269,12 +6267,12 @@ class Tokenizer(typing.NamedTuple):
 
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a vocabulary, or None if it is not installed."""
+    """The tokenizer for a vocabulary size, or None if none is available."""
     if vocab_size == BYTE_VOCAB_SIZE:
         return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
     try:
         import tiktoken  # optional
-        gpt2 = tiktoken.get_encoding("gpt2")  # from its cache, or downloaded
+        gpt2 = tiktoken.get_encoding("gpt2")  # from tiktoken's cache, or downloaded
     except (ImportError, OSError):
         return None
     if vocab_size != gpt2.n_vocab:
@@ -6295,7 +6293,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
 @torch.no_grad()
 def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime, generator: torch.Generator
              ) -> Iterator[int]:
-    """Continue a prompt until the next document or cfg.max_new_tokens.
+    """Yield the tokens after a prompt, until BOS or cfg.max_new_tokens tokens.
 
     Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
     """
@@ -6321,7 +6319,7 @@ def escape_controls(text: str) -> str:
 
 
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
-    """Print a short text under the result card. The model runs uncompiled, because its shapes vary."""
+    """Print a short sample after the results. The model runs uncompiled, because its shapes vary."""
     tokenizer = find_tokenizer(cfg.vocab_size)
     if tokenizer is None or not rt.is_main:
         return
@@ -6347,7 +6345,7 @@ def find_model(values: dict) -> Path:
 
 
 def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
-    """Load a checkpoint. Returns (model in plain forms, its config with `values`, runtime, metadata)."""
+    """Load a checkpoint. Returns (model with plain forms, config changed by `values`, runtime, metadata)."""
     metadata, tensors = read_checkpoint(path)
     plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
                  device="auto", dtype="float32")
@@ -6370,7 +6368,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
         raise InputError(f"{path} does not fit this script ({error}): use the copy of the script beside the "
                          "log of that run") from None
     model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
-    model.make_buffers()  # not in the checkpoint
+    model.make_buffers()  # buffers are not in the checkpoint
     model.split_layers(1)  # again, because load_state_dict() replaced the parameters
     model.is_tied = metadata["is_tied"]
     return model.to(rt.device).eval(), cfg, rt, metadata
@@ -6407,8 +6405,8 @@ def write_sample(values: dict) -> None:
         print()
 
 # ==== MAIN =================================================================================================
-# From a command line to an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit, 128 + n
-# signal. Only RunErrors become one line. Every other exception is a bug and keeps its traceback.
+# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit,
+# 128 + n for signal n. A RunError is printed as one line. Unexpected exceptions keep their traceback.
 
 def run(argv: list[str]) -> int:
     """Execute a command line. Returns the exit status."""
@@ -6437,12 +6435,12 @@ def run(argv: list[str]) -> int:
 
 
 def report(error: RunError, program: str) -> int:
-    """Print the line of an error, once per node, and of a stop once. Returns the exit status."""
+    """Print an error once per node, and a RunStopped once per run. Returns the exit status."""
     if error.of_one_rank or env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0) == 0:
         kind = "" if isinstance(error, RunStopped) else "error: "
         with suppress(OSError):  # the reader may be gone
             print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    else:  # torchrun ends all ranks when the first one exits, so the printing rank gets time
+    else:  # torchrun ends all ranks when the first one exits, so wait for the printing rank
         time.sleep(1 if isinstance(error, RunStopped) else 5)
     return error.status
 
@@ -6460,7 +6458,7 @@ def flush_output() -> None:
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """Call body and print its RunError as one line. Returns the exit status.
 
-    With several ranks the process exits here after an error: a shutdown would wait for other ranks.
+    With several ranks the process exits here after an error, because a shutdown would wait for other ranks.
     """
     try:
         check_environment()
@@ -6483,7 +6481,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
                 f"({re.sub(r'^.*?[]] ', '', text)[:100]})\n")
         else:
             traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):  # Python's flush at exit would change the status
+    for stream in (sys.stdout, sys.stderr):  # a failed flush at exit would change the status
         try:
             stream.flush()
         except OSError:
@@ -6496,7 +6494,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
 
 
 def open_standard_streams() -> None:
-    """Open missing standard streams as os.devnull. Characters that a console lacks become '?'."""
+    """Open missing standard streams as os.devnull. Characters that a console cannot encode become '?'."""
     for number in range(3):
         try:
             os.fstat(number)
