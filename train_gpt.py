@@ -458,8 +458,8 @@ FRONTIER_GROUPS = dict(
 
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
-    "track_1": (None, "the record recipe: 271 M parameters, FineWeb, 3.28 on 8xH100", {}),
-    "frontier": ("track_1", "record 89, of 2026-07-17: 636 M parameters, half the time", dict(
+    "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
+    "frontier": ("track_1", "record 89, of 2026-07-17: 636 M parameters, half the time of track_1", dict(
         num_layers=11, layers=FRONTIER_LAYERS, attention_gate_dim=0, num_value_embeds=5, value_gate_dim=12,
         qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664, x0_mix="after_attention",
         residual_init=1.1**0.5, smear="on", bigram_rows=377_280, zero_init="mlp",
@@ -1545,7 +1545,7 @@ class Bucket:
             self.reducing.wait()
         if self.sparse:
             assert all(param.grad is None for param in self.params.values()), (
-                f"{self.name} is a table with an ordinary gradient: read it with ops.embedding()")
+                f"table {self.name} has a dense gradient: read it only with ops.embedding()")
             self.grad = self.sparse.wait()
         if timer:
             timer.enter("optimizer")
@@ -1597,8 +1597,8 @@ class Optimizer:
             for name in bucket.params if bucket.rule.keeps_norm else ():
                 if not matrix_norm(bucket.values[bucket.slices[name]]).all():
                     raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
-                                     f"and one of {name} is zero: give --output_gain=on or --zero_init=off, "
-                                     "and --init_std above 0")
+                                     f"but a matrix of {name} begins with zeros: give --output_gain=on or "
+                                     "--zero_init=off, and --init_std above 0")
         names = {bucket.group_name for bucket in self.buckets}
         self.groups = [name for name in cfg.groups if name in names]
         self.symmetric_matmul = make_operations(cfg, rt.fast, rt.dtype).symmetric_matmul
@@ -2067,9 +2067,9 @@ class ValData:
             missing -= len(pieces[-1])
         if missing:
             limit = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
-            remedy = f"at most --val_tokens={limit}" if limit else "more text, or a shorter --val_seq_len"
-            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens short of "
-                             f"--val_tokens={cfg.val_tokens} + 1: give {remedy}")
+            remedy = f"at most --val_tokens={limit}" if limit else "more text, or lower --val_seq_len, too"
+            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
+                             f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
@@ -2362,8 +2362,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         data_setup_s = round(time.perf_counter() - setup_start, 2)
         saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
     if saved and saved.result:
-        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do (without --resume it "
-               "starts anew)", rt)
+        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do. Without --resume "
+               "a new run starts", rt)
         return
     with explain_memory(cfg):
         rt = keep_choices(cfg, rt, saved.metadata if saved else first)
@@ -2541,7 +2541,7 @@ def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dty
         results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
     pairs = list(zip(*results, strict=True))
     if any((ours is None) != (plain is None) for ours, plain in pairs):
-        raise RuntimeError("it and its plain form give gradients to different inputs")
+        raise RuntimeError("its plain form returns gradients for other inputs")
     return [(ours.float() - plain.float()).norm() / plain.float().norm()
             for ours, plain in pairs if plain is not None]
 
@@ -2554,11 +2554,11 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
         ops = make_operations(cfg, {name, *kernels}, dtype)
         row = row._replace(fast={key: getattr(ops, key) for key in row.fast})
     if hash_code(*row.plain.values(), *row.helpers) != row.code:
-        return f"the code of {', '.join(row.plain)} or of its helpers was edited, so the plain form runs"
+        return f"the code of {', '.join(row.plain)} or of its helpers was edited"
     if name in TRITON_FORMS and triton is None:
         return "Triton is not installed"
     if name in TRITON_FORMS and not supports_bfloat16(device):
-        return "its tiles need more registers than a GPU below capability 8.0 has"
+        return "its tiles need the registers of a GPU of capability 8.0"
     try:
         for error in compare_forms(row, cfg, device, dtype, use_compile):
             if not error < row.tolerance:
@@ -3465,8 +3465,8 @@ def check_environment() -> None:
                              f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if env_int("WORLD_SIZE", 1) > 1 else ():
         if name not in os.environ:
-            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, but no {name}: "
-                             "start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
+            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, {name} is "
+                             "not: start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
@@ -3506,7 +3506,7 @@ def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
         return Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
                     dist.new_group(timeout=LONG_TIMEOUT))
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"rank {rank} does not reach the others at MASTER_ADDR={address}, MASTER_PORT="
+        raise InputError(f"rank {rank} cannot reach the other ranks at MASTER_ADDR={address}, MASTER_PORT="
                          f"{os.environ['MASTER_PORT']} ({str(error)[:200]}): start with torchrun. On "
                          "several nodes also set GLOO_SOCKET_IFNAME to the interface (docs/nodes.md)",
                          of_one_rank=True) from None
@@ -3557,10 +3557,10 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
         except InputError as error:
             reason = str(error)
     if cfg.record:
-        raise InputError(f"--record={cfg.record} began with choices that do not exist here ({reason}): use "
-                         "the machine that it began on, or another name")
+        raise InputError(f"this machine lacks the choices of the first start of --record={cfg.record} "
+                         f"({reason}): use the machine of that start, or another name")
     rt = choose_precision(cfg, rt)
-    return dataclasses.replace(rt, notes=(f"the earlier choices do not exist here ({reason}). New ones:",
+    return dataclasses.replace(rt, notes=(f"this machine lacks the earlier choices ({reason}). New ones:",
                                           *rt.notes))
 
 
@@ -3768,7 +3768,7 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
     if needs == "compiled GPU" and not (is_gpu and use_compile):
         return "FlexAttention is fast only if it is compiled for a GPU"
     if needs in ("CPU", "eager CPU") and (is_gpu or use_compile and needs == "eager CPU"):
-        return "it is for CPUs without a compiler"
+        return "it is for CPU runs without torch.compile"
     if needs == "composed heads" and not any(spec.dc for spec in cfg.layers):
         return "no layer has composed heads"
     if needs == "Hopper" and not (is_gpu and torch.cuda.get_device_capability(device) == (9, 0)):
@@ -3780,9 +3780,9 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
     if needs in FP8_FORMS and cfg.dtype == "float32":
         return "--dtype=float32"
     if needs in ("fp8_mlp", "fp8_linear") and not use_compile:
-        return "measuring amax costs more than it gains without a compiler"
+        return "without a compiler, measuring amax costs more time than FP8 saves"
     if needs == "fp8_linear" and cfg.model_dim < 1536:
-        return "measuring amax costs more than it gains below 1536 channels"
+        return "below 1536 channels, measuring amax costs more time than FP8 saves"
     return ""
 
 
@@ -3909,7 +3909,7 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
             continue
         reason = verify(name, cfg, device, dtype, use_compile)
         if is_replaced and not reason:
-            reason = "another form of its operation is also named"
+            reason = "another named form replaces this operation already"
         if reason and wanted != ["auto"]:
             raise InputError(f"--fast={cfg.fast}: {name} cannot be used ({reason}): leave it out")
         if reason:
@@ -3921,8 +3921,8 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
     quadratic = {"attention", *(["compose_heads"] if any(spec.dc for spec in cfg.layers) else [])} - replaced
     if quadratic and longest > PLAIN_ATTENTION_TOKENS:
         why = f" ({'; '.join(lines)})" if lines else ""
-        raise InputError(f"{min(quadratic)} runs in its plain form{why}, and its masks of {longest} x "
-                         f"{longest} tokens do not fit: give --seq_len, --micro_batch_tokens and "
+        raise InputError(f"{min(quadratic)} runs in its plain form{why}, whose masks of {longest} x "
+                         f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
                          f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}")
     return frozenset(chosen), [f"fast forms: {', '.join(chosen) or 'none'}", *lines]
 
@@ -4125,7 +4125,7 @@ class Shard:
             self.file.seek(SHARD_HEADER_BYTES + 2 * first)
             data = self.file.read(2 * (end - first))
         if len(data) != 2 * (end - first):
-            raise RunError(f"{self.file.name} was cut short during this run, before token {end}: "
+            raise RunError(f"{self.file.name} became shorter during this run and lacks token {end - 1}: "
                            f"{SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
         return np.frombuffer(data, dtype="<u2")
 
@@ -4155,7 +4155,7 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
     elif header[2] <= 0:
         problem = "has no tokens"
     elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
-        problem = f"has {size} bytes, but its header announces {SHARD_HEADER_BYTES + 2 * int(header[2])}"
+        problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
     if problem:
         raise InputError(f"{path} {problem}: {remedy}")
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
@@ -4169,12 +4169,12 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
                          f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files")
     if expected_bos not in (None, bos):
         raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
-                         "of one kind with --train_files and --val_files")
+                         "of one tokenizer with --train_files and --val_files")
     with explain_shard(path):
         file = open(path, "rb", buffering=0)
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
-        raise InputError(f"{path} has token {tokens.max()}, not below its vocabulary size {vocab_size}: "
+        raise InputError(f"{path} has token {tokens.max()}, but its vocabulary size is {vocab_size}: "
                          f"{SHARD_REMEDY}")
     starts = np.flatnonzero(tokens == bos)
     if not len(starts):
@@ -4233,8 +4233,8 @@ def make_corpus(cfg: Config, rt: Runtime) -> None:
     for is_turn in (rt.rank == 0, rt.local_rank == 0):
         source = read_corpus_info().get("source", wanted if not is_turn else "")
         if source and not source.startswith("torch "):
-            raise InputError(f"{EMBEDDED_CORPUS} has a corpus of {source[:100]!r}, but this folder is "
-                             "reserved for the PyTorch source: move the files, and set --train_files and "
+            raise InputError(f"{EMBEDDED_CORPUS} has a corpus with source {source[:100]!r}, but this folder "
+                             "is reserved for the PyTorch source: move the files, and set --train_files and "
                              "--val_files", of_one_rank=True)
         for tool in [path for path in tools if path.exists()][:1] if is_turn and source != wanted else ():
             sys.modules.setdefault("train_gpt", sys.modules[__name__])  # data/text.py imports it
@@ -4379,7 +4379,7 @@ PRESETS |= {
             scalar=Group(lr=0.04, betas=(0.9, 0.99))),
         warmup_iterations=0, num_iterations=720, tokens_per_step=2048, val_loss_every=120,
         sequence_start="anywhere")),
-    "quick": ("laptop", "laptop in half a minute, also for a small text", dict(
+    "quick": ("laptop", "laptop in half a minute. Also for a small text", dict(
         track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine, for tests", dict(
         track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
@@ -4413,7 +4413,7 @@ PRESETS |= {
             embed=Group(lr=0.3),
             value_embed=Group(lr=0.3),
             head=Group(lr=0.004)))),
-    **{f"d{depth}": ("track_1", f"{depth} layers, all sizes from --depth", dict(depth=depth))
+    **{f"d{depth}": ("track_1", f"{depth} layers, other sizes follow from --depth", dict(depth=depth))
        for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
     # have record 2's constants with half the learning rates, because record 18's stages double them.
@@ -4580,7 +4580,7 @@ FOREIGN_OPTIONS = {
     **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
     "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
     **dict.fromkeys(("batch_size", "total_batch_size"), "--tokens_per_step, over all ranks"),
-    "device_batch_size": "--micro_batch_tokens, the tokens of a forward-backward",
+    "device_batch_size": "--micro_batch_tokens, the most tokens of a forward-backward",
     "gradient_accumulation_steps": "--micro_batch_tokens. Their number follows from --tokens_per_step",
     "block_size": "--seq_len for packed sequences, and --max_doc_len for documents",
     **dict.fromkeys(("max_iters", "max_steps"), "--num_iterations"),
@@ -4590,8 +4590,8 @@ FOREIGN_OPTIONS = {
     "n_layer": "--num_layers",
     "n_head": "--num_heads",
     "n_embd": "--model_dim",
-    "dropout": "nothing, because a run sees each token once",
-    "grad_clip": "nothing. Orthogonalization and Adam's epsilon bound the updates",
+    "dropout": "not an option, because a run sees each token once",
+    "grad_clip": "not an option. Orthogonalization and Adam's epsilon bound the updates",
     "out_dir": "--logs_dir and --checkpoint_dir",
     "dataset": "--train_files and --val_files, a folder of shards made by data/text.py",
     "init_from": "--resume=PATH",
@@ -4625,7 +4625,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(("value_embed_std", "value_gate_dim"), (has_tables, "value embeddings")),
     **dict.fromkeys(("embed_lr", "embed_betas", "embed_weight_decay", "embed_every"), (
         lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
-        "--tie_head=off or --untie_frac. The row head trains a tied embedding")),
+        "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
     "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
     "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
     "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
@@ -4734,7 +4734,7 @@ def check_value(name: str, value) -> None:
     option, choices = OPTIONS[name], list_choices(OPTIONS[name])
     low, high, kind = option.low, option.high, option.type
     if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
-        raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give one that is")
+        raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give this type")
     if choices and value not in choices:
         raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
     for number in value if isinstance(value, tuple) else (value,):
@@ -4751,7 +4751,7 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     if RENAMED.get(name) in known:
         return f"its name is now {prefix}{RENAMED[name]}"
     if prefix and name in FOREIGN_OPTIONS:
-        return f"here it is {FOREIGN_OPTIONS[name]}"
+        return f"here: {FOREIGN_OPTIONS[name]}"
     matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(matches)}?" if matches else "see --help"
 
@@ -4911,7 +4911,7 @@ def switch_off(values: dict, overrides: dict) -> dict:
             raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
                              f"{suggest(mechanism, MECHANISMS)}. Mechanisms: {', '.join(MECHANISMS)}")
         if values[field] and not names:
-            raise InputError(f"--{field}={values[field]} names no mechanism: leave it out")
+            raise InputError(f"--{field}={values[field]} has no mechanism: give one, or leave it out")
     for mechanism in set(named["without"]) & set(named["only_with"]):
         raise InputError(f"--without and --only_with both name {mechanism}: give it to one of them")
     kept, before = named["only_with"] or MECHANISMS, dict(values)
@@ -4992,7 +4992,7 @@ def find_run_problems(cfg: Config) -> Iterator[str]:
     yield from find_remainder("val_tokens", cfg.val_tokens, cfg.val_seq_len,
                               f"val_seq_len={cfg.val_seq_len}")
     if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
-        yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: give long,short")
+        yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: swap them")
     forms = [name for name in list_fast_forms() if name not in FP8_FORMS]
     for name in split_names(cfg.fast) if cfg.fast not in ("auto", "off") else ():
         if name not in forms:
@@ -5015,7 +5015,7 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
                    f"{stage.prefix_weight!r}: give numbers or ramps "
                    "start:end, separated by spaces, for example '1 0.5:0'. prefix_weight takes one of them")
         if not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9):
-            yield f"--stages has a duration or lr_factor out of range: {stage}: give a positive one"
+            yield f"--stages has a duration or lr_factor out of range: {stage}: give positive numbers"
         if not 1 <= stage.window_short <= stage.window_long < 2**31:
             yield (f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= "
                    "short <= long")
@@ -5036,8 +5036,8 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
         yield (f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, "
                f"seq_len={longest}: {remedy}")
     if cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1):
-        yield (f"--extension_steps={cfg.extension_steps} are the last of --num_iterations="
-               f"{cfg.num_iterations} and of several stages: give --extension_steps=0, or more steps")
+        yield (f"--extension_steps={cfg.extension_steps} needs more steps than --num_iterations="
+               f"{cfg.num_iterations}, and two stages or more: give --extension_steps=0, or more steps")
 
 
 def find_layer_problems(cfg: Config) -> Iterator[str]:
@@ -5054,7 +5054,7 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
         for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_from", i)):
             value = getattr(spec, name)
             if value is not None and not 0 <= value <= last:
-                yield f"{has} {name}={value}: name an earlier layer"
+                yield f"{has} {name}={value}: name an earlier layer, by its number"
         if spec.attention not in ("long", "short", "none"):
             yield f"{has} attention={spec.attention}: choose long, short or none"
         if spec.value_embed is not None and not 0 <= spec.value_embed < cfg.num_value_embeds:
@@ -5062,7 +5062,7 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
         if spec.paired and cfg.num_heads % 2:
             yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
         if spec.mudd_in and spec.attention == "none":
-            yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: give one of them"
+            yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: remove mudd_in"
         if not known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")):
             yield (f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
                    f"{', '.join(sorted(known))}")
@@ -5326,8 +5326,8 @@ def check_record(cfg: Config, run: dict) -> dict:
             raise InputError(f"{path} is not a result ({type(error).__name__}: {error}): repair it, or "
                              f"choose another name than --record={cfg.record}") from None
         if others:
-            raise InputError(f"--record={cfg.record} belongs to other runs ({path}: {', '.join(others)}): "
-                             "choose another name, or use their options and machine")
+            raise InputError(f"--record={cfg.record} has other runs ({path}: {', '.join(others)}): choose "
+                             "another name, or use the options and the machine of these runs")
         first = first or result
     return first
 
@@ -5416,8 +5416,8 @@ def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None]
         return lambda numbers, step: module.log(numbers, step=step), module.finish
     except Exception as error:  # the package is missing or not logged in, or has another error
         reason = " ".join(str(error).split())[:100] or type(error).__name__
-        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, or "
-                         "leave it out", of_one_rank=True) from None
+        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, "
+                         "log in, or leave it out", of_one_rank=True) from None
 
 
 def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
@@ -5583,7 +5583,7 @@ class RunLog:
         folder, name = find_record_folder(cfg), f"{self.run_id}.json"
         problem = self.write_result(folder, result)
         if problem and cfg.record and not self.write_result(Path(cfg.logs_dir), result):
-            problem += f". The result is {Path(cfg.logs_dir, name)} instead"
+            problem += f". The result was written to {Path(cfg.logs_dir, name)} instead"
         rows = {
             "preset": f"{result['preset']}, seed {result['seed']}, "
                       f"{self.run['config']['derived']['num_params'] / 1e6:.2f} M parameters",
@@ -5622,8 +5622,8 @@ class RunLog:
             data = (json.dumps(result, indent=1) + "\n").encode()
             write_atomic(folder / f"{self.run_id}.json", data, move_logs)
         except OSError as error:
-            return (f"{folder} cannot be written ({error.strerror}). The log, as far as it was written, is "
-                    f"in {self.cfg.logs_dir}")
+            return (f"{folder} cannot be written ({error.strerror}). The log in {self.cfg.logs_dir} may be "
+                    "incomplete")
         except InputError as error:
             return str(error)
         return ""
@@ -5675,7 +5675,7 @@ def lock_run(folder: Path) -> typing.BinaryIO:
         raise InputError(f"{folder} is in use: another process continues this run. Wait for its end, or "
                          "start a new run without --resume", of_one_rank=True) from None
     except OSError:
-        print(f"{folder} cannot be locked, so a second process could continue this run too", flush=True)
+        print(f"{folder} cannot be locked: make sure that no second process continues this run", flush=True)
     return file
 
 
@@ -5804,7 +5804,7 @@ def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved 
         try:
             others = differences(read_newest(folder, is_checked=False).metadata, run, kind)
         except OtherFormat:
-            others = ["it has the format of another script"]
+            others = ["another version of the script wrote it"]
         except InputError as error:
             problem = problem or str(error)
             continue
@@ -5828,7 +5828,7 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
     step, newest = metadata["progress"]["step"], next(iter(list_steps(folder)), None)
     is_newest = newest is not None and path.exists() and path.samefile(newest)
     if step > cfg.num_iterations:
-        raise InputError(f"{path} has made {step} steps, more than --num_iterations={cfg.num_iterations}: "
+        raise InputError(f"{path} is from step {step}, but --num_iterations is {cfg.num_iterations}: "
                          f"give at least --num_iterations={step}")
     if cfg.record and (others or not is_newest):
         reason = ", ".join(others) or f"it is not the newest one in {folder}"
@@ -5847,8 +5847,8 @@ def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
     planned = schedule.count_tokens() - schedule.count_tokens(step)
     if planned != trained:
-        others.append(f"this run has trained on {trained} tokens, its schedule on {planned} before step "
-                      f"{step}, so tokens are {'repeated' if planned < trained else 'skipped'}")
+        others.append(f"this run has trained on {trained} tokens, but its schedule plans {planned} before "
+                      f"step {step}, so tokens are {'repeated' if planned < trained else 'skipped'}")
     new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
     return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
 
@@ -5899,7 +5899,7 @@ def check_entry(tensors: dict[str, Tensor], name: str, shape: Iterable[int]) -> 
     if name not in tensors:
         return f"does not have {name}"
     held, needed = tuple(tensors[name].shape), tuple(shape)
-    return "" if held == needed else f"has {name} of shape {held}, here {needed}"
+    return "" if held == needed else f"has {name} of shape {held}, but this run needs {needed}"
 
 
 def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
@@ -6135,7 +6135,7 @@ def check_ranks(optimizer: Optimizer) -> None:
                        f"of {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
-LOW_PRECISIONS = {"fp8_head": "the head leaves FP8", "fp8": "the linears leave FP8",
+LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
                   "bfloat16": "activations become float32"}
 
 
@@ -6476,8 +6476,8 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         status, text = 1, " ".join(str(error).split())
         if isinstance(error, dist.DistError) or re.search("gloo|pair closure", text, re.I):
             sys.stderr.write(  # one write, because other ranks write too
-                f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank, which failed, "
-                "was killed, or took longer than --comm_timeout. torchrun's report below names it "
+                f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank. That rank "
+                "failed, was killed, or took longer than --comm_timeout. torchrun's report below names it "
                 f"({re.sub(r'^.*?[]] ', '', text)[:100]})\n")
         else:
             traceback.print_exc()

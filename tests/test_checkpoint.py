@@ -237,7 +237,7 @@ def test_a_new_plan_that_repeats_tokens_says_so(shards, here, capsys):
     run(shards, "--num_iterations=8", "--checkpoint_every=6", *args)
     run(shards, "--num_iterations=16", f"--resume={find_step(6)}", *args)
     # steps of 256 and 512 tokens: 5 and 1 before, 6 of the first kind now
-    assert "this run has trained on 1792 tokens, its schedule on 1536 before step 6, so tokens are repeated" in capsys.readouterr().out
+    assert "this run has trained on 1792 tokens, but its schedule plans 1536 before step 6, so tokens are repeated" in capsys.readouterr().out
 
 
 def test_an_older_checkpoint_of_a_run_begins_a_new_one(shards, here):
@@ -481,7 +481,7 @@ def test_a_file_system_without_locks_is_named(shards, here, monkeypatch, capsys)
     monkeypatch.setattr(gpt.fcntl, "flock", flock)
     run(shards, "--num_iterations=3", "--checkpoint_every=2")
     (folder,) = Path("checkpoints").iterdir()
-    assert capsys.readouterr().out.count(f"{folder} cannot be locked, so a second process could continue this run too\n") == 1
+    assert capsys.readouterr().out.count(f"{folder} cannot be locked: make sure that no second process continues this run\n") == 1
 
 
 def test_logs_may_lie_beside_checkpoints(shards, here):
@@ -582,8 +582,8 @@ def test_choices_that_do_not_exist_here(shards, here, capsys, monkeypatch):
             capsys.readouterr()
             run(shards, *args, *record, "--resume=auto", status=status)
         out, errors = capsys.readouterr()
-        assert ("the earlier choices do not exist here (--fast=" in out) == (status == 0)
-        assert ("--record=mine began with choices that do not exist here (--fast=" in errors) == (status == 2)
+        assert ("this machine lacks the earlier choices (--fast=" in out) == (status == 0)
+        assert ("this machine lacks the choices of the first start of --record=mine (--fast=" in errors) == (status == 2)
     assert "rms_norm cannot be used (refused here)" in errors and errors.count("\n") == 1
 
 
@@ -800,7 +800,7 @@ def test_a_record_without_room_stays_in_logs_with_its_log(shards, here, monkeypa
     assert gpt.main(args) == 1
     (result,), (log,) = Path("logs").glob("*.json"), Path("logs").glob("*.txt")
     assert result.stem == log.stem and not list(Path("records").rglob("*_seed*"))
-    assert f"in logs. The result is {result} instead" in capsys.readouterr().err
+    assert f"in logs. The result was written to {result} instead" in capsys.readouterr().err
 
 
 def test_a_file_is_complete_before_the_logs_move(tmp_path):
@@ -919,12 +919,12 @@ FILE = "--resume=FILE"
 OPTIONS = {  # arguments: words of the message
     ("--resume=nowhere.pt",): "nowhere.pt cannot be read as a checkpoint",
     ("--resume=.",): ". cannot be read as a checkpoint",
-    (FILE, "--num_layers=3"): "has scalars.scalar of shape (9,), here (12,) (num_layers was 2, here 3, other layers)",
-    (FILE, "--model_dim=128", "--head_dim=64"): "of shape (384, 64), here (384, 128) (",
+    (FILE, "--num_layers=3"): "has scalars.scalar of shape (9,), but this run needs (12,) (num_layers was 2, here 3, other layers)",
+    (FILE, "--model_dim=128", "--head_dim=64"): "of shape (384, 64), but this run needs (384, 128) (",
     (FILE, "--mlp_ratio=2"): "(mlp_ratio was 4, here 2",
     (FILE, "--matrix_rule=adamw"): "/exp_avg (",
     (FILE, "--matrix_rule=normuonh"): "(matrix_rule was muon, here normuonh",
-    (FILE, "--num_iterations=5"): "has made 6 steps, more than --num_iterations=5",
+    (FILE, "--num_iterations=5"): "is from step 6, but --num_iterations is 5",
     ("--checkpoint_every=-1",): "--checkpoint_every=-1 is too small: give at least 0",
     ("--checkpoint_every=often",): "--checkpoint_every=often is not a whole number",
     ("--checkpoint_every=5", "--checkpoint_dir=a_file"): "a_file cannot be written",
@@ -970,7 +970,7 @@ def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, monkeypatc
         monkeypatch.undo()
         monkeypatch.chdir(here)
         run(shards, "--num_iterations=2", "--resume=auto")
-        assert f"the newest is {path.parent}, but it has the format of another script" in capsys.readouterr().out
+        assert f"the newest is {path.parent}, but another version of the script wrote it" in capsys.readouterr().out
     else:
         refuse(shards, ["--resume=auto"], words, capsys, monkeypatch)
     assert gpt.main([f"--sample={path}"]) == 2 and capsys.readouterr().err.count("\n") == 1

@@ -126,7 +126,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--tokens_per_step=700"], "700", "512 and 1024"),
         (["--val_tokens=1000"], "1000", "1024"),
         (["--micro_batch_tokens=256"], "256", "--seq_len=256"),
-        (["--val_windows=64,128"], "64,128", "long,short"),
+        (["--val_windows=64,128"], "64,128", "swap them"),
         (["--val_windows=5"], "5", "1664,768"),
         (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "128", "short <= long"),
         (['--stages=[{"duration":1}]'], "duration", "window_long"),
@@ -134,8 +134,8 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (['--stages=[{"duration":"a","window_long":128,"window_short":64}]'], "duration='a'", '[{"duration": 1'),
         (['--stages=[{"duration":1,"window_long":128.5,"window_short":64}]'], "long=128.5", '[{"duration": 1'),
         (['--stages=[{"duration":1,"window_long":128,"window_short":64.0}]'], "short=64.0", '[{"duration": 1'),
-        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0", "a positive one"),
-        ([f'--stages=[{{{STAGE},"lr_factor":-1}}]'], "lr_factor=-1", "a positive one"),
+        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0", "positive numbers"),
+        ([f'--stages=[{{{STAGE},"lr_factor":-1}}]'], "lr_factor=-1", "positive numbers"),
         ([f'--stages=[{{{STAGE},"max_doc_len":1}}]'], "max_doc_len=1", "2 or more"),
         ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700", "512 and 1024"),
         (["--layers={}"], "a list is needed", 'give one like [{"'),
@@ -204,17 +204,17 @@ def test_the_number_of_layers_that_a_preset_has_may_be_said():
 @pytest.mark.parametrize(
     "environment, words",
     [
-        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 in the environment, but no RANK: start with torchrun"),
-        (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 is set in the environment, RANK is not: start with torchrun"),
+        (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 is set in the environment, MASTER_ADDR is not"),
         (dict(WORLD_SIZE="2", RANK="5"), "RANK=5 in the environment is not below WORLD_SIZE=2"),
         (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
         (dict(WORLD_SIZE="0"), "WORLD_SIZE=0 in the environment is not a whole number of at least 1"),
         (dict(LOCAL_RANK="3"), "LOCAL_RANK=3 in the environment is not below LOCAL_WORLD_SIZE=1"),
         (dict(LOCAL_RANK="x"), "LOCAL_RANK=x in the environment is not a whole number"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 does not reach"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 cannot reach"),
         (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is not a whole number of at least 0"),
         (dict(WORLD_SIZE="two"), "WORLD_SIZE=two in the environment is not a whole number"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 does not reach the others"),
+        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 cannot reach the other ranks"),
     ],
     ids=str,
 )
@@ -420,7 +420,7 @@ def test_names_of_other_trainers_are_translated(name, capsys):
     """Each ends with status 2 and the option here, which exists, or the reason why there is none."""
     assert gpt.main([f"--{name}=1"]) == 2
     errors = capsys.readouterr().err
-    assert errors == f"train_gpt.py: error: --{name} is not an option: here it is {gpt.FOREIGN_OPTIONS[name]}\n"
+    assert errors == f"train_gpt.py: error: --{name} is not an option: here: {gpt.FOREIGN_OPTIONS[name]}\n"
     named = re.findall(r"--(\w+)", gpt.FOREIGN_OPTIONS[name])
     assert set(named) <= gpt.OPTIONS.keys() and (named or name in ("dropout", "grad_clip"))
     assert name not in gpt.OPTIONS

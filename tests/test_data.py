@@ -278,7 +278,7 @@ def test_a_shard_that_is_cut_short_during_training(tmp_path):
     with open(path, "r+b") as file:
         file.truncate(1024 + 2 * 600)
     assert np.array_equal(shard.read(100, 600), tokens[100:600])
-    with pytest.raises(gpt.RunError, match="train_0.bin was cut short during this run, before token 601"):
+    with pytest.raises(gpt.RunError, match="train_0.bin became shorter during this run and lacks token 600"):
         shard.read(500, 601)
 
 
@@ -297,7 +297,7 @@ def test_a_run_whose_shard_is_cut_short_ends_with_a_line(shards, here, monkeypat
     args = [f"--train_files={path}", f"--val_files={shards}/val_*.bin", "--num_iterations=30"]
     assert gpt.main([*TINY, *args]) == 1
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "train_0.bin was cut short" in err
+    assert err.count("\n") == 1 and "train_0.bin became shorter" in err
 
 
 def test_prefixes_equal_a_search_of_all_pairs():

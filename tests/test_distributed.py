@@ -461,7 +461,7 @@ def test_an_address_that_does_not_exist(shards, here, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert gpt.main([*TINY, *data_args(shards), "--tokens_per_step=1024"]) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "rank 0 does not reach the others at MASTER_ADDR=node7.invalid" in err
+    assert err.count("\n") == 1 and "rank 0 cannot reach the other ranks at MASTER_ADDR=node7.invalid" in err
     assert "start with torchrun. On several nodes also set GLOO_SOCKET_IFNAME" in err
 
 

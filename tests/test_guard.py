@@ -124,7 +124,7 @@ FAULTS = {  # name: (options, fault, pattern of the fault in the event, lowered 
     "a gradient too large": ([], lambda p: spoil_gradient(p, 1e5), r"gradient norm \S+ exceeds", ""),
     "a poisoned batch": ([], poison_batch, r"loss \S+ exceeds", ""),
     "a learning rate 100 times too high": ([], raise_learning_rate, r"loss \S+ exceeds", ""),
-    "FP8 overflow": (["--fp8_head=on"], overflow_fp8, r"loss \S+ exceeds", "the head leaves FP8, "),
+    "FP8 overflow": (["--fp8_head=on"], overflow_fp8, r"loss \S+ exceeds", "the head no longer uses FP8, "),
     "a NaN in bfloat16": (["--dtype=bfloat16"], spoil_gradient, "is nan", "activations become float32, "),
 }
 

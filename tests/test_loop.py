@@ -200,7 +200,7 @@ def test_a_record_is_of_one_config_and_machine(shards, tmp_path, monkeypatch, ca
         capsys.readouterr()
         record(shards, "--dtype=auto", option, status=2)
         errors = capsys.readouterr().err
-        assert "--record=mine belongs to other runs (records/try/" in errors and errors.count("\n") == 1
+        assert "--record=mine has other runs (records/try/" in errors and errors.count("\n") == 1
         assert f"{option[2:].partition('=')[0]} was " in errors and sorted(tmp_path.rglob("*")) == before
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 64)
@@ -244,10 +244,10 @@ def test_two_runs_that_take_one_name_at_once(how, shards, tmp_path, monkeypatch,
     at_the_first_step(monkeypatch, run_another)
     record(shards, "--seed=1", status=1)
     out, errors = capsys.readouterr()
-    words = "belongs to another script" if how == "script" else "belongs to other runs"
+    words = "belongs to another script" if how == "script" else "has other runs"
     assert "this run is not recorded: --record=mine " + words in errors and errors.count("\n") == 1
     (kept,), (first,) = tmp_path.glob("logs/*.json"), tmp_path.glob("records/try/*/*.json")
-    assert f"The result is logs/{kept.name} instead" in errors and "| result           | none, see below" in out
+    assert f"The result was written to logs/{kept.name} instead" in errors and "| result           | none, see below" in out
     assert (json.loads(kept.read_text())["seed"], json.loads(first.read_text())["seed"]) == (1, 0)
     script = (first.parent / "train_gpt.py").read_bytes()
     assert (script == b"# another script") == (how == "script")
@@ -337,7 +337,7 @@ def test_a_record_whose_logs_lie_in_its_folder(shards, tmp_path, monkeypatch, ca
     record(shards, "--seed=1", f"--logs_dir={folder.relative_to(tmp_path)}")
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".json", ".py", ".txt", ".txt"]
     record(shards, "--head_lr=0.01", f"--logs_dir={folder.relative_to(tmp_path)}", status=2)
-    assert "belongs to other runs" in capsys.readouterr().err
+    assert "has other runs" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(shards, tmp_path, monkeypatch, capsys):
@@ -399,7 +399,7 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     corpus = tmp_path / "data" / "torch_source" / "corpus.json"
     corpus.write_text(json.dumps({**info, "source": "notes"}))
     done = run_script(["--preset=smoke"], tmp_path, script=script)
-    assert done.returncode == 2 and "data/torch_source has a corpus of 'notes', but this folder is reserved" in done.stderr
+    assert done.returncode == 2 and "data/torch_source has a corpus with source 'notes', but this folder is reserved" in done.stderr
     assert json.loads(corpus.read_text())["source"] == "notes" and val.read_bytes() == data
     # a corpus of another PyTorch is built again
     (tmp_path / "data" / "torch_source" / "corpus.json").write_text(
@@ -469,7 +469,7 @@ def test_seeds_of_a_record_are_of_one_text(shards, tmp_path, monkeypatch, capsys
     assert gpt.main(args) == 0
     monkeypatch.setattr(gpt, "fingerprint", lambda _: "0" * 16)  # other shards under the same names
     assert gpt.main([*args, "--seed=1"]) == 2
-    assert "belongs to other runs" in (said := capsys.readouterr().err) and "other data" in said
+    assert "has other runs" in (said := capsys.readouterr().err) and "other data" in said
 
 
 def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monkeypatch):

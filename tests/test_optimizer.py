@@ -214,7 +214,7 @@ def test_a_table_has_a_gradient_by_rows_only_with_its_fast_form():
     assert {bucket.name for bucket in optimizer.buckets if bucket.sparse} == tables
     assert all(len(optimizer.bucket_of[name].params) == 1 for name in tables)
     model.value_embeds["0"].grad = torch.zeros_like(model.value_embeds["0"])
-    with pytest.raises(AssertionError, match="value_embeds.0 is a table with an ordinary gradient"):
+    with pytest.raises(AssertionError, match="table value_embeds.0 has a dense gradient"):
         optimizer.step(first_state(cfg))
 
 

@@ -178,8 +178,8 @@ def test_each_need_has_a_case():
 
 def test_lists_of_mechanisms_that_do_nothing(capsys):
     for words, line in (
-        (["--only_with=,"], "--only_with=, names no mechanism"),
-        (["--without=, ,"], "--without=, , names no mechanism"),
+        (["--only_with=,"], "--only_with=, has no mechanism"),
+        (["--without=, ,"], "--without=, , has no mechanism"),
         (["--without=muon", "--only_with=muon"], "--without and --only_with both name muon"),
     ):
         assert gpt.main(["--preset=smoke", *words]) == 2

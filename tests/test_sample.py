@@ -321,7 +321,7 @@ MISFITS = {  # name: (change of a checkpoint, words of sampling, words of a resu
         lambda metadata, _: metadata["config"]["layers"][0].update(gear=True), "(gear is not one of attention, mlp, ", ""),
     "an unknown rule": (set_option(matrix_rule="gears"), "--matrix_rule=gears is not one of", ""),
     "an option of another type": (set_option(num_layers="x"), "--num_layers=x is not", ""),
-    "another width": (set_option(mlp_ratio=2), "mlp.up_down of shape (2, 64, 256), here (2, 64, 128)", ""),
+    "another width": (set_option(mlp_ratio=2), "mlp.up_down of shape (2, 64, 256), but this run needs (2, 64, 128)", ""),
     "a missing parameter": (
         lambda _, tensors: tensors.pop("blocks.1.attention.qk"), *["does not have blocks.1.attention.qk"] * 2),
     "a missing state": (lambda _, tensors: tensors.pop("embed/exp_avg"), "", "does not have embed/exp_avg"),

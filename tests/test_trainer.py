@@ -288,17 +288,17 @@ def test_a_lowered_precision_stays_lowered(shards):
     wide = dict(fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
     trainer, _, close = make_trainer(shards, **wide)
     trainer.model.use_fp8(frozenset(gpt.FP8_FORMS))
-    assert gpt.lower_precision(trainer) == "the head leaves FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp"}
+    assert gpt.lower_precision(trainer) == "the head no longer uses FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp"}
     assert trainer.model.ops.head_loss is gpt.fused_head_loss  # without scales
     other, _, close_other = load_from(trainer, shards, **wide)
     assert other.progress.lowered == ["fp8_head"] and other.model.fp8 == {"fp8_mlp"}
-    assert gpt.lower_precision(trainer) == "the linears leave FP8"
+    assert gpt.lower_precision(trainer) == "the linears no longer use FP8"
     lowest, _, close_lowest = load_from(trainer, shards, **wide)
     assert lowest.progress.lowered == ["fp8_head", "fp8"] and lowest.model.fp8 == frozenset()
     other.rt = other.optimizer.rt = make_runtime(dtype=torch.bfloat16)
     other.model.use_fp8(frozenset(gpt.FP8_FORMS))
     said = [gpt.lower_precision(other, ["fp8_head"]), *(gpt.lower_precision(other) for _ in range(3))]
-    assert said == ["the head leaves FP8", "the linears leave FP8", "activations become float32", ""]
+    assert said == ["the head no longer uses FP8", "the linears no longer use FP8", "activations become float32", ""]
     assert other.progress.lowered == ["fp8_head", "fp8", "bfloat16"] and other.model.fp8 == frozenset()
     assert other.rt.dtype == other.model.dtype == torch.float32
     for end in (close, close_other, close_lowest):
