@@ -32,6 +32,10 @@ export RUN_SH=$0  # printed commands start with it
 if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   choose_python requirements-dev.txt pytest xdist ruff scipy matplotlib triton tensorboard
+  if [[ $1 != test && ! -f $1 ]]; then
+    echo "run.sh: error: $1 does not exist: tools are in data, records and benchmarks, and options of a run begin with --" >&2
+    exit 2
+  fi
   if [[ $1 == test ]]; then
     unset RUN_SH
     exec "$python" -m pytest "${@:2}"

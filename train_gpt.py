@@ -79,6 +79,9 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # OpenMP reads this variable when PyTorch is imported. Waiting threads free their core after 1000 spins
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
+
 try:
     import numpy as np
     import torch
@@ -2066,8 +2069,9 @@ class ValData:
             pieces.append(shard.read(0, missing))
             missing -= len(pieces[-1])
         if missing:
-            limit = (cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
-            remedy = f"at most --val_tokens={limit}" if limit else "more text, or lower --val_seq_len, too"
+            limit, short = ((cfg.val_tokens - missing) // n * n for n in (cfg.val_seq_len, BLOCK))
+            remedy = f"--val_seq_len={short} --val_tokens={short}" if short else "more text"
+            remedy = f"at most --val_tokens={limit}" if limit else remedy
             raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
                              f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
         self.tokens = np.concatenate(pieces)
@@ -2558,7 +2562,7 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
     if name in TRITON_FORMS and triton is None:
         return "Triton is not installed"
     if name in TRITON_FORMS and not supports_bfloat16(device):
-        return "its tiles need the registers of a GPU of capability 8.0"
+        return "its tiles need more registers than GPUs below capability 8.0 have"
     try:
         for error in compare_forms(row, cfg, device, dtype, use_compile):
             if not error < row.tolerance:
@@ -3463,10 +3467,6 @@ def check_environment() -> None:
         if rank >= world_size:
             raise InputError(f"{prefix}RANK={rank} in the environment is not below {prefix}WORLD_SIZE="
                              f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if env_int("WORLD_SIZE", 1) > 1 else ():
-        if name not in os.environ:
-            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, {name} is "
-                             "not: start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
@@ -3496,6 +3496,10 @@ def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
     """Join the process group. InputError if a rank is not reachable."""
     if world_size == 1:
         return Comm()
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, {name} is "
+                             "not: start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
     with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG on Linux: a rank ends with its launcher
         ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
     is_cuda, address = device.type == "cuda", os.environ["MASTER_ADDR"]
@@ -3522,7 +3526,12 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
     if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
         lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
-    if "fp8_head" not in fp8 and cfg.fp8_head_amax != resolve_preset(cfg.preset)["fp8_head_amax"]:
+    preset = resolve_preset(cfg.preset)
+    names = ("comm_bucket_mb", "comm_timeout", "check_ranks_every", *([] if use_compile else ["segments"]))
+    for name in names if rt.world_size == 1 else ():
+        if getattr(cfg, name) != preset[name]:
+            lines.append(f"--{name}={getattr(cfg, name)} has no effect on one rank")
+    if "fp8_head" not in fp8 and cfg.fp8_head_amax != preset["fp8_head_amax"]:
         lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
@@ -3747,7 +3756,8 @@ class Stop:
                 launcher, script = f"NPROC={rt.world_size}", shlex.quote(os.environ["RUN_SH"])
             kept = [word for before, word in zip(("", *argv), argv)
                     if not word.startswith("--resume") and before != "--resume"]
-            remedy = f"continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
+            hint = "lower the learning rates, and " if status == self.GUARD else ""
+            remedy = f"{hint}continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
         raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
@@ -4579,25 +4589,37 @@ PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
 FOREIGN_OPTIONS = {
     **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
     "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
+    **dict.fromkeys(("beta1", "beta2"), PER_GROUP.format("betas", "betas")),
+    "min_lr": "--final_lr_frac, a fraction of the learning rate",
+    **dict.fromkeys(("warmup_iters", "warmup_steps"), "--lr_warmup_frac, a fraction of the run"),
+    **dict.fromkeys(("decay_lr", "lr_decay_iters"), "--cooldown_frac, a fraction of the run"),
     **dict.fromkeys(("batch_size", "total_batch_size"), "--tokens_per_step, over all ranks"),
-    "device_batch_size": "--micro_batch_tokens, the most tokens of a forward-backward",
+    **dict.fromkeys(("device_batch_size", "per_device_train_batch_size"),
+                    "--micro_batch_tokens, the most tokens of a forward-backward"),
     "gradient_accumulation_steps": "--micro_batch_tokens. Their number follows from --tokens_per_step",
-    "block_size": "--seq_len for packed sequences, and --max_doc_len for documents",
+    **dict.fromkeys(("block_size", "max_seq_len"), "--seq_len, and --max_doc_len for documents"),
     **dict.fromkeys(("max_iters", "max_steps"), "--num_iterations"),
-    "eval_interval": "--val_loss_every",
+    "num_train_epochs": "--num_iterations, and --epochs if the text is short",
+    **dict.fromkeys(("eval_interval", "eval_every"), "--val_loss_every"),
     "eval_iters": "--val_tokens",
-    "warmup_iters": "--lr_warmup_frac, a fraction of the run",
+    **dict.fromkeys(("save_every", "save_steps", "always_save_checkpoint"), "--checkpoint_every"),
+    **dict.fromkeys(("out_dir", "output_dir"), "--logs_dir and --checkpoint_dir"),
     "n_layer": "--num_layers",
     "n_head": "--num_heads",
-    "n_embd": "--model_dim",
-    "dropout": "not an option, because a run sees each token once",
-    "grad_clip": "not an option. Orthogonalization and Adam's epsilon bound the updates",
-    "out_dir": "--logs_dir and --checkpoint_dir",
+    **dict.fromkeys(("n_embd", "hidden_size"), "--model_dim"),
     "dataset": "--train_files and --val_files, a folder of shards made by data/text.py",
-    "init_from": "--resume=PATH",
-    "wandb_log": "--tracker=wandb",
-    "run": "--record=NAME for a record. Other runs are named by their time",
+    **dict.fromkeys(("init_from", "resume_from_checkpoint"), "--resume=auto, or --resume=PATH"),
+    "start": "--prompt, with --sample",
+    **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "--tracker=wandb"),
+    **dict.fromkeys(("run", "model_tag"), "--record=NAME for a record. Other runs are named by their time"),
     "config": "--preset, with changes on the command line",
+    "target_param_data_ratio": "--tokens_per_param, with --depth",
+    "dropout": "none: a run makes one or few passes over its text",
+    "grad_clip": "none: orthogonalization and Adam's epsilon bound the updates",
+    "bias": "none: linears have no biases",
+    "backend": "none: GPUs use NCCL, CPUs use Gloo",
+    "log_interval": "none: the log has every step",
+    "eval_only": "none: each run validates at its end",
 }
 RENAMED_FORMS = {"loss": "cross_entropy", "products": "symmetric_matmul", "mlp": "relu2_mlp"}
 
@@ -4610,6 +4632,10 @@ def has_layers(**parts) -> Callable[[Config], bool]:
     """Return a condition on a config: whether at least one layer has all these field values."""
     return lambda cfg: any(all(getattr(spec, name) == value for name, value in parts.items())
                            for spec in cfg.layers)
+
+
+def has_momentum(cfg: Config) -> bool:
+    return "momentum" in rule_of(cfg).moments
 
 
 def has_tables(cfg: Config) -> bool:
@@ -4633,7 +4659,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
     "fp8_head_amax": (lambda cfg: cfg.fp8_head != "off", "--fp8_head"),
     **dict.fromkeys(("orthogonalize", "qk_group_heads"), (
-        lambda cfg: "momentum" in rule_of(cfg).moments, "a rule that orthogonalizes, see --matrix_rule")),
+        lambda cfg: has_momentum(cfg), "a rule that orthogonalizes, see --matrix_rule")),
     "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
                      "a rule with betas, see --matrix_rule"),
     "matrix_weight_decay": (lambda cfg: not rule_of(cfg).keeps_norm,
@@ -4642,13 +4668,17 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(("decay", "decay_schedule"), (
         lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
         "weight decay, for example --matrix_weight_decay")),
-    "momentum_start": (lambda cfg: cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
-                       "--momentum_warmup_steps or --momentum_cooldown_steps"),
+    "momentum_start": (
+        lambda cfg: has_momentum(cfg) and cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
+        "a rule with momentum, and --momentum_warmup_steps or --momentum_cooldown_steps"),
+    "momentum_end": (lambda cfg: has_momentum(cfg), "a rule with momentum, see --matrix_rule"),
     **dict.fromkeys(("momentum_warmup_steps", "momentum_cooldown_steps"), (
-        lambda cfg: cfg.momentum_start != cfg.momentum_end, "another --momentum_start")),
+        lambda cfg: has_momentum(cfg) and cfg.momentum_start != cfg.momentum_end,
+        "a rule with momentum, and another --momentum_start")),
     "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
                     "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
     "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
+    "records_dir": (lambda cfg: bool(cfg.record), "--record"),
     "vocab_file": (lambda cfg: any(stage.has_prefix_target for stage in cfg.stages),
                    "a prefix_weight in --stages"),
     "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
@@ -4686,12 +4716,16 @@ def parse_value(option: Option, text: str):
             return kind(text)
         element = typing.get_args(kind)[0]
         if not dataclasses.is_dataclass(element):
-            first, second = text.split(",") if text else (None, None)
-            return (element(first), element(second)) if text else ()
+            numbers = text.split(",") if text else ()
+            if len(numbers) not in (0, 2):
+                raise ValueError("two numbers are needed")
+            return tuple(map(element, numbers))
 
         # LayerSpecs or Stages: the text is JSON, or the path of a .json file
         content = Path(text).read_text() if text.endswith(".json") else text
-        items, hints = json.loads(content), typing.get_type_hints(element)
+        items, hints = json.loads(content or "[]"), typing.get_type_hints(element)
+        fields = dataclasses.fields(element)
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
         if not isinstance(items, list):
             raise ValueError("a list is needed")
         for item in items:
@@ -4705,7 +4739,9 @@ def parse_value(option: Option, text: str):
                 hint = int | float if hints.get(name) is float else hints.get(name, object)
                 is_boolean = isinstance(value, bool) and hint is not bool
                 if is_boolean or not isinstance(value, hint) or value in (math.inf, math.nan):
-                    raise ValueError(f"{name}={value!r}")
+                    raise ValueError(f"{name}={value!r} is not of type {getattr(hint, '__name__', hint)}")
+            if needed - item.keys():
+                raise ValueError(f"{min(needed - item.keys())} is missing")
         return tuple(element(**item) for item in items)
     except (ValueError, TypeError, RecursionError, OSError) as error:
         name, example = {int: "whole number", float: "number"}.get(kind, "list"), option.default
@@ -4713,8 +4749,8 @@ def parse_value(option: Option, text: str):
             entries = dataclasses.asdict(example[0] if example else LayerSpec())
             example = json.dumps([dict(itertools.islice(entries.items(), 3))])
         text = text if len(text) < 100 else f"{text[:100]}..."
-        reason = f" ({str(error)[:200]})" if name == "list" else ""
-        raise InputError(f"--{option.name}={text} is not a {name}{reason}: give one like "
+        problem = f"cannot be read ({str(error)[:200]})" if name == "list" else f"is not a {name}"
+        raise InputError(f"--{option.name}={text} {problem}: give one like "
                          f"{show_value(example)}") from None
 
 
@@ -4751,7 +4787,8 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     if RENAMED.get(name) in known:
         return f"its name is now {prefix}{RENAMED[name]}"
     if prefix and name in FOREIGN_OPTIONS:
-        return f"here: {FOREIGN_OPTIONS[name]}"
+        here = FOREIGN_OPTIONS[name]
+        return here.removeprefix("none: ") if here.startswith("none: ") else f"here it is {here}"
     matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(matches)}?" if matches else "see --help"
 
@@ -4795,6 +4832,8 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
     values, unknown = parser.parse_known_args(words)
     for word in unknown:
         name = word.partition("=")[0]
+        if not name.startswith("-"):
+            raise InputError(f"{word[:100]} is not an option: give --preset=NAME and --option=value")
         raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}")
     flags = {flag for flag in FLAGS if flag in values}
     return {name: value for name, value in vars(values).items() if name not in flags}, flags
@@ -4912,8 +4951,9 @@ def switch_off(values: dict, overrides: dict) -> dict:
                              f"{suggest(mechanism, MECHANISMS)}. Mechanisms: {', '.join(MECHANISMS)}")
         if values[field] and not names:
             raise InputError(f"--{field}={values[field]} has no mechanism: give one, or leave it out")
-    for mechanism in set(named["without"]) & set(named["only_with"]):
-        raise InputError(f"--without and --only_with both name {mechanism}: give it to one of them")
+    if all(named.values()):
+        raise InputError(f"--without={values['without']} has no effect, because --only_with switches "
+                         "off all other mechanisms: leave it out")
     kept, before = named["only_with"] or MECHANISMS, dict(values)
     for mechanism in MECHANISMS:
         is_kept = mechanism in kept and mechanism not in named["without"]
@@ -4938,7 +4978,8 @@ def switch_off(values: dict, overrides: dict) -> dict:
 def nearest_multiples(value: int, unit: int) -> str:
     """The multiples on both sides of a value, for an error message."""
     around = value // unit * unit, -(-value // unit) * unit
-    return f"the nearest are {' and '.join(str(v) for v in around if v > 0)}"
+    multiples = dict.fromkeys(str(multiple) for multiple in around if multiple > 0)
+    return f"the nearest {'are' if len(multiples) > 1 else 'is'} {' and '.join(multiples)}"
 
 
 def check_config(cfg: Config) -> None:
@@ -4968,8 +5009,10 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     if cfg.bigram_rows in (1, 2):
         yield f"--bigram_rows={cfg.bigram_rows} is too small for a hash table: give 0, or thousands"
     yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
-    yield from find_remainder("num_heads", cfg.num_heads, cfg.qk_group_heads or 1,
-                              f"qk_group_heads={cfg.qk_group_heads}")
+    if cfg.num_heads % (cfg.qk_group_heads or 1):
+        divisors = [str(n) for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0]
+        yield (f"--qk_group_heads={cfg.qk_group_heads} does not divide num_heads={cfg.num_heads}: give "
+               f"--qk_group_heads={' or '.join(divisors)}, or 0")
     yield from find_remainder("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
 
 
@@ -5699,7 +5742,7 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
     """
     try:
         if not path.is_file():
-            raise OSError("it is not a file" if path.exists() else "it does not exist")
+            raise OSError("it is not a file" if path.exists() else f"it does not exist in {Path.cwd()}")
         damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() writes a checksum per member
         if damaged:
             raise OSError(f"it is damaged: the checksum of {damaged} differs")
@@ -5732,7 +5775,7 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
     except Exception as error:  # a damaged file can raise any error while it is read
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
-                         ": name another one, or start anew without --resume") from None
+                         ": name another one, or leave the option out") from None
 
 
 def read_newest(folder: Path, is_checked: bool = True) -> Saved:
@@ -6333,12 +6376,11 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     print0(f"sample: {escape_controls(text.decode(errors='replace')).strip()}", rt)
 
 
-def find_model(values: dict) -> Path:
-    """The model or checkpoint in checkpoint_dir that was written last."""
-    root = Path(values.get("checkpoint_dir", Config.checkpoint_dir))
-    paths = [path for pattern in ("*/model.pt", "*/step_*.pt") for path in root.glob(pattern)]
+def find_model(folder: Path, prefix: str) -> Path:
+    """The model or checkpoint that was written last, among the files folder/prefix*."""
+    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)]
     if not paths:
-        raise InputError(f"--sample=auto: {root} has no model: train one first, or name a file")
+        raise InputError(f"--sample: {folder} has no model: train one first, or name a file")
     path = max(paths, key=lambda path: path.stat().st_mtime)
     print(f"sampling from {path}", file=sys.stderr)
     return path
@@ -6383,7 +6425,11 @@ def write_sample(values: dict) -> None:
                          f"{', '.join('--' + name for name in sorted(allowed))}")
     for name, value in values.items():
         check_value(name, value)
-    path = find_model(values) if values["sample"] == "auto" else Path(values["sample"])
+    path = Path(values["sample"])
+    if values["sample"] == "auto":
+        path = find_model(Path(values.get("checkpoint_dir", Config.checkpoint_dir)), "*/")
+    elif os.path.isdir(path):
+        path = find_model(path, "")
     model, cfg, rt, metadata = load_model(path, {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
@@ -6415,6 +6461,8 @@ def run(argv: list[str]) -> int:
         if field.name in values and "sample" not in values:
             raise InputError(f"--{field.name} has no effect without --sample: leave it out, or name a "
                              "checkpoint with --sample")
+    if flags and env_int("RANK", 0) > 0:  # rank 0 prints
+        return 0
     if "list_presets" in flags:
         for name, (parent, meaning, _) in PRESETS.items():
             print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
@@ -6512,4 +6560,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -800,7 +800,7 @@ def test_a_record_without_room_stays_in_logs_with_its_log(shards, here, monkeypa
     assert gpt.main(args) == 1
     (result,), (log,) = Path("logs").glob("*.json"), Path("logs").glob("*.txt")
     assert result.stem == log.stem and not list(Path("records").rglob("*_seed*"))
-    assert f"in logs. The result was written to {result} instead" in capsys.readouterr().err
+    assert f"incomplete. The result was written to {result} instead" in capsys.readouterr().err
 
 
 def test_a_file_is_complete_before_the_logs_move(tmp_path):

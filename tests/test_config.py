@@ -100,7 +100,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
     [
         (["--num_iteration=5"], "--num_iteration ", "did you mean --num_iterations"),
         (["--embed-beta=0.9,0.9"], "--embed_beta ", "did you mean --embed_betas"),
-        (["stray"], "stray", "--track"),
+        (["stray"], "stray", "--preset=NAME"),
         (["--xyzzy=1"], "--xyzzy", "--help"),
         (["--num_iterations=many"], "many", "1670"),
         (["--num_iterations=0"], "0", "at least 1"),
@@ -151,14 +151,14 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--seed=1e3"], "--seed=1e3 is not a whole number:", "give one like 0\n"),
         (["--grad_grid=x"], "--grad_grid=x is not a number:", "give one like 0.0\n"),
         (["--layers=[{"], "(Expecting property name", 'give one like [{"attention": "short", "mlp": true, '),
-        (["--layers=" + "x" * 600], "x" * 100 + "... is not a list (Expecting value", '"value_embed": null}]\n'),
+        (["--layers=" + "x" * 600], "x" * 100 + "... cannot be read (Expecting value", '"value_embed": null}]\n'),
         (["--prompt=def"], "--prompt has no effect without --sample", "with --sample"),
         (["--top_k=0", "--print_config"], "--top_k has no effect without --sample", "leave it out"),
         (["--record=../x"], "../x", "lower-case"),
         (["--record=" + "x" * 150], "x" * 50, "at most 100"),
         (["--record=" + "x" * 300], "x" * 50, "at most 100"),
         (["--logs_dir=a\0b"], "a\0b cannot be written (embedded null byte)", "another folder with --logs_dir"),
-        (["--resume=a\0b"], "a\0b cannot be read", "name another one, or start anew"),
+        (["--resume=a\0b"], "a\0b cannot be read", "name another one, or leave the option out"),
         (["--attention_gate_dim=100"], "100", "at most 64"),
         (["--segments=5"], "--segments=5 is more than the 4 layers", "give at most --segments=4"),
         (["--fast=head"], "--fast=head: head is not a fast form", "give auto, off, or some of rms_norm,norm_rotate"),
@@ -181,6 +181,12 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--print_schedule=1"], "--print_schedule", "see --help"),
         (["--cooldown_frac=0.5", "--embed_betas=0.9"], "0.9", "0.8,0.95"),
         (["--embed_betas="], "--embed_betas", "two numbers"),
+        (["--embed_betas=0.9"], "0.9 cannot be read (two numbers are needed)", "give one like 0.8,0.95"),
+        (["--qk_group_heads=3"], "--qk_group_heads=3 does not divide num_heads=2", "give --qk_group_heads=1 or 2, or 0"),
+        (['--stages=[{"duration":1,"window_long":64}]'], "cannot be read (window_short is missing)", "give one like"),
+        ([f'--stages=[{{{STAGE},"prefix_weight":1}}]'], "prefix_weight=1 is not of type str", "give one like"),
+        (["--without=muon", "--only_with=cooldown"], "--without=muon has no effect", "leave it out"),
+        (["config/train_gpt2.py"], "config/train_gpt2.py is not an option", "give --preset=NAME"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
@@ -332,7 +338,7 @@ def test_help_names_every_field(capsys):
 def test_ranks_that_cannot_share_the_sequences(world_size, near):
     cfg = gpt.make_config({"preset": "smoke"})  # 4 sequences of 512
     for refuse in (gpt.check_world_size, gpt.derived_numbers):
-        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=2048 .* the nearest are {near}"):
+        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=2048 .* the nearest (is|are) {near}"):
             refuse(cfg, world_size)
 
 
@@ -420,9 +426,11 @@ def test_names_of_other_trainers_are_translated(name, capsys):
     """Each ends with status 2 and the option here, which exists, or the reason why there is none."""
     assert gpt.main([f"--{name}=1"]) == 2
     errors = capsys.readouterr().err
-    assert errors == f"train_gpt.py: error: --{name} is not an option: here: {gpt.FOREIGN_OPTIONS[name]}\n"
-    named = re.findall(r"--(\w+)", gpt.FOREIGN_OPTIONS[name])
-    assert set(named) <= gpt.OPTIONS.keys() and (named or name in ("dropout", "grad_clip"))
+    here, is_none = gpt.FOREIGN_OPTIONS[name], gpt.FOREIGN_OPTIONS[name].startswith("none: ")
+    reason = here.removeprefix("none: ") if is_none else f"here it is {here}"
+    assert errors == f"train_gpt.py: error: --{name} is not an option: {reason}\n"
+    named = re.findall(r"--(\w+)", here)
+    assert set(named) <= gpt.OPTIONS.keys() and bool(named) != is_none
     assert name not in gpt.OPTIONS
 
 
@@ -446,7 +454,7 @@ def test_spaces_and_files_in_options(tmp_path, capsys):
     path.write_text('[{"duration": 1, "window_long": 64, "window_short": 64}]')
     assert gpt.parse_argv([f"--stages={path}"])[0]["stages"] == (gpt.Stage(1, 64, 64),)
     assert gpt.main([f"--stages={tmp_path}/none.json"]) == 2
-    assert "none.json is not a list ([Errno 2] No such file" in capsys.readouterr().err
+    assert "none.json cannot be read ([Errno 2] No such file" in capsys.readouterr().err
     path.write_text('[{"durations": 1}]')
     assert gpt.main([f"--stages={path}"]) == 2
     assert "(durations is not one of duration, window_long, window_short, " in capsys.readouterr().err

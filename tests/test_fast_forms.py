@@ -304,7 +304,7 @@ def test_an_edited_mlp_switches_its_fast_form_off(load_copy, monkeypatch):
     without_obstacles(gpt, monkeypatch, "Hopper")
     assert "relu2_mlp" in gpt.choose_fast_forms(smoke_config(), *given[1:])[0]
     reason = copy.verify("relu2_mlp", *given)
-    assert "the code of relu2_mlp or of its helpers was edited" in reason and "plain form" in reason
+    assert "the code of relu2_mlp or of its helpers was edited" in reason
     chosen, lines = copy.choose_fast_forms(*given)
     assert "relu2_mlp" not in chosen and len(lines) == 2 and lines[1] == f"fast form relu2_mlp: off ({reason})"
     for name in ("fp8_mlp", "fp8_linear"):

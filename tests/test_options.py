@@ -146,10 +146,13 @@ IDLE = [  # (preset, option without effect and further options, missing part)
     ("smoke", "--tokens_per_param=20", "--depth"),
     ("smoke", "--zero_init=off --output_gain=on", "--output_gain=off"),
     ("smoke", "--final_lr_frac=0 --cooldown_frac=0", "--cooldown_frac"),
+    ("smoke", "--momentum_end=0.5 --matrix_rule=adamw", "a rule with momentum"),
+    ("smoke", "--momentum_start=0.5 --without=muon", "a rule with momentum"),
+    ("smoke", "--records_dir=x", "--record"),
     ("laptop", "--max_doc_len=128", "--sequence_start=document"),
-    ("laptop", "--momentum_start=0.5", "--momentum_warmup_steps or --momentum_cooldown_steps"),
-    ("laptop", "--momentum_warmup_steps=9", "another --momentum_start"),
-    ("laptop", "--momentum_cooldown_steps=9", "another --momentum_start"),
+    ("laptop", "--momentum_start=0.5", "a rule with momentum, and --momentum_warmup_steps or"),
+    ("laptop", "--momentum_warmup_steps=9", "a rule with momentum, and another --momentum_start"),
+    ("laptop", "--momentum_cooldown_steps=9", "a rule with momentum, and another --momentum_start"),
 ]
 
 
@@ -180,13 +183,18 @@ def test_lists_of_mechanisms_that_do_nothing(capsys):
     for words, line in (
         (["--only_with=,"], "--only_with=, has no mechanism"),
         (["--without=, ,"], "--without=, , has no mechanism"),
-        (["--without=muon", "--only_with=muon"], "--without and --only_with both name muon"),
+        (["--without=muon", "--only_with=muon"], "--without=muon has no effect, because --only_with switches off all other mechanisms"),
     ):
         assert gpt.main(["--preset=smoke", *words]) == 2
         assert line in capsys.readouterr().err
 
 
 def test_an_option_that_needs_a_device_prints_a_line(shards, tmp_path):
-    line = "--fp8_head_amax=2.0 has no effect, because the head is not in FP8\n"
-    assert line in smoke_run(shards, tmp_path, "--num_iterations=1", "--fp8_head_amax=2")["stdout"]
-    assert line not in smoke_run(shards, tmp_path, "--num_iterations=1")["stdout"]
+    lines = ["--fp8_head_amax=2.0 has no effect, because the head is not in FP8"]
+    words = ("comm_timeout=9.0", "comm_bucket_mb=9.0", "check_ranks_every=1", "segments=2")
+    lines += [f"--{word} has no effect on one rank" for word in words]
+    options = [f"--{word}" for word in (*words, "fp8_head_amax=2")]
+    said = smoke_run(shards, tmp_path, "--num_iterations=1", *options)["stdout"].splitlines()
+    assert set(lines) <= set(said)
+    said = smoke_run(shards, tmp_path, "--num_iterations=1")["stdout"].splitlines()
+    assert not [line for line in said if "has no effect" in line]

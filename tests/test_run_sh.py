@@ -1,10 +1,11 @@
 """run.sh: a bad number of processes, and the processes that it starts."""
 
+import os
 import shutil
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, data_args
 
 
 @pytest.mark.parametrize("count", ["0", "abc", "-1", "1.5", "07", "a b\nc", "99999999"])
@@ -46,10 +47,30 @@ def test_one_process_prints(flag, calls_of):
     assert calls_of("--preset=frontier", flag) == [f"|train_gpt.py --preset=frontier {flag}"]
 
 
-def test_tools_and_tests_are_started(calls_of):
+def test_tools_and_tests_are_started(calls_of, tmp_path):
     """RUN_SH is set for a tool, and not for the tests, which start runs without run.sh."""
-    assert calls_of("records/validate.py", "x") == ["|records/validate.py x"]
+    (tmp_path / "tool.py").touch()
+    assert calls_of("tool.py", "x") == ["|tool.py x"]
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
+
+
+def test_a_tool_that_does_not_exist_is_named():
+    done = subprocess.run([ROOT / "run.sh", "config/train_gpt2.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("run.sh: error: config/train_gpt2.py does not exist: tools are")
+
+
+@pytest.mark.slow
+def test_two_processes_train(tmp_path, shards):
+    """The check of the options, torchrun and the run, with the real programs."""
+    done = subprocess.run(
+        [ROOT / "run.sh", "--preset=smoke", "--device=cpu", "--num_iterations=2", "--tokens_per_step=1024",
+         "--save_model=off", f"--logs_dir={tmp_path}", *data_args(shards)],
+        capture_output=True, text=True, env={**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert ", 2 x cpu, " in done.stdout and "step:2/2 val_loss:" in done.stdout
+    done = subprocess.run([ROOT / "run.sh", "--preset=nope"], capture_output=True, text=True,
+                          env={**os.environ, "NPROC": "2"})
+    assert done.returncode == 2 and done.stderr.startswith("train_gpt.py: error: --preset=nope is not a preset")
 
 
 def test_a_run_of_several_processes_checks_its_options_first(calls_of):

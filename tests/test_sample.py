@@ -80,10 +80,11 @@ def test_auto_takes_the_newest_model(checkpoint, capsys, tmp_path, monkeypatch):
         out, errors = capsys.readouterr()
         assert errors == f"sampling from {newest.relative_to(Path.cwd())}\n"
         assert out == sample(capsys, model, "--max_new_tokens=20")
+    assert sample(capsys, model.parent, "--max_new_tokens=20") == sample(capsys, model, "--max_new_tokens=20")
     folder = ["--checkpoint_dir=checkpoints"]
     monkeypatch.chdir(tmp_path)
     assert sample(capsys, "auto", *folder, status=2).endswith(
-        "--sample=auto: checkpoints has no model: train one first, or name a file\n"
+        "--sample: checkpoints has no model: train one first, or name a file\n"
     )
     assert "--checkpoint_dir has no effect with --sample" in sample(capsys, checkpoint, *folder, status=2)
 
@@ -326,7 +327,7 @@ MISFITS = {  # name: (change of a checkpoint, words of sampling, words of a resu
         lambda _, tensors: tensors.pop("blocks.1.attention.qk"), *["does not have blocks.1.attention.qk"] * 2),
     "a missing state": (lambda _, tensors: tensors.pop("embed/exp_avg"), "", "does not have embed/exp_avg"),
     "a state of another shape": (
-        set_tensor("embed/exp_avg", torch.ones(3)), "", "has embed/exp_avg of shape (3,), here "),
+        set_tensor("embed/exp_avg", torch.ones(3)), "", "has embed/exp_avg of shape (3,), but this run needs "),
     "an unknown state": (set_tensor("embed/gears", torch.ones(3)), "", "also has embed/gears"),
     **{f"{name} is {value}": (change(**{name: value}), *[f"(its {entry} is "] * 2) for change, entry, name, value in (
         (set_entry, "config", "config", []), (set_entry, "optimizer_steps", "optimizer_steps", "x"),
