@@ -407,6 +407,7 @@ def whole_run(shards, tmp_path_factory):
     return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER)
 
 
+@pytest.mark.slow
 def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_run, capsys):
     """Two ranks, a checkpoint of a tied head and one of an untied head. All end with the loss of one rank."""
     two = smoke_run(shards, tmp_path, *FRONTIER, "--checkpoint_every=2", nproc=2)
@@ -448,7 +449,7 @@ def test_telemetry_and_guard(shards, tmp_path):
     "options, message",
     [
         (dict(bigram_rows=1), "--bigram_rows=1 "),
-        (dict(qk_group_heads=4), "--num_heads=6 is not a multiple of qk_group_heads=4"),
+        (dict(qk_group_heads=4), "--qk_group_heads=4 does not divide num_heads=6: give --qk_group_heads=1 or 2 or 3 or 6, or 0"),
         (dict(value_gate_dim=5), "--value_gate_dim=5 is not a multiple of 2"),
         (dict(extension_steps=1285), "--extension_steps=1285 "),
         (dict(stages=()), "--stages is empty"),

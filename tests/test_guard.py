@@ -189,7 +189,7 @@ def test_the_guard_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsy
     assert lines[6].endswith("restored weights of step 20, the run stops, because 6 rollbacks did not help")
     assert "learning rates times 0.015625 " in lines[5]  # 2^-6
     found = re.search(
-        r"stopped by the guard after step (\d+) of 300: continue with: python .*step_(\d+).pt$", errors
+        r"stopped by the guard after step (\d+) of 300: lower the learning rates, and continue with: python .*step_(\d+).pt$", errors
     )
     metadata, tensors = gpt.read_checkpoint(find_saved(int(found[1])))
     assert metadata["progress"]["num_actions"] == 7 and metadata["progress"]["actions_in_a_row"] == 0
@@ -313,7 +313,7 @@ def test_the_guard_can_give_up_in_the_last_step(text, tmp_path, monkeypatch, cap
     train(text, "--num_iterations=8", status=3)
     assert not list(Path("logs").glob("*.json"))
     errors = capsys.readouterr().err
-    assert "stopped by the guard after step 8 of 8: continue with: " in errors and errors.count("\n") == 1
+    assert "stopped by the guard after step 8 of 8: lower the learning rates, and continue with: " in errors and errors.count("\n") == 1
     progress = gpt.read_checkpoint(find_saved(8))[0]["progress"]
     assert (progress["num_actions"], progress["actions_in_a_row"]) == (2, 0)
     spoiled_losses.clear()
