@@ -268,7 +268,7 @@ class OptimConfig:
     """Update rules and schedules."""
 
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
-                                choices=("newton_schulz", "polar_express", "precise"))
+                                choices=("newton_schulz", "polar_express", "six_maps", "precise"))
     mlp_up_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's first matrix", 0.0)
     mlp_down_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's second matrix", 0.0)
     decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
@@ -279,6 +279,8 @@ class OptimConfig:
     momentum_end: float = option(0.95, "Muon momentum after the warmup", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0)
     momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to momentum_start", 0)
+    slow_momentum_start: float = option(1.0, "fraction of the schedule after which anvil mixes in its slow "
+                                        "momentum", 0.0, 1.0)
     adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
                               "which also keeps the low 16 bits of bfloat16 matrices",
@@ -1249,6 +1251,8 @@ class UpdateArgs(typing.NamedTuple):
     eps: float
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
+    fast_beta: Tensor | None = None  # (), on the CPU, of anvil
+    fast_weight: Tensor | None = None  # (), on the CPU: share of anvil's fast momentum, the rest is slow
     cautious: bool = False  # decay only weights whose sign equals the update's sign
     symmetric_matmul: Callable = symmetric_matmul
 
@@ -1340,6 +1344,26 @@ def adamh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
     return sphere_step(weight, adam_direction(grad, state, args), state, args)
 
 
+@rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True, lr=0.05,
+      betas=(0.9, 0.9))
+def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
+
+    Meant for orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a
+    gradient of rank one can reach them.
+    """
+    fast, slow, (rows, columns) = state["momentum"], state["slow_momentum"], weight.shape[-2:]
+    grad = (grad * args.grad_scale).to(fast.dtype)
+    fast.lerp_(grad, 1 - args.fast_beta.to(fast.dtype))
+    slow.lerp_(grad, SLOW_MOMENTUM_RATE)
+    mean = slow.lerp(fast, args.fast_weight.to(fast.dtype))
+    update = grad.lerp(mean, args.momentum.to(fast.dtype))
+    update = normalize_rows(orthogonalize(update, args), state, args)
+    decay = args.weight_decay * (slow * weight >= 0) if args.cautious else args.weight_decay
+    size = max(1, rows / columns) ** 0.5  # also of the decay
+    return weight * (1 - decay * size) - update * (args.lr * size)
+
+
 @rule("adamw", moments=("exp_avg", "exp_avg_sq"), lr=0.0018, weight_decay=0.1)
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """AdamW, elementwise. The defaults are from record 2."""
@@ -1364,8 +1388,15 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    "six_maps": (  # record 92, for inputs divided by 1.05 times their norm
+        (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+        (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+        (2.245503932403, -2.443826979899, 0.963091710461),
+        (2.256537145403, -2.166840097229, 0.929501253245)),
     "precise": ((2.0, -1.5, 0.5),) * 12,  # slow: singular values approach 1 from below
 }
+MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
 
 
 def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
@@ -1377,7 +1408,8 @@ def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
     x = x.to(args.dtype)
     x = x.mT if is_tall else x  # (M, short, long)
     norm = x.to(at_least_fp32(x)).norm(dim=(-2, -1), keepdim=True)
-    x = x / (norm * 1.02 + 1e-6 if args.polynomial == "polar_express" else norm + 1e-7).to(x.dtype)
+    factor, addend = MARGINS.get(args.polynomial, (1.0, 1e-7))
+    x = x / (norm * factor + addend).to(x.dtype)
     for a, b, c in POLYNOMIALS[args.polynomial]:
         gram = matmul(x)  # (M, short, short)
         gram = matmul(gram, gram, c, b)
@@ -1708,6 +1740,8 @@ class Optimizer:
             lr=lr,
             weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name],
             momentum=torch.tensor(state.momentum, dtype=dtype),
+            fast_beta=torch.tensor(state.fast_beta, dtype=dtype),
+            fast_weight=torch.tensor(state.fast_weight, dtype=dtype),
             grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # equal in all stages
             bias_correction1=torch.tensor(1 - beta1**num_updates, dtype=dtype),
             bias_correction2=torch.tensor(1 - beta2**num_updates, dtype=dtype),
@@ -1743,6 +1777,8 @@ class StepState(typing.NamedTuple):
     lr: dict[str, float]  # by parameter group
     weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
     momentum: float
+    fast_beta: float  # of anvil
+    fast_weight: float  # of anvil's fast momentum. The slow one has the rest
     loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
     frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token
     softmax_scale: float
@@ -1762,6 +1798,9 @@ class Schedule:
     def __init__(self, cfg: Config):
         self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
         self.scheduled_steps = cfg.num_iterations - cfg.extension_steps
+        self.slow_momentum_step = sys.maxsize
+        if cfg.slow_momentum_start < 1:
+            self.slow_momentum_step = math.ceil(cfg.slow_momentum_start * self.scheduled_steps)
 
         # First step after each stage: frontier has 423, 847, 1270 and 1285. The extension is the last stage.
         durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
@@ -1818,13 +1857,15 @@ class Schedule:
         groups, ones = self.cfg.groups, dict.fromkeys(self.cfg.groups, 1.0)
         lr_factors = {name: self.compute_lr_factor(step, name) for name in groups}
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
+        momentum, has_slow = self.compute_momentum(step), step >= self.slow_momentum_step
         decay_factors = dict(constant=ones, lr=lr_factors, cosine=dict.fromkeys(groups, cosine))[
             self.cfg.decay_schedule]
         return StepState(
             stage_index=window_index, stage=self.stages[index], windows=self.windows[window_index],
             lr={name: group.lr * lr_factors[name] for name, group in groups.items()},
             weight_decay={name: group.weight_decay * decay_factors[name] for name, group in groups.items()},
-            momentum=self.compute_momentum(step),
+            momentum=momentum, fast_beta=FAST_BETA if has_slow else momentum,
+            fast_weight=FAST_WEIGHT if has_slow else 1.0,
             loss_weights=tuple(a + (b - a) * fraction for a, b in self.loss_weight_ramps[index]),
             frequencies=frequencies, softmax_scale=softmax_scale)
 
@@ -4668,6 +4709,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **dict.fromkeys(("decay", "decay_schedule"), (
         lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
         "weight decay, for example --matrix_weight_decay")),
+    "slow_momentum_start": (lambda cfg: cfg.groups["matrix"].rule == "anvil", "--matrix_rule=anvil"),
     "momentum_start": (
         lambda cfg: has_momentum(cfg) and cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
         "a rule with momentum, and --momentum_warmup_steps or --momentum_cooldown_steps"),

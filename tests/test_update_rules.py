@@ -9,9 +9,10 @@ from conftest import SCRIPT, VAL_LINE, data_args, gpt, make_runtime, run_script,
 from torch import nn
 
 SPHERES = [name for name, rule in gpt.RULES.items() if rule.keeps_norm]
-BANDS = dict(newton_schulz=(0.6, 1.25), polar_express=(0.85, 1.15), precise=(0.98, 1.001))
+BANDS = dict(newton_schulz=(0.6, 1.25), polar_express=(0.85, 1.15), six_maps=(0.99, 1.001), precise=(0.98, 1.001))
+MARGINS = dict(polar_express=1.02, six_maps=1.05)  # inputs are divided by this times their norm
 RULES_AND_METHODS = [(name, method) for name in gpt.RULES
-                     for method in (BANDS if "muon" in name else ["newton_schulz"])]
+                     for method in (BANDS if "muon" in name or name == "anvil" else ["newton_schulz"])]
 POLYNOMIALS = dict(  # as published, by Muon and by Polar Express. The last one is Newton-Schulz of order 5
     newton_schulz=[(3.4445, -4.7750, 2.0315)] * 5,
     polar_express=[(8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -19,19 +20,23 @@ POLYNOMIALS = dict(  # as published, by Muon and by Polar Express. The last one 
                    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
                    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)],
+    six_maps=[(3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+              (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+              (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245)],
     precise=[(2, -1.5, 0.5)] * 12)
 
 
 def make_args(lr=0.05, decay=0.0, step=1, betas=(0.9, 0.95), grad_scale=1.0, dtype=torch.float32, **changes):
-    """Arguments of an update with momentum 0.9. decay includes lr. dtype: of the numbers."""
+    """Arguments of an update with momentum 0.9. decay includes lr. anvil mixes 0.6 fast and 0.4 slow momentum."""
     scalars = (0.9, grad_scale, 1 - betas[0] ** step, 1 - betas[1] ** step)
     lr, decay, *scalars = (torch.tensor(value, dtype=dtype) for value in (lr, decay, *scalars))
-    return gpt.UpdateArgs(lr, decay, *scalars, betas, 1e-8)._replace(**changes)
+    rails = dict(fast_beta=scalars[0], fast_weight=torch.tensor(0.6, dtype=dtype))
+    return gpt.UpdateArgs(lr, decay, *scalars, betas, 1e-8)._replace(**{**rails, **changes})
 
 
 def first_state(cfg):
     """The schedule at step 0, with momentum 0.9. Learning rates are the options."""
-    return gpt.Schedule(cfg).at(0)._replace(momentum=0.9)
+    return gpt.Schedule(cfg).at(0)._replace(momentum=0.9, fast_beta=0.9, fast_weight=0.6)
 
 
 def norms(x):
@@ -40,7 +45,7 @@ def norms(x):
 
 def equalize(singular, method):
     """All singular values of a matrix after its orthogonalization."""
-    values = singular / (np.linalg.norm(singular) * (1.02 if method == "polar_express" else 1))
+    values = singular / (np.linalg.norm(singular) * MARGINS.get(method, 1))
     for a, b, c in POLYNOMIALS[method]:
         values = a * values + b * values**3 + c * values**5
     return values
@@ -49,17 +54,18 @@ def equalize(singular, method):
 def update_by_hand(name, method, w, grads, lr, decay):
     """W and the state after each gradient. One numpy matrix, in float64."""
     rows, columns = w.shape
-    m, v, radius = np.zeros_like(w), np.zeros_like(w), np.linalg.norm(w)
+    m, v, slow, radius = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w), np.linalg.norm(w)
     axis = 1 if rows >= columns else 0
     seen = np.zeros_like(w).mean(axis, keepdims=True)
     for step, grad in enumerate(grads, 1):
-        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+        m, v, slow = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2, 0.98 * slow + 0.02 * grad
+        mean = 0.6 * m + 0.4 * slow if name == "anvil" else m
         if "adam" in name:
             update = m / (np.sqrt(v) + 1e-8) * np.sqrt(1 - 0.95**step) / (1 - 0.9**step)
         else:
-            left, singular, right = np.linalg.svd(0.1 * grad + 0.9 * m, full_matrices=False)
+            left, singular, right = np.linalg.svd(0.1 * grad + 0.9 * mean, full_matrices=False)
             update = left * equalize(singular, method) @ right
-        if "normuon" in name:  # rows, or columns of a wide matrix, to equal size. The norm stays
+        if "normuon" in name or name == "anvil":  # rows, or columns of a wide matrix, to equal size. The norm stays
             seen = 0.95 * seen + 0.05 * (update**2).mean(axis, keepdims=True)
             balanced = update / np.sqrt(seen)
             update = balanced * np.linalg.norm(update) / np.linalg.norm(balanced)
@@ -67,9 +73,9 @@ def update_by_hand(name, method, w, grads, lr, decay):
             w = w - lr * radius * update / np.linalg.norm(update)
             w = w * radius / np.linalg.norm(w)
         else:
-            size = max(1, rows / columns) ** 0.5 if "muon" in name else 1
-            w = w * (1 - decay) - lr * size * update
-        yield w, dict(momentum=m, exp_avg=m, exp_avg_sq=v, second_momentum=seen, radius=radius)
+            size = 1 if "adam" in name else max(1, rows / columns) ** 0.5
+            w = w * (1 - decay * (size if name == "anvil" else 1)) - lr * size * update
+        yield w, dict(momentum=m, slow_momentum=slow, exp_avg=m, exp_avg_sq=v, second_momentum=seen, radius=radius)
 
 
 @pytest.mark.parametrize("name, method", RULES_AND_METHODS)
@@ -112,6 +118,59 @@ def test_the_polynomials_to_the_last_digit(method):
     singular = np.array([3.0, 4, 12, 84]) * 2**20
     made = orthogonalize(torch.tensor(np.diag(singular))[None], torch.float64, method)[0]
     assert np.abs(made.numpy() - np.diag(equalize(singular, method))).max() < 1e-12
+
+
+MAPS = {1e-4: 0.06425008, 1e-3: 0.58454118, 3e-3: 0.9950672, 0.01: 1.00026686, 0.1: 0.99959977, 0.3: 0.99960094,
+        0.6: 1.00007966, 0.9: 1.0000996, 1 / 1.05: 1.00040139, 0.9525: 23.17621282}
+
+
+def test_the_six_maps_of_anvil():
+    """The published values. The maps diverge just above 1 / 1.05."""
+    for value, expected in MAPS.items():
+        for a, b, c in gpt.POLYNOMIALS["six_maps"]:
+            value = a * value + b * value**3 + c * value**5
+        assert value == pytest.approx(expected, abs=1e-8)
+
+
+ANVIL = {  # shape: (first three weights and norm of the matrix) after each of two steps, state "second_momentum"
+    (4, 6): ([(-0.001025, -0.053924, -0.090892, 0.354581), (-0.016206, -0.049512, -0.088542, 0.341779)],
+             [0.036507, 0.046968, 0.023353, 0.028872, 0.029747, 0.024571]),
+    (6, 4): ([(-0.002845, -0.056735, -0.093358, 0.362386), (-0.009984, -0.058894, -0.083459, 0.372705)],
+             [0.029457, 0.041447, 0.029371, 0.029833, 0.030857, 0.029043]),
+}
+
+
+@pytest.mark.parametrize("shape", ANVIL, ids=str)
+def test_anvil_at_the_published_values(shape):
+    """Two steps in float64. The second one mixes the two momenta. The decay is 2.25 lr, and cautious."""
+    steps, variance = ANVIL[shape]
+    i, j = (torch.arange(1, size + 1, dtype=torch.float64) for size in shape)
+    i, rule = i[:, None], gpt.RULES["anvil"]
+    weight = 0.1 * torch.cos(i + 0.5 * j)[None]
+    state, grads = rule.init_state(weight), (torch.sin(0.7 * i * j), torch.cos(0.3 * i + 0.9 * j))
+    for grad, fast_weight, expected in zip(grads, (1.0, 0.4385), steps):
+        args = make_args(0.023, 2.25 * 0.023**2, betas=(0.9, 0.9), dtype=torch.float64, polynomial="six_maps", cautious=True)
+        args = args._replace(dtype=torch.float64, momentum=torch.tensor(0.93).double(),
+                             fast_beta=torch.tensor(0.85).double(), fast_weight=torch.tensor(fast_weight).double())
+        rule.update(weight, grad[None], state, args)
+        assert [*weight[0, 0, :3].tolist(), weight.norm().item()] == pytest.approx(expected, abs=1e-6)
+    assert state["second_momentum"].flatten().tolist() == pytest.approx(variance, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (256, 768)], ids=str)
+def test_a_gradient_of_rank_one_is_at_the_edge_of_the_six_maps(shape):
+    """Its singular value is 1 / 1.05 after the division. In float32 the norm of the result is 1."""
+    torch.manual_seed(0)
+    x = torch.randn(1, shape[0], 1) @ torch.randn(1, 1, shape[1])
+    assert norms(orthogonalize(x, torch.float32, "six_maps")).item() == pytest.approx(1, abs=2e-3)
+
+
+def test_the_slow_momentum_begins_with_its_fraction_of_the_schedule():
+    """Before that, the fast momentum is the momentum of the other rules."""
+    cfg = smoke_config(matrix_rule="anvil", num_iterations=10, slow_momentum_start=0.45, momentum_warmup_steps=4)
+    states = [gpt.Schedule(cfg).at(step) for step in range(10)]
+    assert [state.fast_weight for state in states] == [1.0] * 5 + [0.4385] * 5
+    assert [state.fast_beta for state in states] == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, *[0.85] * 5])
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -305,7 +364,7 @@ def test_the_fused_form_of_adam_is_the_rule(dtype, error, monkeypatch):
     assert not torch.equal(results[0][0], torch.randn(64, 3, generator=torch.Generator().manual_seed(1)).flatten())
 
 
-LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.002)
+LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, anvil=0.05, adamw=0.002)
 
 
 def test_the_table():
@@ -313,8 +372,9 @@ def test_the_table():
     assert SPHERES == ["muonh", "normuonh", "adamh"]
     assert [name for name, rule in gpt.RULES.items() if not rule.whole_matrix] == ["adamw"]
     for name, rule in gpt.RULES.items():
-        assert rule.row_variance == name.startswith("nor")
-        assert rule.moments == (("exp_avg", "exp_avg_sq") if name.startswith("adam") else ("momentum",))
+        assert rule.row_variance == (name.startswith("nor") or name == "anvil")
+        momentum = ("momentum", "slow_momentum") if name == "anvil" else ("momentum",)
+        assert rule.moments == (("exp_avg", "exp_avg_sq") if name.startswith("adam") else momentum)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
