@@ -40,6 +40,10 @@ if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
     unset RUN_SH
     exec "$python" -m pytest "${@:2}"
   fi
+  if [[ ${NPROC:-1} != 1 ]]; then
+    echo "run.sh: error: NPROC=$(printf %q "$NPROC") is for training runs: start $1 with torchrun, or leave NPROC out" >&2
+    exit 2
+  fi
   exec "$python" "$@"
 fi
 

@@ -5076,6 +5076,9 @@ def find_run_problems(cfg: Config) -> Iterator[str]:
     yield from find_remainder("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
     yield from find_remainder("val_tokens", cfg.val_tokens, cfg.val_seq_len,
                               f"val_seq_len={cfg.val_seq_len}")
+    if cfg.telemetry_every > cfg.num_iterations:
+        yield (f"--telemetry_every={cfg.telemetry_every} is more than --num_iterations="
+               f"{cfg.num_iterations}: give at most --telemetry_every={cfg.num_iterations}")
     if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
         yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: swap them")
     forms = [name for name in list_fast_forms() if name not in FP8_FORMS]

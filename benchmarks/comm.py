@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, at_least, output_file, require_packages
 
 with require_packages():
     import numpy as np
@@ -244,7 +244,7 @@ def measure(args: Namespace, values: dict) -> None:
 def main() -> int:
     """Parse and measure. Bad input ends with status 2 and one line."""
     parser = Parser(__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--max_mb", type=at_least(0.004, float),
                         help="largest message (default 256, without GPUs 16)")
     parser.add_argument("--num_steps", type=at_least(1), default=8,

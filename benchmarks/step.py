@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, at_least, output_file, require_packages
 
 with require_packages():
     import numpy as np
@@ -410,8 +410,9 @@ def main() -> int:
                         help="timed steps (default %(default)s)")
     parser.add_argument("--compare", type=shlex.split, metavar="FLAGS",
                         help="further options of a second config")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the profile for chrome://tracing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--trace", type=output_file, metavar="FILE",
+                        help="write the profile for chrome://tracing")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
                         help="simulate a step on N devices like this one")
     parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=simulate_ranks.BUS_GB_PER_S,

@@ -34,7 +34,7 @@ from pathlib import Path
 from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, Progress, at_least, require_packages
+from records.common import Parser, Progress, at_least, output_file, require_packages
 
 with require_packages():
     import torch
@@ -395,7 +395,7 @@ def main() -> int:
                         help="time this instead of the alternatives for this machine, may be repeated")
     parser.add_argument("--jobs", type=at_least(1), metavar="N", help="alternatives that start in parallel "
                         "(default: 1 on CPUs, on GPUs up to 4 that fit the memory)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
     args, options = parser.parse_known_args()
 
     def body() -> int:

@@ -65,6 +65,13 @@ def at_least(low: float, kind: type = int) -> Callable[[str], float]:
     return parse
 
 
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write. Its folder must exist."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder of {text} does not exist: make it, or choose another")
+    return Path(text)
+
+
 def find_launcher(is_alone: bool = False) -> str:
     """The command that trains, without options: run.sh if it started this tool, else python.
 
@@ -107,7 +114,7 @@ def run_guarded(body: Callable[[], int | None]) -> int:
     """Run a tool and return its exit status.
 
     An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
-    gives 141, the status of SIGPIPE, without a line.
+    gives 141, the status of SIGPIPE, without a line. Ctrl-C gives 130.
     """
     status, line = 0, ""
     try:
@@ -120,6 +127,9 @@ def run_guarded(body: Callable[[], int | None]) -> int:
         status, line = 2, str(error)
     except BrokenPipeError:
         status = 141
+    except KeyboardInterrupt:
+        status = 130
+        warn("interrupted. Finished runs are kept")
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"

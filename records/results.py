@@ -355,7 +355,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
     name after each run. With several jobs the runs share the processors: their times mean nothing.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
-    environment, has_failed = dict(os.environ), threading.Event()
+    environment, has_failed, processes = dict(os.environ), threading.Event(), []
     if threads := count_threads(jobs):
         environment["OMP_NUM_THREADS"] = str(threads)
 
@@ -365,11 +365,14 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
         command += ["--save_model=off"] if b"save_model" in source else []  # older scripts write no models
         progress.show(f"{name}, seed {seed}")
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
-        if done.returncode:
+        process = subprocess.Popen(command, cwd=cwd, env=environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        processes.append(process)
+        _, errors = process.communicate()
+        if process.returncode:
             has_failed.set()
-            raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}: "
-                              f"{' '.join(done.stderr.split())} (start {program} again to go on from here)")
+            raise RecordError(f"{shlex.join(command)} ended with status {process.returncode}: "
+                              f"{' '.join(errors.split())} (start {program} again to go on from here)")
         if keep:
             keep(name)
         progress.finish(f"{name}, seed {seed}")
@@ -383,6 +386,11 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
             try:
                 for future in futures:
                     future.result()
+            except KeyboardInterrupt:
+                has_failed.set()
+                for process in processes:  # those that have ended ignore it
+                    process.terminate()
+                raise
             finally:
                 pool.shutdown(cancel_futures=True)
 

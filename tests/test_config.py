@@ -181,6 +181,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--print_schedule=1"], "--print_schedule", "see --help"),
         (["--cooldown_frac=0.5", "--embed_betas=0.9"], "0.9", "0.8,0.95"),
         (["--embed_betas="], "--embed_betas", "two numbers"),
+        (["--telemetry_every=50"], "--telemetry_every=50 is more than", "give at most --telemetry_every=12"),
         (["--embed_betas=0.9"], "0.9 cannot be read (two numbers are needed)", "give one like 0.8,0.95"),
         (["--qk_group_heads=3"], "--qk_group_heads=3 does not divide num_heads=2", "give --qk_group_heads=1 or 2, or 0"),
         (['--stages=[{"duration":1,"window_long":64}]'], "cannot be read (window_short is missing)", "give one like"),

@@ -76,7 +76,7 @@ def test_validation_does_not_use_it():
 def test_a_run_with_it_trains_as_well(shards, tmp_path):
     on = smoke_run(shards, tmp_path, "--fp8_head=on")
     off = smoke_run(shards, tmp_path, "--fp8_head=off")
-    assert "fp8 head: on" in on["stdout"] and "fp8" not in off["stdout"]
+    assert "fp8 head: on" in on["stdout"] and "fp8 head" not in off["stdout"]
     assert on["choices"]["fp8"] == ["fp8_head"] and off["choices"]["fp8"] == []
     assert on["final_val_loss"] == pytest.approx(off["final_val_loss"], abs=0.02)
     assert on["final_val_loss"] != off["final_val_loss"]
@@ -203,7 +203,7 @@ def test_a_run_with_fp8_linears_trains_as_well(shards, tmp_path):
     size = ["--num_heads=4", "--model_dim=128", "--num_layers=3"]
     on = smoke_run(shards, tmp_path, "--fp8_linear=on", *size)
     off = smoke_run(shards, tmp_path, "--fp8_linear=off", *size)
-    assert "fp8 linear: on" in on["stdout"] and "fp8" not in off["stdout"]
+    assert "fp8 linear: on" in on["stdout"] and "fp8 linear" not in off["stdout"]
     assert on["choices"]["fp8"] == ["fp8_linear"] and off["choices"]["fp8"] == []
     assert on["final_val_loss"] == pytest.approx(off["final_val_loss"], abs=0.03)
     assert on["final_val_loss"] != off["final_val_loss"]

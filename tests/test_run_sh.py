@@ -30,10 +30,10 @@ def calls_of(tmp_path):
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
 
-    def run(*args):
+    def run(*args, nproc="4"):
         notes.write_text("")
         done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), *args], capture_output=True, text=True,
-                              env={"PATH": str(tmp_path), "NPROC": "4"})
+                              env={"PATH": str(tmp_path), "NPROC": nproc})
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         return notes.read_text().splitlines()
 
@@ -50,13 +50,19 @@ def test_one_process_prints(flag, calls_of):
 def test_tools_and_tests_are_started(calls_of, tmp_path):
     """RUN_SH is set for a tool, and not for the tests, which start runs without run.sh."""
     (tmp_path / "tool.py").touch()
-    assert calls_of("tool.py", "x") == ["|tool.py x"]
+    assert calls_of("tool.py", "x", nproc="1") == ["|tool.py x"]
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
 
 
 def test_a_tool_that_does_not_exist_is_named():
     done = subprocess.run([ROOT / "run.sh", "config/train_gpt2.py"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("run.sh: error: config/train_gpt2.py does not exist: tools are")
+
+
+def test_a_tool_takes_no_number_of_processes():
+    done = subprocess.run([ROOT / "run.sh", "benchmarks/comm.py"], capture_output=True, text=True,
+                          env={**os.environ, "NPROC": "2"})
+    assert done.returncode == 2 and done.stderr.startswith("run.sh: error: NPROC=2 is for training runs")
 
 
 @pytest.mark.slow
