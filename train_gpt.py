@@ -4720,7 +4720,6 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
                     "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
     "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
-    "records_dir": (lambda cfg: bool(cfg.record), "--record"),
     "vocab_file": (lambda cfg: any(stage.has_prefix_target for stage in cfg.stages),
                    "a prefix_weight in --stages"),
     "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(

@@ -221,10 +221,11 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     splits = split_documents(texts, encode, bos, doc_bytes)
     sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
     if min(sizes.values()) <= gpt.BLOCK:
+        can_shrink = sum(sizes.values()) > 2 + 4 * gpt.BLOCK  # enough text with --doc_bytes=1
         raise gpt.InputError(
             f"{source} has {sum(sizes.values())} tokens, too few for training and validation with documents "
-            f"of {doc_bytes} bytes: give more text ({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice) "
-            "or a smaller --doc_bytes")
+            f"of {doc_bytes} bytes: give more text ({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice)"
+            f"{' or a smaller --doc_bytes' if can_shrink else ''}")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
                 files=[], fingerprint="")
     with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:

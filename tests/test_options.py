@@ -148,7 +148,6 @@ IDLE = [  # (preset, option without effect and further options, missing part)
     ("smoke", "--final_lr_frac=0 --cooldown_frac=0", "--cooldown_frac"),
     ("smoke", "--momentum_end=0.5 --matrix_rule=adamw", "a rule with momentum"),
     ("smoke", "--momentum_start=0.5 --without=muon", "a rule with momentum"),
-    ("smoke", "--records_dir=x", "--record"),
     ("smoke", "--slow_momentum_start=0.5", "--matrix_rule=anvil"),
     ("laptop", "--max_doc_len=128", "--sequence_start=document"),
     ("laptop", "--momentum_start=0.5", "a rule with momentum, and --momentum_warmup_steps or"),

@@ -205,7 +205,11 @@ def test_too_little_text_leaves_nothing(tmp_path, capsys):
     (tmp_path / "note.txt").write_text("one line\n" * 9)
     said = make(capsys, tmp_path / "note.txt", "--out", tmp_path / "mine", status=2)
     assert "note.txt has 82 tokens, too few for training and validation with documents of 2047 bytes" in said
-    assert "give more text (4606 tokens always suffice) or a smaller --doc_bytes" in said
+    assert said.endswith("give more text (4606 tokens always suffice)\n")
+    (tmp_path / "longer.txt").write_text("one line\n" * 99)
+    said = make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "mine", status=2)
+    assert said.endswith("give more text (4606 tokens always suffice) or a smaller --doc_bytes\n")
+    make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "small", "--doc_bytes=1")
     assert not (tmp_path / "mine").exists()
 
 
