@@ -1019,7 +1019,7 @@ class ParamSpec(typing.NamedTuple):
 
 def normal(shape: tuple[int, ...], std: float) -> Tensor:
     x = torch.empty(shape)
-    return x if x.is_meta else x.normal_(0.0, std)  # random meta tensors would import the compiler
+    return x if x.is_meta else x.normal_(0.0, std)  # random numbers on meta tensors import the compiler
 
 
 def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
@@ -1040,11 +1040,11 @@ def output_std(cfg: Config, part: str) -> float:
 # ==== OPERATIONS ===========================================================================================
 # Each function is the equation of an operation, on local tensors. Part two has fast forms of the functions
 # in Operations, and compares them at startup. If you edit a function, its fast form is switched off.
-# Constants, as eps and the window, are arguments, so that both forms use equal values.
+# Constants, for example eps, are arguments, so that both forms use equal values.
 
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
-DC_WINDOW = 111  # number of tokens before a query that composed heads see
+DC_WINDOW = 111  # composed heads see this many tokens before a query
 NUM_SIGN_ROWS = 8192  # rows in the table of bigram signs
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
@@ -1151,7 +1151,7 @@ def compose_heads(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_pre: Tens
     """Dynamically composed heads: mix attention probabilities of all heads with weights dc_pre, multiply by
     each head's values, and scale by dc_post.
 
-    q, k, v (T, H, K), dc_pre and dc_post (T, H) -> (T, H, K). Source: arXiv 2405.08553, 2026-05-27.
+    q, k, v (T, H, K), dc_pre and dc_post (T, H) -> (T, H, K). Sources: arXiv 2405.08553 and 2026-05-27.
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
     probs = (q @ k.mT).masked_fill(~make_mask(doc_ids, window), -math.inf).softmax(-1)  # (H, T, T)
@@ -1166,7 +1166,7 @@ def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
 
 
 def bigram_hash(tokens: Tensor, is_sequence_start: Tensor, num_rows: int) -> Tensor:
-    """Row (T,) of the bigram embedding for each token and its predecessor. The int32 hash may overflow.
+    """Row (T,) of the bigram embedding for each token and its predecessor. The int32 hash wraps around.
 
     Sequence starts get the last row. Its index also replaces their token in hashes. Source: 2026-01-19.
     """
@@ -4356,7 +4356,7 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
 
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
-LAPTOP_LAYERS = (  # with attention in layer 0, some seeds learn to copy there and end at a higher loss
+LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
     LayerSpec(attention="none"),
     LayerSpec(attention="short", value_embed=1, key_offset=True),
     LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
@@ -4413,7 +4413,7 @@ PRESETS |= {
         vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
         num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
         val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
-        momentum_warmup_steps=100, adam_eps=1e-2,  # gradients below it are rounding noise in small batches
+        momentum_warmup_steps=100, adam_eps=1e-2,  # smaller gradients are rounding noise
         grad_grid=2.0**-12, val_windows=(320, 128), stages=(
             Stage(duration=1, window_long=128, window_short=64),
             Stage(duration=1, window_long=192, window_short=64),
@@ -4430,7 +4430,7 @@ PRESETS |= {
             scalar=Group(lr=0.04, betas=(0.9, 0.99))),
         warmup_iterations=0, num_iterations=720, tokens_per_step=2048, val_loss_every=120,
         sequence_start="anywhere")),
-    "quick": ("laptop", "laptop in half a minute. Also for a small text", dict(
+    "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
         track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine, for tests", dict(
         track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
@@ -4443,7 +4443,7 @@ PRESETS |= {
         value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
         decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, groups=dict(
             matrix=Group(rule="normuon", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 1.2),
-            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # after untying
+            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # used once it is untied
             head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
             value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2),
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
@@ -4468,7 +4468,7 @@ PRESETS |= {
        for depth in (12, 24, 26)},
     # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
     # have record 2's constants with half the learning rates, because record 18's stages double them.
-    "track_2": ("track_1", "the medium track: 16 layers of 1024 channels, FineWeb, 2.92 on 8xH100", dict(
+    "track_2": ("track_1", "medium track: 16 layers of 1024 channels, FineWeb, loss 2.92 on 8xH100", dict(
         track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
         num_value_embeds=5, fp8_head="off", yarn_max_window=1664, layers=TRACK_2_LAYERS,
         num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
@@ -4494,7 +4494,7 @@ def rule_defaults(name: str) -> dict:
                 mlp_up_lr_mul=rule.mlp_up_lr_mul, mlp_down_lr_mul=rule.mlp_down_lr_mul)
 
 
-# Option values that --without sets. A function computes the new value from the old one
+# Option values that --without sets. If it is a function, it gets the old value
 MECHANISMS: dict[str, dict] = {
     "muon": dict(matrix_rule="adamw", **rule_defaults("adamw")),
     "momentum_warmup": dict(momentum_warmup_steps=0),
@@ -4551,7 +4551,7 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
     """Options from --depth and --tokens_per_param: 64 * depth channels, rounded up to a multiple of 128.
 
     Batch (tokens), learning rates and decay are scaled from a model of 12 layers. Norm-preserving rules have
-    the schedules of preset muonh. Sources: nanochat without its Adam betas and decays, MuonH of 2026-02-03.
+    the schedules of preset muonh. Sources: MuonH of 2026-02-03, and nanochat without its betas and decays.
     """
     depth, rule = values["depth"], values["matrix_rule"]
 
