@@ -5817,6 +5817,8 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
     except OtherFormat:
         raise
     except Exception as error:  # a damaged file can raise any error while it is read
+        if not is_checked:  # the checksums name the damage
+            return read_checkpoint(path)
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
                          ": name another one, or leave the option out") from None
