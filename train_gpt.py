@@ -136,6 +136,10 @@ class LayerSpec:
 
     attention: str = "short"  # window of the attention: long or short. none: no attention
     mlp: bool = True
+    second_mlp: bool = False  # another MLP, with the same input
+    v_dim: int | None = None  # channels per head of the values. None: head_dim
+    x0: bool = True  # add the normalized embedding
+    ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
@@ -143,17 +147,16 @@ class LayerSpec:
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # per-token scale of each head's output
-    dc: bool = False  # add dynamically composed heads, with window DC_WINDOW
     gates_from: int | None = None  # layer whose input feeds the token gates. None: learned scalars
     mudd_in: str = ""  # activations ("a,b") added to input and values with per-token weights
-    mudd_out: str = ""  # activations ("a,b") added to the output with per-token weights
+    mudd_out: str = ""  # as mudd_in, added to the output. Also attn_in, mlp_in: this layer's normed inputs
 
     def inputs(self) -> set[str]:
         """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
         layers = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
         tables = {f"ve{self.value_embed}"} if self.value_embed is not None else set()
         mudd = {*split_names(self.mudd_in), *split_names(self.mudd_out), *(["x_in"] if self.mudd_in else [])}
-        return layers | tables | mudd
+        return layers | tables | mudd - {"attn_in", "mlp_in"}
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,9 @@ class Stage:
     max_doc_len: int | None = None  # None: --max_doc_len
     lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
     seq_len: int | None = None  # None: --seq_len
-    loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp over the stage
+    loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp, "a/b/c" equal parts
     prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
+    num_classes: int | None = None  # classes in the loss of a packed sequence. None: all
 
     @property
     def has_prefix_target(self) -> bool:
@@ -184,21 +188,29 @@ class Stage:
 class Group:
     """How the parameters of one group are trained."""
 
-    rule: str = option("adamw", "update rule of the matrices", choices=lambda: tuple(RULES))
+    rule: str = option("adamw", "update rule", choices=lambda: tuple(RULES))
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas as a,b. normuon uses only b", 0.0, 0.9999)
     weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
+    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
 
-    def is_due(self, step: int) -> bool:
-        """Whether the group is updated in this step. Steps count from 0."""
-        return (step + 1) % self.every == 0
+    def period(self, step: int, late_step: int) -> int:
+        """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
+        return self.late_every if self.late_every and step >= late_step else self.every
+
+    def count_updates(self, num_steps: int, late_step: int) -> int:
+        """Number of updates in the first num_steps steps."""
+        if not self.late_every or num_steps <= late_step:
+            return num_steps // self.every
+        return late_step // self.every + num_steps // self.late_every - late_step // self.late_every
 
 
 TRACK_1_GROUPS = dict(
     matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
     embed=Group(lr=0.6),
-    value_embed=Group(lr=0.6),  # also the bigram embedding
+    value_embed=Group(lr=0.6),
+    ngram=Group(lr=0.6),  # n-gram embedding
     head=Group(lr=0.008),  # also trains the embedding while they are tied
     scalar=Group(lr=0.04),  # learned scalars
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # scales of the residual stream
@@ -218,7 +230,7 @@ class ModelConfig:
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
     model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
-    mlp_ratio: int = option(4, "MLP hidden channels per residual channel", 1, 64)
+    mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
     vocab_size: int = option(50257, "vocabulary size", 2, 65536)
     vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
     tie_head: str = option("off", "one table for embedding and head, in group head", choices=ON_OFF)
@@ -240,7 +252,10 @@ class ModelConfig:
     rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
                                "2j + 1 (adjacent)", choices=("halves", "adjacent"))
     attention_scale: float = option(0.1, "initial softmax scale", 0.0)
-    yarn_max_window: int = option(65_536, "limit on the long window in YaRN's formula. 0: no YaRN", 0)
+    short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
+                               "YaRN follows the short window. 0: head_dim", 0, 4096)
+    short_attention_scale: float = option(0.13, "attention_scale of short layers with short_qk_dim", 0.0)
+    yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0)
     num_value_embeds: int = option(3, "value-embedding tables. 0: none", 0)
     value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24)
@@ -249,8 +264,10 @@ class ModelConfig:
                          choices=("off", "before", "after_attention"))
     residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
     smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
-    bigram_rows: int = option(0, "rows of the hashed bigram embedding. 0: none", 0)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none", 0)
+    ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3)
     gate_hidden: int = option(64, "hidden channels of the token gates", 1)
+    mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096)
     softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). The defaults "
                             "give 15 tanh(logit / 15) + 15. 0: no softcap", 0)
     softcap_shift: float = option(0.0, "shift of the softcap")
@@ -285,6 +302,10 @@ class OptimConfig:
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
                               "which also keeps the low 16 bits of bfloat16 matrices",
                               choices=("storage", "float32"))
+    late_start: float = option(1.0, "fraction of the schedule after which groups with late_every have this "
+                               "period, with betas and decay to match", 0.0, 1.0)
+    averages: str = option("off", "at the end, move weights towards their averages over the last steps",
+                           choices=ON_OFF)
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
     grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
                               "micro-batches are then independent of the number of ranks. 0: off", 0.0)
@@ -333,6 +354,8 @@ class TrainConfig:
     document_mask: str = option("on", "tokens see only their document, not the whole packed sequence",
                                 choices=ON_OFF)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
+    max_attention_len: int = option(0, "training: tokens see only their piece of a document, with this many "
+                                    "tokens. 0: the whole document", 0)
     warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
     comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
     comm_timeout: float = option(20.0, "seconds that a collective may take before the run ends", 1.0)
@@ -353,7 +376,7 @@ class TrainConfig:
         Stage(duration=1, window_long=896, window_short=384),
         Stage(duration=1, window_long=1408, window_short=640)),
         "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor, "
-        "seq_len, loss_weights, prefix_weight")
+        "seq_len, loss_weights, prefix_weight, num_classes")
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for stages with a prefix_weight")
 
 
@@ -387,9 +410,25 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def adam_every(self) -> int:
+    def mlp_hidden(self) -> int:
+        return round(self.mlp_ratio * self.model_dim)
+
+    def qk_dim(self, spec: LayerSpec) -> int:
+        """Channels per head of a layer's queries and keys."""
+        return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
+
+    @property
+    def largest_period(self) -> int:
         """Largest number of steps between two updates of a group."""
-        return max(group.every for group in self.groups.values())
+        return max(max(group.every, group.late_every) for group in self.groups.values())
+
+    @property
+    def scheduled_steps(self) -> int:
+        return self.num_iterations - self.extension_steps
+
+    def step_at(self, fraction: float) -> int:
+        """First step after a fraction of the schedule. 1: never."""
+        return math.ceil(fraction * self.scheduled_steps - 1e-6) if fraction < 1 else sys.maxsize
 
     @property
     def full_stages(self) -> tuple[Stage, ...]:
@@ -423,37 +462,43 @@ def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = 
     return tuple(layers)
 
 
-FRONTIER_LAYERS = (  # record 89, 2026-07-17
+FRONTIER_LAYERS = (  # record 92, 2026-08-30
     LayerSpec(attention="short", gates_from=0, paired=True),
-    LayerSpec(attention="short", gates_from=0, value_embed=0, xsa=True),
-    LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True),
-    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, gate=True),
-    LayerSpec(attention="short", gates_from=4, xsa=True),
+    LayerSpec(attention="short", gates_from=0, v_dim=64, value_embed=0, xsa=True),
+    LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True, ngram=False),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, gate=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4),
     LayerSpec(attention="short", gates_from=4, paired=True),
-    LayerSpec(attention="none", gates_from=4, skip_from=3),
-    LayerSpec(attention="short", gates_from=4, xsa=True),
-    LayerSpec(attention="short", gates_from=4, value_embed=2, attention_from=7),
-    LayerSpec(attention="short", gates_from=4, value_embed=3, attention_from=7, paired=True),
-    LayerSpec(attention="long", gates_from=4, value_embed=4, attention_from=7, key_offset=True, gate=True,
-              dc=True, mudd_in="x_in,h7", mudd_out="x_in,h7,h9,ve0,h3"),
+    LayerSpec(attention="none", gates_from=4, skip_from=3, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, mlp=False, ngram=False),
+    LayerSpec(attention="short", gates_from=4, v_dim=64, value_embed=2, attention_from=7, second_mlp=True,
+              x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, x0=False),
+    LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True, gate=True,
+              mudd_in="x_in,h7", mudd_out="x_in,h7,h9,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in"),
 )
 
-FRONTIER_STAGES = (
-    Stage(duration=423, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
-          seq_len=16_384, loss_weights="1 0.5 0.25:0", prefix_weight="0.25"),
-    Stage(duration=424, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52,
-          seq_len=32_768, loss_weights="1 0.5:0", prefix_weight="0.25:0"),
-    Stage(duration=424, window_long=1408, window_short=640, lr_factor=1.73),
-    Stage(duration=15, window_long=1664, window_short=768, lr_factor=1.73),
+FRONTIER_STAGES = (  # the second row of 49,152 tokens has more classes, the third a smaller batch
+    Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
+          seq_len=16_384, loss_weights="1 0.5 0.25:0", prefix_weight="0.25", num_classes=10_240),
+    Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52,
+          seq_len=32_768, loss_weights="1 0.5:0", prefix_weight="0.2/0.15/0.1/0.05", num_classes=10_240),
+    Stage(duration=284, window_long=1408, window_short=640, lr_factor=1.73, num_classes=14_336),
+    Stage(duration=142, window_long=1408, window_short=640, lr_factor=1.73, num_classes=24_576),
+    Stage(duration=67, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
+          lr_factor=1.73 * (20 / 24) ** 0.5),
+    Stage(duration=20, window_long=1664, window_short=768, tokens_per_step=131_072, seq_len=16_384),
 )
 
-# In steps 0 to 847 the embedding is tied to head.weight, and group head trains it. every=2: updates in steps
+# The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
 # 1, 3, 5, ..., with the gradients of two steps
 FRONTIER_GROUPS = dict(
-    matrix=Group(rule="normuon", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 1.2),
-    embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # from step 848 on
+    matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
+    embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
     head=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # and tied embedding
-    value_embed=Group(lr=0.6, betas=(0.75, 0.95), weight_decay=0.6 * 0.005 * 5, every=2),
+    value_embed=Group(lr=0.56, betas=(0.75, 0.95), weight_decay=0.56 * 0.005 * 5, every=2, late_every=4),
+    ngram=Group(rule="row_adam", lr=0.56, betas=(0.0, 0.95), weight_decay=0.56 * 0.005 * 5, every=2,
+                late_every=4),
     scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
     residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
     mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
@@ -464,17 +509,20 @@ FRONTIER_GROUPS = dict(
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
-    "frontier": ("track_1", "record 89, of 2026-07-17: 636 M parameters, half the time of track_1", dict(
-        num_layers=11, layers=FRONTIER_LAYERS, attention_gate_dim=0, num_value_embeds=5, value_gate_dim=12,
-        qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664, x0_mix="after_attention",
-        residual_init=1.1**0.5, smear="on", bigram_rows=377_280, zero_init="mlp",
-        tie_head="on", untie_frac=2 / 3, embed_std=0.005, value_embed_std=0.01,
-        softcap=23.0, softcap_shift=5.0, fp8_head_amax=1.6, fp8_mlp="auto", matrix_dtype="bfloat16",
-        groups=FRONTIER_GROUPS, state_dtype="float32", adam_eps=1e-10, orthogonalize="polar_express",
-        decay="cautious", decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0,
-        momentum_cooldown_steps=50, cooldown_frac=0.6, final_lr_frac=0.15,
-        num_iterations=1285, extension_steps=15, stages=FRONTIER_STAGES,
-        val_loss_every=250, val_windows=(2560, 768))),
+    "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
+        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0, num_value_embeds=4,
+        value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
+        attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
+        smear="on", ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
+        softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_mlp="auto", matrix_dtype="bfloat16",
+        groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
+        orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages="on", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=(11 / 3) ** 0.5, mlp_down_lr_mul=2 * (11 / 3) ** 0.5,
+        momentum_end=0.93, momentum_warmup_steps=240, momentum_cooldown_steps=50,
+        cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
+        stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
+        val_windows=(2560, 768))),
 }
 
 # ==== MODEL ================================================================================================
@@ -485,20 +533,19 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 # the activations that later layers read.
 
 class Rope(typing.NamedTuple):
-    """RoPE tables (T, P, K/4) of the channel pairs that rotate, for P positions per token. expand_rope()
+    """RoPE tables (T, P, n) of the n channel pairs that rotate, for P positions per token. expand_rope()
     expands them to all channels of queries and keys."""
 
     cos: Tensor
     sin: Tensor
+    softmax_scale: Tensor  # ()
 
 
 class StepInputs(typing.NamedTuple):
     """Inputs of the model that change with the stage."""
 
     windows: Tensor | tuple[int, int]  # (long, short) in positions. FlexAttention needs a tensor
-    rope: Rope
-    paired_rope: Rope | None  # for paired layers, in which a token has two positions
-    softmax_scale: Tensor  # ()
+    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). A token of a paired layer has two positions
     is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
     is_sequence_start: Tensor  # (T,) first token of a packed sequence
     has_prefix_target: bool = False
@@ -533,20 +580,22 @@ class GPT(nn.Module):
         self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
-        self.bigram = None
-        if cfg.bigram_rows:
-            zeros = torch.zeros(cfg.bigram_rows, cfg.model_dim, dtype=storage)
-            self.bigram = parameter(zeros, "value_embed", is_table=True)
+        self.ngram = None
+        if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
+            is_sharded = can_shard(cfg.groups["ngram"], rt)
+            rows = -(-cfg.ngram_rows // rt.world_size) + 1 if is_sharded else cfg.ngram_rows
+            zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
+            self.ngram = parameter(zeros, "ngram", is_table=True)
         if not self.embed.is_meta:
             self.make_buffers()
         self.split_layers(1)
         self.use_fp8(rt.fp8)
 
     def make_buffers(self) -> None:
-        """Create the bigram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
-        rows = NUM_SIGN_ROWS if self.cfg.bigram_rows else 0
-        signs = make_bigram_signs(rows, self.cfg.model_dim).to(self.embed.dtype)
-        self.register_buffer("bigram_signs", signs, persistent=False)
+        """Create the n-gram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
+        rows = NUM_SIGN_ROWS if self.cfg.ngram_rows else 0
+        signs = make_ngram_signs(rows, self.cfg.model_dim).to(self.embed.dtype)
+        self.register_buffer("ngram_signs", signs, persistent=False)
         self.head.prefix_tokens = torch.full((self.cfg.padded_vocab_size,), -1)  # (V,)
 
     def use_fp8(self, fp8: frozenset[str]) -> None:
@@ -556,14 +605,15 @@ class GPT(nn.Module):
         self.eval_ops = make_operations(self.cfg, self.fast & EVAL_FORMS, self.dtype)
 
     def forward(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs,
-                loss_weights: Tensor | None = None) -> Tensor:
+                loss_weights: Tensor | None = None, classes: Tensor | None = None) -> Tensor:
         """tokens, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
 
         loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
+        classes (sequences, C): the classes in the loss of each packed sequence. None: all.
         """
         x, _ = self.run_layers(tokens, doc_ids, step_inputs)
         ops = self.ops if self.training else self.eval_ops
-        return self.head(x, targets, step_inputs, loss_weights, ops)
+        return self.head(x, targets, step_inputs, loss_weights, ops, classes)
 
     def run_layers(self, tokens: Tensor, doc_ids: Tensor, step_inputs: StepInputs, save_all: bool = False
                    ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -574,12 +624,12 @@ class GPT(nn.Module):
         """
         ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
         x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
-        if self.bigram is not None:  # Hashed bigram embedding with signs (2026-01-19, 2026-05-20)
-            is_start = step_inputs.is_sequence_start
-            rows = bigram_hash(tokens, is_start, len(self.bigram))  # (T,)
-            sign_rows = ((tokens ^ shift_right(tokens, is_start)) % NUM_SIGN_ROWS).masked_fill(is_start, 0)
-            acts["bigram"] = ops.embedding(rows, self.bigram).to(self.dtype) * F.embedding(
-                sign_rows, self.bigram_signs).to(self.dtype)  # (T, D)
+        if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
+            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.cfg.ngram_rows,
+                                          self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
+            y = ops.embedding(rows.flatten(), self.ngram).to(self.dtype)  # (n * T, D)
+            y = y * F.embedding(sign_rows.flatten(), self.ngram_signs).to(self.dtype)
+            acts["ngram"] = y.view(len(rows), -1, y.size(1)).sum(0)  # (T, D)
         learned = dict(self.scalars.items())
         if "gates_scale" in learned:  # expand once for all segments, so its gradient is one sum over tokens
             learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
@@ -649,14 +699,7 @@ class Segment(nn.Module):
                 x = add_scaled(x, scalars[0]["smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
             x = acts["x0"] = ops.rms_norm(x)
 
-        # Expand RoPE tables to all channels. Without torch.compile, make_step_inputs() expands them once.
-        rope, paired_rope = step_inputs.rope, step_inputs.paired_rope
-        if rope.cos.dim() == 3:
-            rope = expand_rope(rope, step_inputs.softmax_scale, self.rotary_pairs)
-            if paired_rope is not None:
-                paired_rope = expand_rope(paired_rope, step_inputs.softmax_scale, self.rotary_pairs)
-
-        masks = {}  # one for each (attention, paired) in this segment
+        masks, ropes = {}, {}  # one for each (attention, paired) in this segment
         for layer, block in zip(self.layers, self.blocks):
             spec = block.spec
             for gates, output_scale in ((block.gates, gates_scale), (block.mudd, TokenGates.SCALE)):
@@ -664,15 +707,18 @@ class Segment(nn.Module):
                     scalars.setdefault(scalar.layer, {})[scalar.name] = column
             s = scalars.get(layer, {})
             if layer == 0:
-                x = add_scaled(x, s["bigram_in"], acts["bigram"]) if "bigram_in" in s else x
+                x = add_scaled(x, s["ngram_in"], acts["ngram"]) if "ngram_in" in s else x
                 if "x_in" in self.saved:
                     acts["x_in"] = x
             kind = (spec.attention, spec.paired)
             if spec.attention != "none" and kind not in masks:
                 ids = doc_ids.repeat_interleave(2) if spec.paired else doc_ids
                 masks[kind] = ops.make_mask(ids, step_inputs.windows[0 if spec.attention == "long" else 1])
-            layer_rope = paired_rope if spec.paired else rope
-            x = block(x, acts, s, masks.get(kind), doc_ids, layer_rope, step_inputs, ops)
+                # Expand RoPE tables to all channels. If nothing is compiled, make_step_inputs() expands them
+                rope = step_inputs.ropes[kind]
+                ropes[kind] = rope if rope.cos.dim() > 3 else expand_rope(
+                    rope, block.attention.qk_dim, self.rotary_pairs)
+            x = block(x, acts, s, masks.get(kind), ropes.get(kind), step_inputs, ops)
             if save_all or f"h{layer}" in self.saved:
                 acts[f"h{layer}"] = x
         return ops.rms_norm(x) if self.is_last else x, acts, scalars
@@ -687,6 +733,7 @@ class Block(nn.Module):
         has_attention, has_mlp = self.spec.attention != "none", self.spec.mlp
         self.attention = Attention(cfg, self.spec) if has_attention else None
         self.mlp = MLP(cfg) if has_mlp else None
+        self.second_mlp = MLP(cfg) if self.spec.second_mlp else None
 
         # Gains of norms and outputs
         ones, zeros = torch.ones(cfg.model_dim), torch.zeros(cfg.model_dim)
@@ -699,16 +746,17 @@ class Block(nn.Module):
         # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
         for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
             rows = [s for s in scalars if s.source == f"{name}{layer}"]
-            setattr(self, name, TokenGates(cfg, rows, lr_mul) if rows else None)
+            num_groups = cfg.mudd_groups if name == "mudd_out" else 1
+            setattr(self, name, TokenGates(cfg, rows, lr_mul, num_groups) if rows else None)
         self.smear_gate = None
         if layer == 0 and cfg.smear == "on":
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
 
-    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask, doc_ids: Tensor,
-                rope: Rope, step_inputs: StepInputs, ops: Operations) -> Tensor:
+    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask, rope: Rope | None,
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
         """x (T, D) -> (T, D). s: this layer's scalars (T, n)."""
-        spec, mudd_v = self.spec, None
+        spec, mudd_v, y, acts = self.spec, None, None, dict(acts)
 
         # U-Net skip (record 11)
         if spec.skip_from is not None:
@@ -716,7 +764,7 @@ class Block(nn.Module):
             skip = skip * s["skip_gate"] if "skip_gate" in s else skip
             x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
 
-        # x0 and bigram embedding enter before attention (record 32) ...
+        # x0 and n-gram embedding enter before attention (record 32) ...
         if self.x0_mix != "after_attention":
             x = add_embeddings(scale(x, s.get("resid")), acts, s)
 
@@ -730,22 +778,28 @@ class Block(nn.Module):
         # Attention
         if self.attention is not None:
             source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
-            y = scale(ops.rms_norm(source), self.attn_gain_in)
-            y = self.attention(y, mudd_v, acts, s, mask, doc_ids, rope, step_inputs, ops)
-            x = add_scaled(scale(x, s.get("resid_attn")), s.get("attn_out"), scale(y, self.attn_gain_out))
-            # ... or after attention (2026)
-            if self.x0_mix == "after_attention":
-                x = add_embeddings(x, acts, s)
+            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
+            y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, rope, step_inputs, ops)
+        x = scale(x, s.get("resid_attn"))
+        if y is not None:
+            x = add_scaled(x, s.get("attn_out"), scale(y, self.attn_gain_out))
+        # ... or after attention (2026)
+        if self.x0_mix == "after_attention":
+            x = add_embeddings(x, acts, s)
 
         # MLP
+        x, z = scale(x, s.get("resid_mlp")), x
         if self.mlp is not None:
-            y = self.mlp(scale(ops.rms_norm(x), self.mlp_gain_in), ops)
-            x = add_scaled(scale(x, s.get("resid_mlp")), s.get("mlp_out"), scale(y, self.mlp_gain_out))
+            z = acts["mlp_in"] = scale(ops.rms_norm(z), self.mlp_gain_in)
+            y = self.mlp(z, ops) if self.second_mlp is None else self.mlp(z, ops) + self.second_mlp(z, ops)
+            x = add_scaled(x, s.get("mlp_out"), scale(y, self.mlp_gain_out))
 
-        # Dense connections into the output
+        # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
         if self.mudd_out is not None:
             ((_, weights),) = self.mudd_out(x, TokenGates.SCALE)
             for name, weight in zip(split_names(spec.mudd_out), weights.split(1, dim=1)):
+                if weight.dim() == 3:
+                    weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
                 x = add_scaled(x, weight, acts[name])
         return x
 
@@ -756,13 +810,19 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.spec, self.num_heads, self.head_dim, dim = spec, cfg.num_heads, cfg.head_dim, cfg.model_dim
+        self.qk_dim, self.v_dim = cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
         self.has_qk_norm, self.rotary_pairs = cfg.qk_norm == "on", cfg.rotary_pairs
         storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
-        std, group_rows = cfg.init_std * dim**-0.5, (cfg.qk_group_heads or cfg.num_heads) * cfg.head_dim
-        matrices = uniform((dim, dim), std, std, std, output_std(cfg, "attention") * dim**-0.5).to(storage)
-        qk = matrices[:2].reshape(-1, group_rows, dim)  # (2H / group, group * K, D)
-        self.qk = parameter(qk, "matrix")
-        self.v_proj = parameter(matrices[2:].clone(), "matrix")  # (2, D, D) values and output projection
+        std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
+        group_rows, inner = (cfg.qk_group_heads or cfg.num_heads) * self.qk_dim, cfg.num_heads * self.v_dim
+        qk = uniform((cfg.num_heads * self.qk_dim, dim), std, std).to(storage)
+        self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
+        v, proj = uniform((inner, dim), std).to(storage), uniform((dim, inner), out_std).to(storage)
+        if inner == dim:
+            self.v_proj = parameter(torch.cat((v, proj)), "matrix")  # (2, D, D) values and output projection
+        else:  # updated as if they were padded to (D, D), see ParamSpec
+            self.v = parameter(v, "matrix", by_row=True)  # (1, inner, D)
+            self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)  # (1, D, inner)
         self.head_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
@@ -773,16 +833,19 @@ class Attention(nn.Module):
             self.ve_gate_weight = parameter(zeros, "gate")
 
     def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                doc_ids: Tensor, rope: Rope, step_inputs: StepInputs, ops: Operations) -> Tensor:
-        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
-        spec, H, K, D = self.spec, self.num_heads, self.head_dim, x.size(1)
+                rope: Rope, step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D).
+
+        K: channels per head of queries and keys. L: of values.
+        """
+        spec, H, K, L = self.spec, self.num_heads, self.qk_dim, self.v_dim
 
         # 1. Queries, keys and values in one matmul
-        w_v, w_proj = self.v_proj.type_as(x).unbind()
-        w_qkv = torch.cat((self.qk.type_as(x).flatten(0, 1), w_v))  # (3D, D)
+        w_v, w_proj = self.v_proj if self.v_dim == self.head_dim else (self.v[0], self.proj[0])
+        w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
         if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
             w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * s["proj_scale"][:1]
-        qk, v = ops.linear(x, w_qkv).split((2 * D, D), dim=1)  # (T, 2D), (T, D)
+        qk, v = ops.linear(x, w_qkv).split((2 * H * K, H * L), dim=1)
 
         # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) gives
         # token t two positions: 2t for its even heads, 2t + 1 for its odd heads.
@@ -797,38 +860,34 @@ class Attention(nn.Module):
             k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
 
         # 4. Value embeddings (record 14) and dense connections
-        v = scale(v, s.get("v_scale")).unflatten(1, (H, K))  # (T, H, K)
+        v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
         if spec.value_embed is not None:
             ve = acts[f"ve{spec.value_embed}"]  # (T, D)
-            v = torch.addcmul(v, self.compute_ve_gate(x, ve, s)[..., None], ve.unflatten(1, (H, K)))
+            v = torch.addcmul(v, self.compute_ve_gate(x, ve, s)[..., None], ve.unflatten(1, (H, -1))[..., :L])
         if mudd_v is not None:
-            v = v + mudd_v.unflatten(1, (H, K))
+            v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
         # 5. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
         # each other's keys. RoPE instead pairs heads 2h and 2h + 1, as the published code does.
         if spec.paired:
-            pairs = (y.reshape(-1, H // 2, K) for y in (q, k, v))  # (2T, H/2, K)
+            pairs = (y.reshape(-1, H // 2, y.size(-1)) for y in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
         else:
-            y = ops.attention(q, k, v, mask)  # (T, H, K)
+            y = ops.attention(q, k, v, mask)  # (T, H, L)
 
-        # 6. Dynamically composed heads (2026-05-27)
-        if spec.dc:
-            y = y + ops.compose_heads(q, k, v, doc_ids, s["dc_pre"], s["dc_post"])
-
-        # 7. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
+        # 6. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
         if spec.xsa:
             projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
             y = y - (projection * s["xsa"].tanh())[..., None] * v
 
-        # 8. Head gates: from the first channels of x (record 28), or per-token scalars
+        # 7. Head gates: from the first channels of x (record 28), or per-token scalars
         if self.head_gate_weight is not None:
             gate_inputs = x[:, : self.head_gate_weight.size(1)]
             y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
         if spec.gate:
             y = y * s["head_gate"][..., None]
 
-        # 9. Output projection
+        # 8. Output projection
         return ops.linear(y.flatten(1), w_proj)  # (T, D)
 
     def compute_ve_gate(self, x: Tensor, ve: Tensor, s: dict[str, Tensor]) -> Tensor:
@@ -843,15 +902,15 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices (D, 4D), stacked for the optimizer."""
+    """Two matrices (D, M), stacked for the optimizer."""
 
     def __init__(self, cfg: Config):
         super().__init__()
-        dim, hidden = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
+        dim, hidden = cfg.model_dim, cfg.mlp_hidden
         down_inputs = dim if cfg.has_output_gain else hidden
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5,
                            output_std(cfg, "mlp") * down_inputs**-0.5)
-        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, 4D)
+        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
                                  lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
         self.scaling = DelayedScaling() if cfg.fp8_mlp != "off" else None
 
@@ -869,19 +928,28 @@ class TokenGates(nn.Module):
 
     SCALE = 0.1  # initial scale of the output
 
-    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float):
+    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
+        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
         super().__init__()
         self.outputs, init = outputs, [value / self.SCALE for s in outputs for value in s.init]
+        self.num_groups = num_groups
         hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
         fc = uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage)
         self.fc = parameter(fc, "gate", lr_mul, lr_mul)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
+        self.group_proj = None
+        if num_groups > 1:
+            zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
+            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
 
     def forward(self, x: Tensor, output_scale: Tensor | float) -> Iterator[tuple[Scalar, Tensor]]:
-        """x (T, D) -> pairs (scalar, its values (T, n))."""
-        y = F.gelu(linear(x, self.fc))  # (T, hidden)
-        y = scale(linear(y, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
+        """x (T, D) -> pairs (scalar, its values (T, n), or (T, n, num_groups))."""
+        hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
+        y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
+        if self.group_proj is not None:
+            per_group = scale(linear(hidden, self.group_proj), output_scale)
+            y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
         return zip(self.outputs, y.split([len(s.init) for s in self.outputs], dim=1))
 
 
@@ -897,7 +965,7 @@ class Head(nn.Module):
         self.register_buffer("prefix_tokens", none, persistent=False)
 
     def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
-                ops: Operations) -> Tensor:
+                ops: Operations, classes: Tensor | None = None) -> Tensor:
         """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. Eval: next token only."""
         if loss_weights is None or not self.training:
             loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
@@ -910,7 +978,20 @@ class Head(nn.Module):
             columns.append(columns[-1].roll(-1).masked_fill(step_inputs.is_sequence_start.roll(-1), -1))
         if step_inputs.has_prefix_target:
             columns.append(self.prefix_tokens[targets])
-        return ops.head_loss(x, self.weight, torch.stack(columns, dim=1), loss_weights, self.softcap)
+        targets = torch.stack(columns, dim=1)  # (T, n)
+        if classes is None:
+            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
+
+        # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
+        # The softmax over fewer classes is not corrected.
+        losses, num_sequences = [], len(classes)
+        for x, targets, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) of the classes among the C logits
+            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
+            targets = places[targets.clamp(min=0)].masked_fill(targets < 0, -1)
+            weight = F.embedding(rows, self.weight)  # (C, D)
+            losses.append(ops.head_loss(x, weight, targets, loss_weights, self.softcap))
+        return torch.stack(losses).sum()
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """x (T, D) -> softcapped logits (T, V), float32."""
@@ -944,11 +1025,10 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     source = (resid if has_mudd else gates) if is_after else "scalar"
     if cfg.x0_mix == "before":
         add("resid", "scalar", 1.0)
-    if has_attention or not is_after:
-        if cfg.x0_mix != "off":
-            add("x_in" if has_mudd and is_after else "x0", source, 0.0)
-        if cfg.bigram_rows:
-            add("bigram_in" if is_after and layer == 0 else "bigram", source, 0.05)
+    if spec.x0 and cfg.x0_mix != "off":
+        add("x_in" if has_mudd and is_after else "x0", source, 0.0)
+    if spec.ngram and cfg.ngram_rows:
+        add("ngram_in" if is_after and layer == 0 else "ngram", source, 0.05)
 
     # U-Net skip. The scalar is the logit of its weight
     if spec.skip_from is not None:
@@ -965,22 +1045,21 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
             add("ve_scale", "scalar", 0.5)
 
     # Residual stream and outputs of the sublayers
-    if cfg.residual_init and has_attention:
-        add("proj_scale", "scalar", 1.0)
-        add("resid_attn", resid, cfg.residual_init)
-        add("attn_out", mix, 1.0)
-    if cfg.residual_init and spec.mlp:
+    if cfg.residual_init:
+        if has_attention:
+            add("proj_scale", "scalar", 1.0)
+            add("attn_out", mix, 1.0)
+        if has_attention or spec.x0 or spec.ngram:
+            add("resid_attn", resid, cfg.residual_init)
         add("resid_mlp", resid, cfg.residual_init)
-        add("mlp_out", mix, 1.0)
+        if spec.mlp:
+            add("mlp_out", mix, 1.0)
 
     # Per-head scalars
     if has_attention and spec.xsa:
         add("xsa", gates, *[0.0] * cfg.num_heads)
     if has_attention and spec.gate:
         add("head_gate", gates, *[0.25] * cfg.num_heads)
-    if has_attention and spec.dc:
-        add("dc_pre", gates, *[1.0] * cfg.num_heads)
-        add("dc_post", gates, *[0.0] * cfg.num_heads)
 
     if layer == 0 and cfg.smear == "on":
         add("smear", "scalar", 0.0)
@@ -998,13 +1077,14 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
 
 
 def parameter(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0, wd_mul: float = 1.0,
-              is_table: bool = False) -> nn.Parameter:
+              is_table: bool = False, by_row: bool = False) -> nn.Parameter:
     """A parameter with its training group and multipliers. lr_mul may have one value per stacked matrix.
 
-    is_table: the parameter is a value or bigram embedding, with row-sparse gradients.
+    is_table: a value or n-gram embedding, with row-sparse gradients. by_row: a wide matrix with one second
+    moment per row.
     """
     param = nn.Parameter(data)
-    param.spec = ParamSpec(group, lr_mul, wd_mul, is_table)
+    param.spec = ParamSpec(group, lr_mul, wd_mul, is_table, by_row)
     return param
 
 
@@ -1015,6 +1095,7 @@ class ParamSpec(typing.NamedTuple):
     lr_mul: float | tuple[float, ...] = 1.0
     wd_mul: float = 1.0
     is_table: bool = False
+    by_row: bool = False
 
 
 def normal(shape: tuple[int, ...], std: float) -> Tensor:
@@ -1044,8 +1125,7 @@ def output_std(cfg: Config, part: str) -> float:
 
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
-DC_WINDOW = 111  # composed heads see this many tokens before a query
-NUM_SIGN_ROWS = 8192  # rows in the table of bigram signs
+NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
@@ -1071,8 +1151,8 @@ def add_scaled(x: Tensor, weight: Tensor | None, y: Tensor) -> Tensor:
 
 
 def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> Tensor:
-    """Add bigram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
-    for name in ("bigram", "x0", "x_in"):
+    """Add n-gram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
+    for name in ("ngram", "x0", "x_in"):
         x = add_scaled(x, s[name], acts[name]) if name in s else x
     return x
 
@@ -1089,8 +1169,8 @@ def rms_norm(x: Tensor, eps: float = RMS_EPS) -> Tensor:
 
 
 def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling | None = None) -> Tensor:
-    """relu(x up)^2 down^T. x (T, D), up and down (D, 4D) -> (T, D). scaling: only for FP8."""
-    hidden = F.relu(x @ up).square()  # (T, 4D)
+    """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). scaling: only for FP8."""
+    hidden = F.relu(x @ up).square()  # (T, M)
     return hidden @ down.T
 
 
@@ -1113,19 +1193,20 @@ def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool,
     return rotate(x_normed, cos, sin, pairs).type_as(x)
 
 
-def expand_rope(rope: Rope, softmax_scale: Tensor, pairs: str) -> Rope:
-    """Expand tables (T, P, K/4) of the rotating pairs to (T, 2, 1, P, K): all channels of stacked q and k.
+def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
+    """Expand tables (T, P, n) of the rotating pairs to (T, 2, 1, P, K): all channels of stacked q and k.
 
-    The tables of q are multiplied by softmax_scale (). The second channel of each pair gets -sin.
+    The tables of q are multiplied by the softmax scale. The second channel of each pair gets -sin.
     """
-    cos = F.pad(rope.cos, (0, rope.cos.size(-1)), value=1.0)  # (T, P, K/2): half of the pairs do not rotate
-    sin = F.pad(rope.sin, (0, rope.sin.size(-1)))
+    num_fixed = head_dim // 2 - rope.cos.size(-1)  # pairs that do not rotate
+    cos = F.pad(rope.cos, (0, num_fixed), value=1.0)  # (T, P, K/2)
+    sin = F.pad(rope.sin, (0, num_fixed))
     if pairs == "halves":
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)
     else:
         cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((sin, -sin), -1).flatten(-2)
-    scales = torch.stack((softmax_scale, torch.ones_like(softmax_scale))).view(2, 1, 1, 1)
-    return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales)
+    scales = torch.stack((rope.softmax_scale, torch.ones_like(rope.softmax_scale))).view(2, 1, 1, 1)
+    return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales, rope.softmax_scale)
 
 
 def is_visible(query: Tensor, key: Tensor, doc_ids: Tensor, window: Tensor | int) -> Tensor:
@@ -1140,24 +1221,10 @@ def make_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention. q includes the softmax scale. q, k, v (T, H, K), mask (T, T) -> (T, H, K)."""
+    """Softmax attention. q includes the softmax scale. q, k (T, H, K), v (T, H, L), mask (T, T) -> as v."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
     scores = (q @ k.mT).masked_fill(~mask, -math.inf)  # (H, T, T)
     return (scores.softmax(-1) @ v).transpose(0, 1)
-
-
-def compose_heads(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_pre: Tensor, dc_post: Tensor,
-                  window: int = DC_WINDOW) -> Tensor:
-    """Dynamically composed heads: mix attention probabilities of all heads with weights dc_pre, multiply by
-    each head's values, and scale by dc_post.
-
-    q, k, v (T, H, K), dc_pre and dc_post (T, H) -> (T, H, K). Sources: arXiv 2405.08553 and 2026-05-27.
-    """
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
-    probs = (q @ k.mT).masked_fill(~make_mask(doc_ids, window), -math.inf).softmax(-1)  # (H, T, T)
-    dc_pre = dc_pre * (dc_pre.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    mixed = (probs * dc_pre.T[..., None]).sum(0)  # (T, T)
-    return ((mixed @ v) * dc_post.T[..., None]).transpose(0, 1)
 
 
 def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
@@ -1165,18 +1232,31 @@ def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
     return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def bigram_hash(tokens: Tensor, is_sequence_start: Tensor, num_rows: int) -> Tensor:
-    """Row (T,) of the bigram embedding for each token and its predecessor. The int32 hash wraps around.
+def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order: int
+                ) -> tuple[Tensor, Tensor]:
+    """Rows and sign rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
-    Sequence starts get the last row. Its index also replaces their token in hashes. Source: 2026-01-19.
+    Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
+    their part. Its index also replaces the first token in bigram rows. Integers wrap around. Source: record 92.
     """
-    tokens = tokens.int().masked_fill(is_sequence_start, num_rows - 1)
-    rows = (36313 * tokens ^ 27191 * shift_right(tokens, is_sequence_start)) % (num_rows - 1)
-    return rows.masked_fill(is_sequence_start, num_rows - 1)
+    start, size = is_sequence_start, num_rows // (order - 1)
+    x = tokens.int()
+    y = shift_right(x, start)  # previous token
+    first = x.masked_fill(start, size - 1)
+    rows, signs = [36313 * first ^ 27191 * shift_right(first, start)], [48271 * x ^ 30011 * y]
+    is_cut = [start]
+    if order == 3:
+        z = shift_right(y, start)
+        rows.append(17351 * x ^ 60961 * y ^ 45259 * z)
+        signs.append(58699 * x ^ 39779 * y ^ 26801 * z)
+        is_cut.append(start | start.roll(1))
+    is_cut, part = torch.stack(is_cut), torch.arange(order - 1, device=tokens.device)[:, None]
+    rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1) + part.int() * size
+    return rows, (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
 
 
-def make_bigram_signs(num_rows: int, dim: int) -> Tensor:
-    """Pseudo-random signs (num_rows, D), +1 or -1. They separate bigrams that share a row. 2026-05-20."""
+def make_ngram_signs(num_rows: int, dim: int) -> Tensor:
+    """Pseudo-random signs (num_rows, D), +1 or -1. They separate n-grams that share a row. 2026-05-20."""
     bits = torch.arange(num_rows * dim)
     for _ in range(2):
         bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
@@ -1229,7 +1309,6 @@ class Operations(typing.NamedTuple):
     norm_rotate: Callable = norm_rotate
     make_mask: Callable = make_mask
     attention: Callable = attention
-    compose_heads: Callable = compose_heads
     head_loss: Callable = head_loss
     symmetric_matmul: Callable = symmetric_matmul
 
@@ -1247,8 +1326,9 @@ class UpdateArgs(typing.NamedTuple):
     grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
     bias_correction2: Tensor  # (), 1 - beta2^t
-    betas: tuple[float, float]
+    betas: tuple[Tensor, Tensor]  # () each, on the CPU
     eps: float
+    decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
     fast_beta: Tensor | None = None  # (), on the CPU, of anvil
@@ -1266,13 +1346,14 @@ class Rule:
     lr: float  # default of --matrix_lr. betas, weight_decay and the multipliers are defaults too
     whole_matrix: bool = False  # whether the rule needs whole matrices. Otherwise it is elementwise
     row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
+    row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     mlp_up_lr_mul: float = 1.0
     mlp_down_lr_mul: float = 1.0
 
-    def init_state(self, param: Tensor, fp32_state: bool = False) -> dict[str, Tensor]:
+    def init_state(self, param: Tensor, fp32_state: bool = False, by_row: bool = False) -> dict[str, Tensor]:
         """State of parameters (M, ...). fp32_state: float32 moments, and low_bits of bfloat16 matrices."""
         dtype = at_least_fp32(param) if fp32_state else param.dtype
         state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
@@ -1280,8 +1361,10 @@ class Rule:
             state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
         if self.row_variance:
             rows, columns = param.shape[-2:]
-            shape = (len(param), rows, 1) if rows >= columns else (len(param), 1, columns)
+            shape = (len(param), rows, 1) if rows >= columns or by_row else (len(param), 1, columns)
             state["second_momentum"] = param.new_zeros(shape, dtype=at_least_fp32(param))
+        for name in self.row_state:
+            state[name] = param.new_zeros(len(param), 1, dtype=at_least_fp32(param))
         if self.keeps_norm:
             state["radius"] = matrix_norm(param)
         return state
@@ -1292,10 +1375,15 @@ class Rule:
             param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
             return
         # A bfloat16 parameter is the upper half of its float32 value. The lower half is state (2026-01-04).
-        bits = param.view(torch.int16).int() << 16 | state["low_bits"].int() & 0xFFFF
-        bits = self.function(bits.view(torch.float32), grad, state, args).view(torch.int32)
+        wide = join_bits(param, state["low_bits"])
+        bits = self.function(wide, grad, state, args).view(torch.int32)
         param.view(torch.int16).copy_(bits >> 16)
         state["low_bits"].copy_(bits)
+
+
+def join_bits(param: Tensor, low_bits: Tensor) -> Tensor:
+    """float32 values from their upper halves (bfloat16) and lower halves (int16)."""
+    return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
 RULES: dict[str, Rule] = {}
@@ -1372,6 +1460,24 @@ def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
     return weight * (1 - decay) - update * args.lr
 
 
+@rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"), lr=0.56, betas=(0.0, 0.95))
+def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Adam of a table (M, D) without first moment, with one second moment per row (record 92).
+
+    Rows without gradient do not change. A row's second moment decays for the updates that it missed.
+    """
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    is_read, (_, beta2) = (grad != 0).any(-1, keepdim=True), args.betas
+    mean_square = grad.square().mean(-1, keepdim=True)
+    exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - beta2.to(mean_square.dtype))
+    update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
+    decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
+    state["exp_avg_sq"].copy_(torch.where(is_read, exp_avg_sq, state["exp_avg_sq"]))
+    state["last_update"].copy_(torch.where(is_read, args.decay_time, state["last_update"]))
+    return torch.where(is_read, weight * (1 - decay) - update * args.lr, weight)
+
+
 def nesterov_momentum(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
@@ -1419,18 +1525,17 @@ def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
 
 def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
-    rows, columns = update.shape[-2:]
-    wide = update.to(at_least_fp32(update))  # (M, rows, columns)
-    mean_square = wide.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
-    state["second_momentum"].lerp_(mean_square, 1 - args.betas[1])
-    normalized = wide * state["second_momentum"].clamp(min=1e-10).rsqrt()
+    wide, second_momentum = update.to(at_least_fp32(update)), state["second_momentum"]  # (M, rows, columns)
+    mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
+    second_momentum.lerp_(mean_square, 1 - args.betas[1].to(mean_square.dtype))
+    normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
     return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
 def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Adam's update in float32. eps is added before the bias correction, as in record 32."""
-    beta1, beta2 = args.betas
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    beta1, beta2 = (beta.to(grad.dtype) for beta in args.betas)
     exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
     state["exp_avg"].copy_(exp_avg)
@@ -1483,13 +1588,13 @@ def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tu
             f"parameter {name} {tuple(param.shape)} has no group: create it with parameter() in one of "
             f"{', '.join(cfg.groups)}")
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            kind = param.shape[-2:]
+            kind = (*param.shape[-2:], spec.by_row)
         else:
             kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else "small"
         kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
     buckets = []
-    for (group, dtype, kind), named in kinds.items():
-        unit_size = math.prod(kind) if RULES[cfg.groups[group].rule].whole_matrix else 1
+    for (group, dtype, _), named in kinds.items():
+        unit_size = math.prod(get_unit(named[0][1], RULES[cfg.groups[group].rule]))
         limit = cfg.comm_bucket_mb * 1e6 / (unit_size * dtype.itemsize) if world_size > 1 else math.inf
         bucket, num_units = [], 0
         for name, param in named:
@@ -1502,10 +1607,15 @@ def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tu
     return buckets
 
 
+def get_unit(param: Tensor, rule: Rule) -> tuple[int, ...]:
+    """Shape of a unit of a parameter: a matrix, a row (for rules with state per row), or one element."""
+    return tuple(param.shape[-2:]) if rule.whole_matrix else tuple(param.shape[-1:]) if rule.row_state else ()
+
+
 class Bucket:
     """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state.
 
-    A unit is a matrix for rules that need whole matrices, else one element. Padding has zero gradient.
+    A unit is a matrix, a row or an element, see get_unit(). Padding has zero gradient.
     """
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
@@ -1516,25 +1626,19 @@ class Bucket:
 
         # Layout: parameters begin at multiples of `align`. Padding gives all ranks shards of equal size.
         # Each rank owns whole rows of a table.
-        unit = tuple(first.shape[-2:]) if self.rule.whole_matrix else ()
-        row_size = first.size(-1) if first.spec.is_table else 0  # D
-        align, self.slices, size = 1 if unit else row_size or ALIGNMENT, {}, 0
+        unit = get_unit(first, self.rule)
+        row_size = first.size(-1) if first.spec.is_table else ALIGNMENT
+        align, self.slices, size = 1 if unit else row_size, {}, 0
         for name, param in named:
             self.slices[name] = slice(size, size + param.numel() // math.prod(unit))
             size += -(-(self.slices[name].stop - size) // align) * align
         size = -(-size // (align * num_ranks)) * align * num_ranks
 
-        # Storage: parameters become views of values. All ranks begin with the values of rank 0
-        self.values = torch.zeros(size, *unit, dtype=first.dtype, device=rt.device)
-        for name, param in named:
-            values = self.values[self.slices[name]].view(param.shape)
-            values.copy_(param.data)
-            param.data = values
-        self.comm.broadcast(self.values)
-        self.shard = self.comm.local_shard(self.values)
-        self.state = self.rule.init_state(self.shard, fp32_state)
-        self.lr_mul = self._make_multipliers({name: param.spec.lr_mul for name, param in named}, size, unit)
-        self.wd_mul = self._make_multipliers({name: param.spec.wd_mul for name, param in named}, size, unit)
+        self.num_units, self.unit = size, unit
+        self._store()
+        self.state = self.rule.init_state(self.shard, fp32_state, first.spec.by_row)
+        self.lr_mul = self.make_multipliers({name: param.spec.lr_mul for name, param in named})
+        self.wd_mul = self.make_multipliers({name: param.spec.wd_mul for name, param in named})
 
         # Communication
         self.sparse: RowSparseGradient | None = None  # for a table with a row-sparse gradient
@@ -1544,16 +1648,33 @@ class Bucket:
         self.is_reduced = self.needs_gather = False
         self.grad = self.reducing = self.gathering = None
 
-    def _make_multipliers(self, values: dict[str, float | tuple], size: int, unit: tuple) -> Tensor:
-        """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
+    def _store(self) -> None:
+        """Parameters become views of values. All ranks begin with the values of rank 0."""
+        first = next(iter(self.params.values()))
+        self.values = torch.zeros(self.num_units, *self.unit, dtype=first.dtype, device=first.device)
+        for name, param in self.params.items():
+            values = self.values[self.slices[name]].view(param.shape)
+            values.copy_(param.data)
+            param.data = values
+        self.comm.broadcast(self.values)
+        self.shard = self.comm.local_shard(self.values)
+
+    def make_multipliers(self, values: dict[str, float | tuple]) -> Tensor:
+        """This rank's multipliers: (M/N, 1, 1) of matrices. Of others (M/N,), or (1,) if all are equal."""
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
-        if not unit and len(set(values.values())) == 1 and not isinstance(values[self.name], tuple):
+        if len(self.unit) < 2 and len(set(values.values())) == 1 and not isinstance(values[self.name], tuple):
             return torch.tensor([values[self.name]], **like)
-        multipliers = torch.ones(size, **like)
+        multipliers = torch.ones(self.num_units, **like)
         for name, value in values.items():  # value: one number, or one for each stacked matrix
             value = torch.tensor(value, **like).view(-1, 1)
             multipliers[self.slices[name]].view(len(value), -1).copy_(value)
-        return self.comm.local_shard(multipliers.view(-1, *[1] * len(unit)))
+        return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
+
+    def read_shard(self) -> Tensor:
+        """A copy of the shard in float32, with its low bits."""
+        if "low_bits" in self.state:
+            return join_bits(self.shard, self.state["low_bits"])
+        return self.shard.to(at_least_fp32(self.shard), copy=True)
 
     def start_reduce(self) -> None:
         """Pack the gradients as (M, *unit) and start their reduce-scatter."""
@@ -1615,6 +1736,89 @@ class Bucket:
         """Values if key is "", else state `key` of all ranks: (M, ...)."""
         return self.values if key == "" else self.comm.gather_shards(self.state[key])
 
+    def load(self, key: str, full: Tensor) -> None:
+        """Set values or state from a tensor of full_tensor()."""
+        if key == "":
+            self.values.copy_(full)
+        else:
+            self.state[key].copy_(self.comm.local_shard(full))
+
+
+def can_shard(group: Group, rt: Runtime) -> bool:
+    """Whether a table of this group is never replicated, see ShardedTable."""
+    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
+
+
+class ShardedTable(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
+
+    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
+    """
+
+    ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
+
+    def _store(self) -> None:
+        ((name, param),) = self.params.items()
+        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
+        self.undo: deque | None = None
+        self.first_undo = 0
+
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+        if timer:
+            timer.enter("communication")
+        rows, grad = self.sparse.wait()  # (n,), (n, D)
+        if timer:
+            timer.enter("optimizer")
+        padding = -len(rows) % self.ROWS_AT_ONCE
+        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
+        tensors, replaced = [self.shard, *self.state.values()], []
+        for part, part_grad in zip(rows.split(self.ROWS_AT_ONCE), grad.split(self.ROWS_AT_ONCE)):
+            new = [tensor[part] for tensor in tensors]
+            if self.undo is not None:
+                replaced.append((part, [x.clone() for x in new]))
+            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
+            for tensor, values in zip(tensors, new):
+                tensor[part] = values
+        if self.undo is not None:
+            self.undo.append(replaced)
+        if timer:
+            timer.add_norms(self, grad, None)
+        self.clear()
+        self.needs_gather = True
+
+    def start_gather(self) -> None:
+        self.needs_gather = False  # forward fetches the rows that it needs
+
+    def mark(self) -> int:
+        """Number of this moment for take_back()."""
+        self.undo = deque() if self.undo is None else self.undo
+        return self.first_undo + len(self.undo)
+
+    def take_back(self, mark: int) -> None:
+        """Undo all updates since mark() returned this number."""
+        while self.first_undo + len(self.undo) > mark:
+            for part, old in self.undo.pop():
+                for tensor, values in zip([self.shard, *self.state.values()], old):
+                    tensor[part] = values
+
+    def forget(self, mark: int | None) -> None:
+        """Free what take_back() of earlier marks needs. None: of all marks."""
+        if mark is None:
+            self.undo = None
+        while self.undo and self.first_undo < mark:
+            self.undo.popleft()
+            self.first_undo += 1
+
+    def full_tensor(self, key: str) -> Tensor:
+        tensor = self.shard if key == "" else self.state[key]
+        return self.comm.gather_shards(tensor[:-1])[: self.sparse.num_rows]
+
+    def load(self, key: str, full: Tensor) -> None:
+        shard = self.shard if key == "" else self.state[key]
+        part = full[self.comm.rank * (len(shard) - 1) :][: len(shard) - 1]
+        shard[: len(part)].copy_(part)
+
 
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
@@ -1626,7 +1830,9 @@ class Optimizer:
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg, rt.world_size):
             group = named[0][1].spec.group
-            self.buckets.append(Bucket(named, group, cfg.groups[group], rt, cfg.state_dtype == "float32"))
+            kind = ShardedTable if can_shard(cfg.groups[group], rt) else Bucket
+            self.buckets.append(kind(named, group, cfg.groups[group], rt, cfg.state_dtype == "float32"))
+        self.tables = [bucket for bucket in self.buckets if isinstance(bucket, ShardedTable)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
         for bucket in self.buckets:
             for name in bucket.params if bucket.rule.keeps_norm else ():
@@ -1642,17 +1848,19 @@ class Optimizer:
                         else compiled[bucket.group.rule] for bucket in self.buckets}
 
         # The embedding is untied after the head's first update in step untie_step or later
-        self.untie_step = sys.maxsize
-        if cfg.untie_frac < 1:
-            self.untie_step = math.ceil(cfg.untie_frac * (cfg.num_iterations - cfg.extension_steps))
+        self.untie_step, self.late_step = cfg.step_at(cfg.untie_frac), cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
+        self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages == "on" else None
 
         # Gradient hooks start reduce-scatters. Forward pre-hooks wait for all-gathers
         for name, param in model.named_parameters():
             hook = functools.partial(self._on_gradient, self.bucket_of[name]) if rt.world_size > 1 else None
             if param.spec.is_table and "sparse_embedding" in rt.fast:
-                param.sparse_grad = self.bucket_of[name].sparse = RowSparseGradient(
-                    self.bucket_of[name].shard, param.size(1), rt.comm, cfg.grad_grid, hook)
+                bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
+                if bucket in self.tables:
+                    kind, num_rows = SparseRows, cfg.ngram_rows
+                param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
+                                                         cfg.grad_grid, hook)
                 continue
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
@@ -1686,10 +1894,14 @@ class Optimizer:
 
     def _on_gradient(self, bucket: Bucket, _param: Tensor | None = None) -> None:
         """Gradient hook: reduce-scatter a complete bucket in the last micro-batch before its update."""
-        if self.is_last_micro_batch and bucket.group.is_due(self.step_count):
+        if self.is_last_micro_batch and self.is_due(bucket):
             bucket.num_pending_grads -= 1
             if bucket.num_pending_grads == 0:
                 bucket.start_reduce()
+
+    def is_due(self, bucket: Bucket) -> bool:
+        """Whether this step updates a bucket."""
+        return (self.step_count + 1) % bucket.group.period(self.step_count, self.late_step) == 0
 
     def wait_for_parameters(self, reader: int, *_) -> None:
         """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
@@ -1708,7 +1920,7 @@ class Optimizer:
         """Update every due bucket. New values are complete after wait_for_parameters() or finish()."""
         for bucket in self.updated:
             bucket.num_tokens += state.stage.tokens_per_step
-        due = [bucket for bucket in self.updated if bucket.group.is_due(self.step_count)]
+        due, step = [bucket for bucket in self.updated if self.is_due(bucket)], self.step_count
         self.step_count += 1
 
         # Phase 1: reduce-scatter (on one rank: only pack) the gradients that no hook has sent.
@@ -1728,24 +1940,32 @@ class Optimizer:
             while to_gather and to_gather[0].needs_gather:
                 to_gather.popleft().start_gather()
         self.is_last_micro_batch = False
+        if self.averages:
+            self.averages.update(step, self.updated)
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
 
     def make_args(self, bucket: Bucket, state: StepState) -> UpdateArgs:
         """The hyperparameters of a bucket's update."""
         cfg, group, dtype = self.cfg, bucket.group, at_least_fp32(bucket.values)
-        num_updates, (beta1, beta2) = self.step_count // group.every, group.betas
+        num_updates = group.count_updates(self.step_count, self.late_step)
+        num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
+        ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
+        beta1, beta2 = (beta**ratio for beta in group.betas)
         lr = bucket.lr_mul * state.lr[bucket.group_name]
         return UpdateArgs(
             lr=lr,
-            weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name],
+            weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name] * ratio,
             momentum=torch.tensor(state.momentum, dtype=dtype),
             fast_beta=torch.tensor(state.fast_beta, dtype=dtype),
             fast_weight=torch.tensor(state.fast_weight, dtype=dtype),
             grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # equal in all stages
             bias_correction1=torch.tensor(1 - beta1**num_updates, dtype=dtype),
             bias_correction2=torch.tensor(1 - beta2**num_updates, dtype=dtype),
-            betas=group.betas, eps=cfg.adam_eps, dtype=self.rt.dtype, polynomial=cfg.orthogonalize,
+            betas=tuple(torch.tensor(beta, dtype=dtype) for beta in (beta1, beta2)),
+            decay_time=torch.tensor(-math.log(max(group.betas[1], 1e-30)) * (
+                num_early + (num_updates - num_early) * ratio), dtype=dtype),
+            eps=cfg.adam_eps, dtype=self.rt.dtype, polynomial=cfg.orthogonalize,
             cautious=cfg.decay == "cautious", symmetric_matmul=self.symmetric_matmul)
 
     def finish(self) -> None:
@@ -1756,9 +1976,92 @@ class Optimizer:
         if self.model.is_tied:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
+    @torch.no_grad()
+    def apply_averages(self) -> None:
+        """After the last step: move parameters towards their averages, if they have any."""
+        if self.averages:
+            self.averages.apply(self.rt.comm)
+            self.finish()
+
     def has_no_pending_gradients(self) -> bool:
         """Whether all gradients have been applied. Snapshots do not include pending gradients."""
         return not any(bucket.num_tokens for bucket in self.updated)
+
+
+class Average(typing.NamedTuple):
+    """A running average of parameters over the last steps, and how far they move towards it at the end."""
+
+    parts: str  # words in the names of parameters
+    start: float  # fraction of the run before the first counted step
+    every: int  # steps from one counted step to the next
+    rate: float
+    weight: float  # 1: the average replaces the parameter
+    last_rate: float | None = None  # of the run's last step. None: rate
+    num_last: int = 1  # final steps that always count
+
+
+AVERAGES = (  # record 92, in the order in which they are applied. The first steps are 895, 945, 947 and 897
+    Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
+    Average("v v_proj proj up_down", 945 / 1194, 4, 4 / 53, 1.0),
+    Average("value_embeds", 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
+    Average("qk", 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
+    Average("v v_proj proj up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+)
+KEEPS_NORM = "embed", "head", "qk", "v v_proj proj", "up_down"  # parts whose norm is restored, all layers as one
+
+
+class Averages:
+    """The running averages of AVERAGES in float32. They are optimizer state, so each rank has its shard."""
+
+    def __init__(self, buckets: list[Bucket], num_steps: int):
+        self.num_steps = num_steps
+        self.rows = [(f"average{i}", average, self.select(buckets, average.parts, average.weight))
+                     for i, average in enumerate(AVERAGES)]
+        self.norms = [self.select(buckets, parts, 1.0) for parts in KEEPS_NORM]
+        for key, _, selected in self.rows:
+            for bucket in selected:
+                bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
+
+    def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
+        """Buckets with such parameters, and multipliers of their shards: weight there, 0 elsewhere."""
+        names = {bucket: {name: weight * bool(set(parts.split()) & set(name.split(".")))
+                          for name in bucket.params} for bucket in buckets}
+        return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
+                if any(weights.values())}
+
+    def update(self, step: int, updated: list[Bucket]) -> None:
+        """After a step: count its parameters, where a tied embedding does not count."""
+        for key, average, selected in self.rows:
+            first, last = math.ceil(average.start * self.num_steps - 1e-6), self.num_steps - 1
+            is_final = step > last - average.num_last
+            if step < first or (step - first) % average.every and not is_final:
+                continue
+            rate = 1.0 if step == first else average.rate
+            rate = average.last_rate if step == last and average.last_rate else rate
+            for bucket in set(selected) & set(updated):
+                bucket.state[key].lerp_(bucket.read_shard(), rate)
+
+    def apply(self, comm: Comm) -> None:
+        """After the last step: move the shards towards their averages, with the norms that they had."""
+        new = {bucket: bucket.read_shard() for _, _, selected in self.rows for bucket in selected}
+
+        def measure() -> Tensor:
+            squares = [sum((new[bucket].square() * chosen.square()).sum(dtype=torch.float64)
+                           for bucket, chosen in selected.items()) for selected in self.norms]
+            return comm.all_reduce(torch.stack(squares)).sqrt()
+
+        before = measure()
+        for key, _, selected in self.rows:
+            for bucket, weight in selected.items():
+                new[bucket] += (bucket.state[key] - new[bucket]) * weight
+        for factor, selected in zip(before / measure(), self.norms):
+            for bucket, chosen in selected.items():
+                new[bucket] *= torch.where(chosen > 0, factor, 1.0).to(new[bucket].dtype)
+        for bucket, values in new.items():
+            bucket.shard.copy_(values)
+            if "low_bits" in bucket.state:
+                bucket.state["low_bits"].zero_()
+            bucket.start_gather()
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
@@ -1766,6 +2069,11 @@ class Optimizer:
 # and pass the field on in Trainer.train_step(). Source: record 32.
 
 ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
+
+
+class RopeSetting(typing.NamedTuple):
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token. 0: no rotation
+    softmax_scale: float
 
 
 class StepState(typing.NamedTuple):
@@ -1780,16 +2088,20 @@ class StepState(typing.NamedTuple):
     fast_beta: float  # of anvil
     fast_weight: float  # of anvil's fast momentum. The slow one has the rest
     loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
-    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token
-    softmax_scale: float
+    rope: dict[str, RopeSetting]  # by attention, long or short
 
 
-def parse_ramps(text: str) -> list[tuple[float, float]]:
-    """'1 0.5:0' -> [(1, 1), (0.5, 0)]: weights at the start and at the end of a stage. Raises ValueError."""
-    ramps = [tuple(map(float, word.split(":"))) for word in text.split()]
-    if not all(len(ramp) <= 2 and all(0 <= value < 1e6 for value in ramp) for ramp in ramps):
-        raise ValueError
-    return [(ramp[0], ramp[-1]) for ramp in ramps]
+def parse_weights(text: str) -> list[Callable[[float], float]]:
+    """'1 0.5:0 0.2/0.1' -> functions of the fraction of a stage: constant, ramp, equal parts. ValueError."""
+    def parse(word: str) -> Callable[[float], float]:
+        values = [float(value) for value in re.split("[:/]", word)]
+        is_ramp = ":" in word
+        if "/" in word and is_ramp or is_ramp and len(values) > 2 or not all(0 <= x < 1e6 for x in values):
+            raise ValueError
+        first, last = values[0], values[-1]
+        return lambda t: first + (last - first) * t if is_ramp else values[min(int(t * len(values)), len(values) - 1)]
+
+    return [parse(word) for word in text.split()]
 
 
 class Schedule:
@@ -1797,44 +2109,41 @@ class Schedule:
 
     def __init__(self, cfg: Config):
         self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
-        self.scheduled_steps = cfg.num_iterations - cfg.extension_steps
-        self.slow_momentum_step = sys.maxsize
-        if cfg.slow_momentum_start < 1:
-            self.slow_momentum_step = math.ceil(cfg.slow_momentum_start * self.scheduled_steps)
+        self.scheduled_steps, self.slow_momentum_step = cfg.scheduled_steps, cfg.step_at(cfg.slow_momentum_start)
 
-        # First step after each stage: frontier has 423, 847, 1270 and 1285. The extension is the last stage.
+        # First step after each stage. The extension is the last stage
         durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
-        ends = np.cumsum(durations) * (self.scheduled_steps + 1) / sum(durations)
-        self.ends = [math.ceil(end) for end in ends]
+        self.ends = [cfg.step_at(end / sum(durations)) for end in itertools.accumulate(durations)]
+        self.ends[-1] = self.scheduled_steps
         if cfg.extension_steps:
-            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
+            self.ends.append(self.num_iterations)
 
         # Windows of each stage, and of the final validation
         self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])
-        self.loss_weight_ramps = [
-            parse_ramps(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
-            for stage in cfg.stages]
-        self.rope_settings = self._adapt_rope()
+        self.loss_weights = [parse_weights(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
+                             for stage in cfg.stages]
+        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
+        num_pairs, long_windows = cfg.head_dim // 2, [window for window, _ in self.windows]
+        long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale)
+        short = long if not cfg.short_qk_dim else self._adapt_rope(
+            cfg.short_qk_dim // 2, 0, [window for _, window in self.windows], cfg.short_attention_scale)
+        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
 
-    def _adapt_rope(self) -> list[tuple[np.ndarray, float]]:
-        """RoPE frequencies (K/2,) and softmax scale for each entry of windows (YaRN, arXiv 2309.00071).
-
-        Half of the channel pairs have frequency 0: they do not rotate (record 17).
-        """
-        cfg, quarter, settings = self.cfg, self.cfg.head_dim // 4, []
-        exponents = np.concatenate((np.linspace(0, 1, quarter), np.full(quarter, np.inf)))
-        frequencies, softmax_scale = (1 / ROTARY_BASE) ** exponents, cfg.attention_scale
-        old_window = None
-        for window_long, _ in self.windows:
-            window = min(window_long, cfg.yarn_max_window) or 1
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: list[int], softmax_scale: float
+                    ) -> list[RopeSetting]:
+        """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
+        exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
+        frequencies, old_window, settings = (1 / ROTARY_BASE) ** exponents, None, []
+        for window in windows:
+            window = min(window, self.cfg.yarn_max_window) or 1
             old_window = old_window or window
             rotations = old_window * frequencies / (2 * math.pi)
             keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
             frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
             softmax_scale *= 0.2 * math.log(window / old_window) + 1
             old_window = window
-            settings.append((frequencies, softmax_scale))
+            settings.append(RopeSetting(frequencies, softmax_scale))
         return settings
 
     def stage_ranges(self) -> list[tuple[Stage, int, int]]:
@@ -1853,7 +2162,6 @@ class Schedule:
         assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
         index, fraction = self.find_stage(step)
         window_index = len(self.stages) if step == self.num_iterations else index
-        frequencies, softmax_scale = self.rope_settings[window_index]
         groups, ones = self.cfg.groups, dict.fromkeys(self.cfg.groups, 1.0)
         lr_factors = {name: self.compute_lr_factor(step, name) for name in groups}
         cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
@@ -1866,8 +2174,8 @@ class Schedule:
             weight_decay={name: group.weight_decay * decay_factors[name] for name, group in groups.items()},
             momentum=momentum, fast_beta=FAST_BETA if has_slow else momentum,
             fast_weight=FAST_WEIGHT if has_slow else 1.0,
-            loss_weights=tuple(a + (b - a) * fraction for a, b in self.loss_weight_ramps[index]),
-            frequencies=frequencies, softmax_scale=softmax_scale)
+            loss_weights=tuple(weight(fraction) for weight in self.loss_weights[index]),
+            rope=self.ropes[window_index])
 
     def find_stage(self, step: int) -> tuple[int, float]:
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
@@ -1914,31 +2222,31 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
     """
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % seq_len
-    frequencies = torch.tensor(state.frequencies[: cfg.head_dim // 4], device=rt.device)  # (K/4,)
-    softmax_scale = torch.tensor(state.softmax_scale, dtype=torch.float64, device=rt.device)
 
-    def make_rope(positions: Tensor) -> Rope:
-        """positions (T, P) -> tables. P = 2 for paired layers."""
-        angles = positions[..., None].double() * frequencies  # (T, P, K/4)
-        rope = Rope(angles.cos(), angles.sin())
+    def make_rope(kind: str, is_paired: bool) -> Rope:
+        at = positions[:, None]  # (T, P), P = 2 for paired layers
+        at = 2 * at + torch.arange(2, device=rt.device) if is_paired else at
+        all_frequencies, scale = state.rope[kind]
+        frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
+        angles = at[..., None].double() * frequencies  # (T, P, n)
+        rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
         if not rt.use_compile:
-            is_cpu = rt.device.type == "cpu"  # broadcasting is slow on CPUs
-            heads = cfg.num_heads // positions.size(1) if is_cpu else 1
-            rope = expand_rope(rope, softmax_scale, cfg.rotary_pairs)
-            rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope))
+            heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
+            rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
+            rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
         return Rope(*(x.to(dtype).contiguous() for x in rope))
 
-    paired_rope = None
-    if any(spec.paired for spec in cfg.layers):
-        paired_rope = make_rope(2 * positions[:, None] + torch.arange(2, device=rt.device))
-    is_fixed = torch.tensor(state.frequencies == 0, device=rt.device)  # (K/2,) pairs that do not rotate
+    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
+    if not cfg.short_qk_dim:  # long and short layers share their tables
+        shared = {is_paired: make_rope("long", is_paired) for _, is_paired in kinds}
+    ropes = {kind: make_rope(*kind) if cfg.short_qk_dim else shared[kind[1]] for kind in sorted(kinds)}
+    is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=rt.device)  # (K/2,) pairs
     is_fixed = is_fixed.repeat(2) if cfg.rotary_pairs == "halves" else is_fixed.repeat_interleave(2)  # (K,)
     windows = state.windows
     if "flex_attention" in rt.fast:
         windows = torch.tensor(windows, dtype=torch.int32, device=rt.device)
     return StepInputs(
-        windows=windows, rope=make_rope(positions[:, None]), paired_rope=paired_rope,
-        softmax_scale=softmax_scale.to(dtype),
+        windows=windows, ropes=ropes,
         is_unrotated=(is_fixed & (positions > 0)[:, None, None]).to(dtype),
         is_sequence_start=positions == 0, has_prefix_target=state.stage.has_prefix_target)
 
@@ -1954,6 +2262,10 @@ class Batch(typing.NamedTuple):
     inputs: Tensor
     targets: Tensor
     doc_ids: Tensor
+    classes: Tensor | None = None  # (sequences, C) int64, the classes in the loss of each sequence. None: all
+
+
+SWEEP_STEP = 20_011  # prime
 
 
 class PackedSequence(typing.NamedTuple):
@@ -2062,32 +2374,100 @@ class TrainData:
                      for start, end in zip(starts, ends)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
 
-    def batch(self, indices: range) -> Batch:
+    def batch(self, indices: range, classes: Tensor | None = None) -> Batch:
         tokens = np.stack([self.read_tokens(index) for index in indices])  # (sequences, seq_len + 1)
-        return make_batch(tokens, self.bos, self.cfg.document_mask == "on")
+        batch = make_batch(tokens, self.bos, self.cfg.document_mask == "on", self.cfg.max_attention_len)
+        return batch._replace(classes=classes)
 
-    def batches(self, rt: Runtime, start: int, end: int) -> Iterator[Batch]:
+    def batches(self, rt: Runtime, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1.
 
-        The sequences of a step are divided among the ranks in order: the first ones belong to rank 0.
+        The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
+        sweeps through the classes begin at step sweep_from (None: start).
         """
+        sweeps = ClassSweeps(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = sequences_per_rank(
                 self.cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
-            first = self.count_sequences(step) + rt.rank * num_micro_batches * size
-            for i in range(first, first + num_micro_batches * size, size):
-                yield self.batch(range(i, i + size))
+            first = self.count_sequences(step)
+            for i in range(rt.rank * num_micro_batches, (rt.rank + 1) * num_micro_batches):
+                slots = range(i * size, (i + 1) * size)
+                classes = torch.stack([sweeps.choose(step, slot) for slot in slots]
+                                      ) if stage.num_classes else None
+                yield self.batch(range(first + slots.start, first + slots.stop), classes)
 
 
-def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True) -> Batch:
+def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int
+                   ) -> tuple[np.ndarray, int]:
+    """Classes of the sampled softmax: all targets, then the next negatives of a sweep, in ascending order.
+
+    The sweep visits all classes in the fixed order of SWEEP_STEP, from offset on. Returns (classes (C,), new
+    offset). Source: record 92.
+    """
+    is_target = np.zeros(vocab_size, dtype=bool)
+    is_target[targets] = True
+    num_missing = num_classes - int(is_target.sum())
+    if num_missing < 0:
+        raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has num_classes="
+                       f"{num_classes}: give more num_classes, or shorter sequences, in --stages")
+    if num_missing:
+        num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
+        drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
+        offset = (offset + num_drawn) % vocab_size
+        negatives = drawn[~is_target[drawn]]
+        if len(negatives) < num_missing:
+            negatives = np.flatnonzero(~is_target)
+            negatives = negatives[:: max(1, len(negatives) // num_missing)]
+        is_target[negatives[:num_missing]] = True
+    return np.flatnonzero(is_target), offset
+
+
+class ClassSweeps:
+    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
+
+    So they are equal for any number of ranks, and a resumed run reads the targets again.
+    """
+
+    def __init__(self, data: TrainData, first_step: int):
+        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
+        stages = data.schedule.stages
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
+        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
+        self.next_steps = [first_step] * num_slots
+
+    def choose(self, step: int, slot: int) -> Tensor:
+        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
+        for earlier in range(self.next_steps[slot], step):
+            self._visit(earlier, slot)
+        self.next_steps[slot] = step + 1
+        return torch.from_numpy(self._visit(step, slot))
+
+    def _visit(self, step: int, slot: int) -> np.ndarray | None:
+        data, schedule = self.data, self.data.schedule
+        stage = schedule.stages[schedule.find_stage(step)[0]]
+        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
+            return None
+        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
+        classes, self.offsets[slot] = choose_classes(
+            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
+        return classes
+
+
+def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max_attention_len: int = 0
+               ) -> Batch:
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
 
-    Attention stays within a packed sequence. With a document mask it stays within a document.
+    Attention stays within a packed sequence. With a document mask it stays within a document, and with
+    max_attention_len within a piece of it.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
     is_start = (inputs == bos) & has_document_mask
     is_start[:, 0] = True
+    if max_attention_len:
+        place = np.arange(inputs.shape[1])
+        place = place - np.maximum.accumulate(np.where(is_start, place, 0), axis=1)  # within the document
+        is_start |= place % max_attention_len == 0
     doc_ids = is_start.cumsum(dtype=np.int32)
     inputs = inputs.ravel().astype(np.int32)
     return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
@@ -2139,13 +2519,13 @@ class Prefetcher:
         if batch is None or self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
-        return Batch(*(t.pin_memory() for t in batch))
+        return Batch(*(t if t is None else t.pin_memory() for t in batch))
 
     def __next__(self) -> Batch:
         batch = self.pending.popleft().result()
         assert batch is not None, "there are no more planned batches"
         self.pending.append(self.executor.submit(self._build))
-        return Batch(*(t.to(self.device, non_blocking=True) for t in batch))
+        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
 
 # ==== TRAINING =============================================================================================
 # One step, the timed loop of all steps, and the whole run. The clock stops during validation. Callbacks
@@ -2196,6 +2576,15 @@ class TrainClock:
         self.started = clock(self.device)
 
 
+class Snapshot(typing.NamedTuple):
+    """Parameters and optimizer state at one step."""
+
+    step_count: int
+    is_tied: bool
+    copies: list[Tensor]  # of Trainer.tensors()
+    marks: list[int]  # of each ShardedTable, which has no copy
+
+
 class Trainer:
     """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
 
@@ -2236,7 +2625,7 @@ class Trainer:
             step_inputs = self.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
             if self.inspect:
                 self.inspect(batch, step_inputs)
-            loss = self.model(*batch, step_inputs, loss_weights)
+            loss = self.model(*batch[:3], step_inputs, loss_weights, batch.classes)
             loss.backward()
             total_loss += loss.detach()
 
@@ -2257,9 +2646,12 @@ class Trainer:
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
         comm, num_batches = self.rt.comm, num_batches or data.num_batches
-        for index in range(comm.rank, num_batches, comm.world_size):
-            batch = Batch(*(x.to(self.rt.device, non_blocking=True) for x in data.batch(index)))
-            total += self.model(*batch, self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len))
+        for first in range(0, num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
+            index = first + comm.rank
+            batch = data.batch(min(index, num_batches - 1))[:3]
+            batch = (x.to(self.rt.device, non_blocking=True) for x in batch)
+            loss = self.model(*batch, self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len))
+            total += loss * (index < num_batches)
         self.model.train()
         return comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
@@ -2281,7 +2673,7 @@ class Trainer:
         saved, num_batches = self.snapshot(), min(self.rt.world_size, val_data.num_batches)
         for _, start, end in self.schedule.stage_ranges():
             self.inspect = inspect
-            num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
+            num_steps = min(self.cfg.warmup_iterations * self.cfg.largest_period, end - start)
             batches = Prefetcher(train_data.batches(self.rt, start, start + num_steps), self.rt.device)
             with batches.executor:
                 for _ in range(num_steps):
@@ -2289,6 +2681,7 @@ class Trainer:
             self.validate(val_data, self.schedule.at(start), num_batches)
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         self.restore(saved)
+        self.forget(None)
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
@@ -2308,7 +2701,8 @@ class Trainer:
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if token_ids:
             self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
-        batches = Prefetcher(train_data.batches(rt, progress.step, cfg.num_iterations), rt.device)
+        batches = train_data.batches(rt, progress.step, cfg.num_iterations, sweep_from=0)
+        batches = Prefetcher(batches, rt.device)
         with batches.executor:
             while progress.step < cfg.num_iterations:
                 # 1. Validation
@@ -2350,6 +2744,7 @@ class Trainer:
                     checkpoints.save(progress.step, *collect_state(self))
                     if status:
                         stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
+        optimizer.apply_averages()
         log.flush_losses()
         self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
 
@@ -2370,26 +2765,35 @@ class Trainer:
         return val_loss
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that training changes: parameters, optimizer state, FP8 scales."""
-        return [*(tensor for bucket in self.optimizer.buckets
+        """All tensors that training changes, except of a ShardedTable: parameters, state, FP8 scales."""
+        return [*(tensor for bucket in self.optimizer.buckets if bucket not in self.optimizer.tables
                   for tensor in (bucket.values, *bucket.state.values())), *self.scales.scales]
 
-    def snapshot(self) -> tuple[int, bool, list[Tensor]]:
+    def snapshot(self) -> Snapshot:
         self.optimizer.finish()
         self.scales.finish()
-        copies = [tensor.clone() for tensor in self.tensors()]
-        return self.optimizer.step_count, self.model.is_tied, copies
+        return Snapshot(self.optimizer.step_count, self.model.is_tied,
+                        [tensor.clone() for tensor in self.tensors()],
+                        [table.mark() for table in self.optimizer.tables])
 
-    def restore(self, snapshot: tuple[int, bool, list[Tensor]]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Restore a snapshot exactly, and discard all gradients."""
         self.optimizer.finish()
         self.scales.finish()
-        self.optimizer.step_count, is_tied, copies = snapshot
-        self.optimizer.set_tied(is_tied)
-        for tensor, copy in zip(self.tensors(), copies):
+        self.optimizer.step_count = snapshot.step_count
+        self.optimizer.set_tied(snapshot.is_tied)
+        for tensor, copy in zip(self.tensors(), snapshot.copies):
             tensor.copy_(copy)
+        for table, mark in zip(self.optimizer.tables, snapshot.marks):
+            table.take_back(mark)
         for part in (*self.optimizer.buckets, self.scales):
             part.clear()
+
+    def forget(self, before: Snapshot | None) -> None:
+        """Free what only snapshots before this one need. None: all snapshots."""
+        marks = before.marks if before else [None] * len(self.optimizer.tables)
+        for table, mark in zip(self.optimizer.tables, marks):
+            table.forget(mark)
 
 
 def train(cfg: Config, argv: list[str]) -> None:
@@ -2459,7 +2863,7 @@ def train(cfg: Config, argv: list[str]) -> None:
 
 TRITON_FORMS = ("cross_entropy", "relu2_mlp", "symmetric_matmul")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
-                        "compose_heads"})
+                        "sparse_embedding"})
 
 
 class Fast(typing.NamedTuple):
@@ -2498,10 +2902,6 @@ def list_fast_forms() -> dict[str, Fast]:
         "block_attention": Fast(
             masked_attention, dict(make_mask=build_dense_mask, attention=attend_blocks),
             attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,)),
-        "compose_heads": Fast(
-            dict(compose_heads=compose_heads), dict(compose_heads=compose_heads_blocked),
-            attention_inputs, run_compose_heads, 0.02, "dcffabcdc5ae", (make_mask, is_visible),
-            "composed heads"),
         "cross_entropy": Fast(
             loss, dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
             head_loss_inputs, run_function, 0.02, "00b545205faf", loss_helpers, "GPU and softcap"),
@@ -2560,8 +2960,6 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
         ops = ops._replace(**{key: fast[key] for key in Operations._fields if key in fast})
     if "cpu_attention" in names or "block_attention" in names:
         ops = ops._replace(make_mask=functools.partial(ops.make_mask, dtype=dtype))
-    if "compose_heads" in names and "cpu_attention" in names:
-        ops = ops._replace(compose_heads=functools.partial(compose_heads_blocked, build_mask=build_cpu_mask))
     if "fp8_head" in names:
         ops = ops._replace(head_loss=functools.partial(
             fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
@@ -2728,7 +3126,8 @@ class BlockAttention(torch.autograd.Function):
         num_blocks, size, num_keys = mask.shape
         q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
         k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
-        scores, y = q.new_empty(q.size(0), *mask.shape), torch.empty_like(q)  # scores (H, T/C, C, M * C)
+        scores = q.new_empty(q.size(0), *mask.shape)  # (H, T/C, C, M * C)
+        y = q.new_empty(*q.shape[:3], v.size(-1))
         for head, keys in enumerate(k):  # unfold: overlapping views (T/C, K, M * C)
             torch.baddbmm(mask, q[head], keys.unfold(0, num_keys, size), out=scores[head])
         probs = scores.softmax(-1)
@@ -2742,7 +3141,7 @@ class BlockAttention(torch.autograd.Function):
         """grad (T, H, K) -> gradients of q, k, v (T, H, K)."""
         q, k, v, probs, mask = ctx.saved_tensors
         num_blocks, size, num_keys = mask.shape
-        grad = grad.transpose(0, 1).contiguous().view_as(q)  # (H, T/C, C, K)
+        grad = grad.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
         grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
         for head, values in enumerate(v):
@@ -2757,18 +3156,6 @@ class BlockAttention(torch.autograd.Function):
                     sums[i : i + num_blocks] += blocks[:, i]
         grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
         return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
-
-
-def compose_heads_blocked(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, dc_pre: Tensor, dc_post: Tensor,
-                          window: int = DC_WINDOW, build_mask: Callable = build_dense_mask) -> Tensor:
-    """compose_heads() by blocks of 128 tokens."""
-    mask = build_mask(doc_ids, window, q.dtype, BLOCK)  # (T/C, C, 2C)
-    q, k, v = split_blocks(q, k, v, mask)
-    probs = (q @ k.mT + mask[:, None]).softmax(-1)  # (T/C, H, C, 2C)
-    dc_pre = dc_pre * (dc_pre.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    dc_pre, dc_post = (x.unflatten(0, mask.shape[:2]).mT[..., None] for x in (dc_pre, dc_post))
-    mixed = (probs * dc_pre).sum(1, keepdim=True)  # (T/C, 1, C, 2C)
-    return ((mixed @ v) * dc_post).transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 # ==== FAST NORMS AND ADAM ==================================================================================
 # Closed-form gradients take fewer passes over memory than autograd. With a compiler, each gradient is one
@@ -2853,7 +3240,7 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
     lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
     torch._fused_adamw_(
         [param], [grad * args.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-        [torch.tensor(1e9)], lr=lr, beta1=args.betas[0], beta2=args.betas[1], eps=args.eps, amsgrad=False,
+        [torch.tensor(1e9)], lr=lr, beta1=float(args.betas[0]), beta2=float(args.betas[1]), eps=args.eps, amsgrad=False,
         maximize=False, weight_decay=float(args.weight_decay) / lr if lr else 0.0)
 
 # ==== FP8 ==================================================================================================
@@ -3285,33 +3672,54 @@ if triton is not None:
 # (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
 # of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
 
+def find_distinct(rows: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Distinct rows (T,) in ascending order, padded, and the place of each row (T,) among them.
+
+    Rows [7, 3, 7] give [3, 7, padding] and [1, 0, 1].
+    """
+    ordered, order = rows.long().sort(stable=True)  # (T,)
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    places = is_new.cumsum(0) - 1
+    distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
+    return distinct, torch.empty_like(places).scatter_(0, order, places)
+
+
 class RowPlan:
     """The distinct rows of a table that the tokens of a micro-batch read, and the ranks that own them."""
 
     def __init__(self, rows: Tensor, num_rows: int, comm: Comm):
-        """rows (T,) of a table (num_rows, D). [7, 3, 7] gives .rows [3, 7, padding], .places [1, 0, 1]."""
+        """rows (T,) of a table (num_rows, D)."""
         self.comm, self.rows_per_rank, self.received_rows = comm, -(-num_rows // comm.world_size), None
-        ordered, order = rows.long().sort(stable=True)  # (T,)
-        is_new = torch.ones_like(ordered, dtype=torch.bool)
-        is_new[1:] = ordered[1:] != ordered[:-1]
-        places = is_new.cumsum(0) - 1
-        self.places = torch.empty_like(places).scatter_(0, order, places)  # (T,) each token's index in .rows
-        # (T,) distinct rows in order, padded with a row after the table
-        padding = self.rows_per_rank * comm.world_size
-        self.rows = torch.full_like(ordered, padding).scatter_(0, places, ordered)
+        self.rows, self.places = find_distinct(rows, self.rows_per_rank * comm.world_size)
         if comm.world_size > 1:
             first = torch.arange(1 + comm.world_size, device=rows.device) * self.rows_per_rank
             counts = torch.searchsorted(self.rows, first).diff()  # (N,) number of rows that each rank owns
             self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
 
-    def send(self, sums: Tensor) -> ReceivedRows:
-        """Send sums (T, D) of the rows to their owners."""
+    def send_rows(self) -> tuple[list[int], list[int]]:
+        """Send row numbers to their owners, once for all tables. Returns numbers of rows by owner, by sender."""
         counts, rank = self.counts.read().tolist(), self.comm.rank
         sent, received = counts[rank], [row[rank] for row in counts]
-        if self.received_rows is None:  # row numbers are sent once for all tables of this plan
+        if self.received_rows is None:
             self.received_rows = self.comm.all_to_all(self.rows[: sum(sent), None], sent, received)
+        return sent, received
+
+    def send(self, sums: Tensor) -> ReceivedRows:
+        """Send sums (T, D) of the rows to their owners."""
+        sent, received = self.send_rows()
         return ReceivedRows(*self.received_rows, *self.comm.all_to_all(sums[: sum(sent)], sent, received),
-                            received, self.rows_per_rank * rank)
+                            received, self.rows_per_rank * self.comm.rank)
+
+    def fetch(self, shard: Tensor) -> Tensor:
+        """The distinct rows (n, D) of a ShardedTable, from their owners."""
+        sent, received = self.send_rows()
+        rows, work = self.received_rows
+        work.wait()
+        wanted = shard[rows[:, 0] - self.rows_per_rank * self.comm.rank]
+        fetched, work = self.comm.all_to_all(wanted, received, sent)
+        work.wait()
+        return fetched
 
 
 class ReceivedRows(typing.NamedTuple):
@@ -3335,9 +3743,9 @@ class ReceivedRows(typing.NamedTuple):
 class RowSparseGradient:
     """Gradient of this rank's shard of a table, accumulated from row sums."""
 
-    def __init__(self, shard: Tensor, row_size: int, comm: Comm, grid: float = 0.0,
+    def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
                  on_added: Callable[[], None] | None = None):
-        self.shard, self.row_size, self.comm = shard, row_size, comm
+        self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
         self.grid, self.on_added = grid, on_added
         self.sums: Tensor | None = None  # (rows of the shard + 1 of padding, D)
         self.received: ReceivedRows | None = None
@@ -3373,6 +3781,27 @@ class RowSparseGradient:
             self.sums[rows] = self.sums[rows] + sums
 
 
+class SparseRows(RowSparseGradient):
+    """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
+
+    pieces: tuple[tuple[Tensor, Tensor], ...] = ()  # rows of the shard (n,), and their sums (n, D)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Distinct rows (n,) and their gradients (n, D), after all communication. The rest is padding."""
+        if self.received:
+            received, self.received = self.received, None
+            self._accumulate(received.wait())
+        rows, sums = (torch.cat(x) for x in zip(*self.pieces))
+        rows, places = find_distinct(rows, len(self.shard) - 1)
+        return rows, torch.ops.aten.embedding_dense_backward(sums, places, len(rows), -1, False)
+
+    def clear(self) -> None:
+        self.received, self.pieces = None, ()
+
+    def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.pieces = (*self.pieces, *pieces)
+
+
 class SparseEmbedding(torch.autograd.Function):
     """embedding() whose backward adds row sums to table.sparse_grad and makes no dense table.grad."""
 
@@ -3380,6 +3809,8 @@ class SparseEmbedding(torch.autograd.Function):
     def forward(ctx, table: nn.Parameter, rows: Tensor, plan: RowPlan) -> Tensor:
         """table (R, D), rows (T,) -> (T, D)."""
         ctx.table, ctx.plan = table, plan
+        if isinstance(table.sparse_grad, SparseRows) and plan.comm.world_size > 1:
+            return F.embedding(plan.places, plan.fetch(table))
         return F.embedding(rows, table)
 
     @staticmethod
@@ -3392,10 +3823,10 @@ class SparseEmbedding(torch.autograd.Function):
 
 def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
     """embedding() by SparseEmbedding. All tables that read one tensor of rows share a plan, rows.plan."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not isinstance(table.sparse_grad, SparseRows):
         return F.embedding(rows, table)
     if not hasattr(rows, "plan"):
-        rows.plan = RowPlan(rows, len(table), table.sparse_grad.comm)
+        rows.plan = RowPlan(rows, table.sparse_grad.num_rows, table.sparse_grad.comm)
     return SparseEmbedding.apply(table, rows, rows.plan)
 
 # ############################## PART THREE: INFRASTRUCTURE #################################################
@@ -3820,11 +4251,9 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
         return "FlexAttention is fast only if it is compiled for a GPU"
     if needs in ("CPU", "eager CPU") and (is_gpu or use_compile and needs == "eager CPU"):
         return "it is for CPU runs without torch.compile"
-    if needs == "composed heads" and not any(spec.dc for spec in cfg.layers):
-        return "no layer has composed heads"
     if needs == "Hopper" and not (is_gpu and torch.cuda.get_device_capability(device) == (9, 0)):
         return "it was measured on Hopper GPUs only"
-    if needs == "Hopper" and (cfg.model_dim % 64 or cfg.mlp_ratio * cfg.model_dim % 128):
+    if needs == "Hopper" and (cfg.model_dim % 64 or cfg.mlp_hidden % 128):
         return "its tiles do not divide the matrices"
     if needs in FP8_FORMS and not is_gpu:
         return f"no CPU multiplies FP8 faster than bfloat16. --{needs}=on forces it"
@@ -3848,14 +4277,14 @@ def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Cal
 
 
 def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make q, k, v (T, H, K), dc_pre and dc_post (T, H), and doc_ids (T,)."""
-    heads, gates = (4 * BLOCK, "num_heads", "head_dim"), (4 * BLOCK, "num_heads")
-    make = random_inputs(heads, heads, heads, gates, gates, scales=[cfg.head_dim**-0.5])
+    """Make q and k (T, H, K), v (T, H, L), and doc_ids (T,)."""
+    heads = (4 * BLOCK, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim)
+    make = random_inputs(heads, heads, (*heads[:2], "head_dim"), scales=[cfg.head_dim**-0.5])
     return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
 
 
-def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, _pre: Tensor, _post: Tensor,
-                  doc_ids: Tensor) -> list[Tensor]:
+def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor
+                  ) -> list[Tensor]:
     """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
     build_mask, window = forms["make_mask"], BLOCK
     if build_mask is build_block_mask:
@@ -3865,18 +4294,14 @@ def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, _
     return [forms["attention"](q, k, v, build_mask(doc_ids, window))]
 
 
-def run_compose_heads(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, dc_pre: Tensor,
-                      dc_post: Tensor, doc_ids: Tensor) -> list[Tensor]:
-    return [forms["compose_heads"](q, k, v, doc_ids, dc_pre, dc_post)]
-
-
 def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
     leaves, _ = random_inputs((BLOCK, 2, "num_heads", 1, "head_dim"))(cfg, device, dtype)
     angles = torch.arange(BLOCK, device=device)[:, None, None] / (1.0 + torch.arange(
         cfg.head_dim // 4, device=device))
-    rope = expand_rope(Rope(angles.cos(), angles.sin()), torch.tensor(0.1, device=device), cfg.rotary_pairs)
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
     table_dtype = torch.float32 if device.type == "cuda" else dtype
-    return leaves, (*(x.to(table_dtype) for x in rope), cfg.rotary_pairs, cfg.qk_norm == "on")
+    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm == "on")
 
 
 def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
@@ -3896,8 +4321,8 @@ def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
 
 
 def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), and the matrices up and down (D, mlp_ratio * D)."""
-    matrix = cfg.model_dim, cfg.mlp_ratio * cfg.model_dim
+    """Make x (T, D), and the matrices up and down (D, M)."""
+    matrix = cfg.model_dim, cfg.mlp_hidden
     return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
         cfg, device, dtype)
 
@@ -3911,7 +4336,7 @@ def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows:
     """Look up rows. Returns the rows, and the gradient of the table."""
     table = nn.Parameter(table.clone())
     if forms["embedding"] is not embedding:
-        table.sparse_grad = RowSparseGradient(table.detach().flatten(), table.size(1), Comm())
+        table.sparse_grad = RowSparseGradient(table.detach().flatten(), *table.shape, Comm())
     y = forms["embedding"](rows, table)
     y.backward(grad)
     return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
@@ -3922,13 +4347,13 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
     param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
     for step, grad in enumerate(grads, 1):
         args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
-                          betas=(0.8, 0.95), eps=1e-8)
+                          betas=(torch.tensor(0.8), torch.tensor(0.95)), eps=1e-8)
         forms["adamw"](param, grad.detach(), state, args)
     return [param - weight.detach(), *state.values()]
 
 
 def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), weight (mlp_ratio * D, D), and the inputs of an MLP."""
+    """Make x (T, D), weight (M, D), and the inputs of an MLP."""
     (x, up, down), _ = mlp_inputs(cfg, device, dtype)
     return [x, up.T, x, up, down], ()
 
@@ -3969,10 +4394,9 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
             chosen.append(name)
             replaced |= row.fast.keys()
     longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
-    quadratic = {"attention", *(["compose_heads"] if any(spec.dc for spec in cfg.layers) else [])} - replaced
-    if quadratic and longest > PLAIN_ATTENTION_TOKENS:
+    if "attention" not in replaced and longest > PLAIN_ATTENTION_TOKENS:
         why = f" ({'; '.join(lines)})" if lines else ""
-        raise InputError(f"{min(quadratic)} runs in its plain form{why}, whose masks of {longest} x "
+        raise InputError(f"attention runs in its plain form{why}, whose masks of {longest} x "
                          f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
                          f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}")
     return frozenset(chosen), [f"fast forms: {', '.join(chosen) or 'none'}", *lines]
@@ -4129,10 +4553,14 @@ def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -
     """
     total = 0.0
     for bucket in optimizer.buckets:
-        every, num_bytes = bucket.group.every, sum(param.nbytes for param in bucket.params.values())
-        first_update, last_update = first_step // every, last_step // every
+        if bucket in optimizer.tables:
+            continue
+        num_bytes = sum(param.nbytes for param in bucket.params.values())
+        first_update, last_update = (bucket.group.count_updates(step, optimizer.late_step)
+                                     for step in (first_step, last_step))
         if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head == "on":
-            first_update = min(max(first_update, -(-(optimizer.untie_step + 1) // every)), last_update)
+            first = -(-(optimizer.untie_step + 1) // bucket.group.every)
+            first_update = min(max(first_update, first), last_update)
         total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
     return total * (1 - 1 / optimizer.rt.world_size)
 
@@ -4357,7 +4785,7 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
 EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
 
 LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
-    LayerSpec(attention="none"),
+    LayerSpec(attention="none", x0=False, ngram=False),
     LayerSpec(attention="short", value_embed=1, key_offset=True),
     LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
     LayerSpec(attention="long", value_embed=1, skip_from=0, key_offset=True),
@@ -4365,11 +4793,12 @@ LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens th
 
 SMOKE_FRONTIER_LAYERS = (  # every mechanism of frontier
     LayerSpec(attention="short", gates_from=0, paired=True),
-    LayerSpec(attention="long", gates_from=0, value_embed=0, key_offset=True, xsa=True, gate=True),
-    LayerSpec(attention="short", gates_from=2, value_embed=1, paired=True),
-    LayerSpec(attention="none", gates_from=2, skip_from=1),
-    LayerSpec(attention="long", gates_from=2, value_embed=2, attention_from=2, key_offset=True, gate=True,
-              dc=True, mudd_in="x_in,h2", mudd_out="x_in,h2,h3,ve0,h1"),
+    LayerSpec(attention="short", gates_from=0, v_dim=16, value_embed=0, xsa=True),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, gate=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=3, skip_from=2, second_mlp=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=3, mlp=False, ngram=False),
+    LayerSpec(attention="long", gates_from=3, value_embed=1, attention_from=4, key_offset=True, gate=True,
+              mudd_in="x_in,h4", mudd_out="x_in,h4,h3,ve0,h2,ve1,mlp_in,attn_in"),
 )
 
 TRACK_2_LAYERS = (
@@ -4419,14 +4848,15 @@ PRESETS |= {
             Stage(duration=1, window_long=192, window_short=64),
             Stage(duration=1, window_long=256, window_short=128)))),
     "laptop": ("laptop_32", "the mechanisms of record 89 that pay at this size", dict(
-        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2, layers=LAPTOP_LAYERS,
-        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, bigram_rows=4096, zero_init="mlp",
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2.0, layers=LAPTOP_LAYERS,
+        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, ngram_rows=4096, zero_init="mlp",
         x0_mix="after_attention", softcap=23.0, softcap_shift=5.0, orthogonalize="polar_express",
         momentum_start=0.8, momentum_end=0.8, momentum_warmup_steps=0, groups=dict(
             matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
             embed=Group(lr=0.3, betas=(0.5, 0.95)),
             head=Group(lr=0.008, betas=(0.5, 0.95)),
             value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
+            ngram=Group(lr=0.3, betas=(0.75, 0.95)),
             scalar=Group(lr=0.04, betas=(0.9, 0.99))),
         warmup_iterations=0, num_iterations=720, tokens_per_step=2048, val_loss_every=120,
         sequence_start="anywhere")),
@@ -4436,26 +4866,31 @@ PRESETS |= {
         track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
         tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096,
         val_seq_len=1024, val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "smoke_frontier": ("smoke", "all mechanisms of record 89, in seconds", dict(
-        num_layers=5, layers=SMOKE_FRONTIER_LAYERS, bigram_rows=512, smear="on", softcap=23.0,
-        softcap_shift=5.0, x0_mix="after_attention", residual_init=1.1**0.5, zero_init="mlp",
-        attention_gate_dim=0, tie_head="on", untie_frac=2 / 3, embed_std=0.02, value_embed_std=0.01,
-        value_gate_dim=12, qk_group_heads=1, orthogonalize="polar_express", decay="cautious",
-        decay_schedule="lr", mlp_up_lr_mul=2.0, mlp_down_lr_mul=4.0, groups=dict(
-            matrix=Group(rule="normuon", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 1.2),
+    "smoke_frontier": ("smoke", "all mechanisms of record 92, in seconds", dict(
+        num_layers=6, layers=SMOKE_FRONTIER_LAYERS, mlp_ratio=11 / 4, ngram_rows=1024, ngram_order=3,
+        mudd_groups=4, smear="on", softcap=23.0, softcap_shift=5.0, x0_mix="after_attention",
+        residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0, num_value_embeds=2, tie_head="on",
+        untie_frac=0.85, embed_std=0.02, value_embed_std=0.01, value_gate_dim=12, qk_group_heads=1,
+        rotary_pairs="adjacent", attention_scale=0.17, short_qk_dim=16, short_attention_scale=0.26,
+        orthogonalize="six_maps", decay="cautious", decay_schedule="lr", averages="on",
+        mlp_up_lr_mul=(11 / 4) ** 0.5, mlp_down_lr_mul=2 * (11 / 4) ** 0.5, groups=dict(
+            matrix=Group(rule="anvil", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 2.25),
             embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # used once it is untied
             head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
-            value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2),
+            value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2, late_every=4),
+            ngram=Group(rule="row_adam", lr=0.6, betas=(0.0, 0.95), weight_decay=0.01, every=2, late_every=4),
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
             mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
             gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
             gain=Group(lr=0.1, every=2)),
-        extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4, cooldown_frac=0.6,
-        final_lr_frac=0.15, state_dtype="float32", stages=(
+        num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
+        momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
+        state_dtype="float32", max_attention_len=192, stages=(
             Stage(duration=1, window_long=128, window_short=64, tokens_per_step=1024, seq_len=256,
-                  loss_weights="1 0.5 0.25:0"),
-            Stage(duration=1, window_long=192, window_short=64, lr_factor=1.5),
+                  loss_weights="1 0.5 0.25:0", num_classes=192),
+            Stage(duration=1, window_long=192, window_short=64, lr_factor=1.5, loss_weights="1 0.5/0.25",
+                  num_classes=224),
             Stage(duration=1, window_long=256, window_short=128)))),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
         orthogonalize="polar_express", output_gain="on", norm_gain="on", init_std=1.0,
@@ -4502,9 +4937,13 @@ MECHANISMS: dict[str, dict] = {
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "polar_express": dict(orthogonalize="newton_schulz"),
     "variance": dict(matrix_rule=lambda rule: rule.removeprefix("nor")),
+    "slow_momentum": dict(slow_momentum_start=1.0),
+    "averages": dict(averages="off"),
     "decay": {f"{name}_weight_decay": 0.0 for name in TRACK_1_GROUPS},
     "cautious_decay": dict(decay="decoupled"),
     "adam_odd_steps": {f"{name}_every": 1 for name in TRACK_1_GROUPS},
+    "late_period": dict(late_start=1.0),
+    "row_adam": dict(ngram_rule="adamw"),
     "low_bits": dict(matrix_dtype="float32"),
     "qk_groups": dict(qk_group_heads=0),
     "tied_head": dict(tie_head="off"),
@@ -4523,19 +4962,25 @@ MECHANISMS: dict[str, dict] = {
     "skips": dict(layers=change(skip_from=None)),
     "smear": dict(smear="off"),
     "key_offset": dict(layers=change(key_offset=False)),
-    "bigram": dict(bigram_rows=0),
+    "ngram": dict(ngram_rows=0),
+    "trigrams": dict(ngram_order=2),
+    "short_heads": dict(short_qk_dim=0),
+    "half_values": dict(layers=change(v_dim=None)),
+    "second_mlp": dict(layers=change(second_mlp=False)),
+    "mudd_groups": dict(mudd_groups=1),
     "paired_heads": dict(layers=change(paired=False)),
     "attention_from": dict(layers=change(attention_from=None)),
     "xsa": dict(layers=change(xsa=False)),
     "mudd": dict(layers=change(mudd_in="", mudd_out="")),
     "mudd_gates": dict(layers=change(gates_from=None)),
-    "dc": dict(layers=change(dc=False)),
     "short_windows": dict(layers=change("short", attention="long")),
     "window_warmup": dict(stages=lambda stages: change(
         window_long=stages[-1].window_long, window_short=stages[-1].window_short)(stages)),
     "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
     "multi_token": dict(stages=change(loss_weights="1")),
     "prefix_loss": dict(stages=change(prefix_weight="0")),
+    "sampled_loss": dict(stages=change(num_classes=None)),
+    "attention_pieces": dict(max_attention_len=0),
     "dropped_attention": dict(layers=change("none", attention="long")),
     "dropped_mlp": dict(layers=change(mlp=True)),
     "document_mask": dict(document_mask="off"),
@@ -4601,7 +5046,7 @@ class Option(typing.NamedTuple):
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group, SampleConfig)  # in the order of --help
 GROUP_OPTIONS = {f"{group}_{field.name}": (group, field.name) for group in TRACK_1_GROUPS
-                 for field in dataclasses.fields(Group) if field.name != "rule" or group == "matrix"}
+                 for field in dataclasses.fields(Group) if field.name != "rule" or group in ("matrix", "ngram")}
 
 
 def list_options() -> dict[str, Option]:
@@ -4616,13 +5061,20 @@ def list_options() -> dict[str, Option]:
             field = fields[field_name]
             default = getattr(group, field_name) if group else field.default
             meta = field.metadata
+            choices = functools.partial(list_rules, name) if field_name == "rule" else meta["choices"]
             options[name] = Option(name, section, types[field_name], default, meta["help"], meta["low"],
-                                   meta["high"], meta["choices"])
+                                   meta["high"], choices)
     return options
 
 
+def list_rules(name: str) -> tuple[str, ...]:
+    """Choices of --matrix_rule (rules of whole matrices, and adamw) or --ngram_rule (the other rules)."""
+    return tuple(key for key, rule in RULES.items()
+                 if key == "adamw" or (name == "matrix_rule") == rule.whole_matrix)
+
+
 OPTIONS = list_options()
-RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
+RENAMED = {"bigram_rows": "ngram_rows", "kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
            "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
            "document_rows": "document_start"}
 PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
@@ -4733,8 +5185,8 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
 def flatten_groups(values: dict) -> dict:
     """Replace the entry "groups" of values by GROUP_FIELD entries, for example embed_lr."""
     groups = values.get("groups", {})
-    assert all(group.rule == "adamw" for name, group in groups.items() if name != "matrix"), (
-        "only group matrix can choose its rule")
+    assert all(group.rule == "adamw" for name, group in groups.items() if f"{name}_rule" not in GROUP_OPTIONS
+               ), "only the groups matrix and ngram can choose their rule"
     flat = {name: getattr(groups[group], field) for name, (group, field) in GROUP_OPTIONS.items()
             if group in groups}
     return {**{name: value for name, value in values.items() if name != "groups"}, **flat}
@@ -4954,7 +5406,7 @@ def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[Layer
     moved = {i: i if i < first else max(first, i + extra) for i in range(len(layers))}
     copies = [dataclasses.replace(layers[middle - 1], skip_from=None)] * max(0, extra)
     rows, resized = [*layers[:first], *copies, *layers[len(layers) - last :]], []
-    readable = {"x_in", *(f"ve{spec.value_embed}" for spec in rows)}  # by mudd_in and mudd_out
+    readable = {"x_in", "attn_in", "mlp_in", *(f"ve{spec.value_embed}" for spec in rows)}  # by mudd_in and mudd_out
     for index, spec in enumerate(rows):
         fields = {}
         for name, latest in (("skip_from", index - 1), ("attention_from", index - 1), ("gates_from", index)):
@@ -5047,9 +5499,13 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     if cfg.attention_gate_dim > cfg.model_dim:
         yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
                f"{cfg.model_dim}")
-    if cfg.bigram_rows in (1, 2):
-        yield f"--bigram_rows={cfg.bigram_rows} is too small for a hash table: give 0, or thousands"
+    if 0 < cfg.ngram_rows < 3 * (cfg.ngram_order - 1) or cfg.ngram_rows % (cfg.ngram_order - 1):
+        yield (f"--ngram_rows={cfg.ngram_rows} is too small for a hash table, or odd with trigrams: give 0, "
+               "or thousands")
     yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
+    yield from find_remainder("short_qk_dim", cfg.short_qk_dim or 4, 4, "4 (all rotary pairs rotate)")
+    if cfg.model_dim % cfg.mudd_groups:
+        yield f"--mudd_groups={cfg.mudd_groups} does not divide model_dim={cfg.model_dim}: give a divisor"
     if cfg.num_heads % (cfg.qk_group_heads or 1):
         divisors = [str(n) for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0]
         yield (f"--qk_group_heads={cfg.qk_group_heads} does not divide num_heads={cfg.num_heads}: give "
@@ -5062,8 +5518,11 @@ def find_optimizer_problems(cfg: Config) -> Iterator[str]:
     if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
         yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
                f"{2.0 ** round(math.log2(cfg.grad_grid))}")
-    for name in [name for name, group in cfg.groups.items() if len(group.betas) != 2]:
-        yield f"--{name}_betas is empty: give two numbers as a,b"
+    for name, group in cfg.groups.items():
+        if len(group.betas) != 2:
+            yield f"--{name}_betas is empty: give two numbers as a,b"
+        if group.late_every % group.every:
+            yield f"--{name}_late_every={group.late_every} is not a multiple of {name}_every={group.every}"
 
 
 def find_run_problems(cfg: Config) -> Iterator[str]:
@@ -5094,7 +5553,8 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
         yield "--stages is empty: give at least one stage"
     for stage in cfg.stages:
         try:
-            are_ramps = bool(parse_ramps(stage.loss_weights)) and len(parse_ramps(stage.prefix_weight)) == 1
+            are_ramps = (bool(parse_weights(stage.loss_weights))
+                         and len(parse_weights(stage.prefix_weight)) == 1)
         except ValueError:
             are_ramps = False
         if not are_ramps:
@@ -5106,10 +5566,14 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
         if not 1 <= stage.window_short <= stage.window_long < 2**31:
             yield (f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= "
                    "short <= long")
-        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK)):
+        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK),
+                            ("num_classes", 2)):
             value = getattr(stage, name)
             if value is not None and not least <= value < 2**31:
                 yield f"--stages has {name}={value}: give {least} or more"
+        if (stage.num_classes or 0) > cfg.padded_vocab_size:
+            yield (f"--stages has num_classes={stage.num_classes}: give at most the vocabulary, "
+                   f"{cfg.padded_vocab_size}")
     for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
         yield from find_remainder("seq_len", length, BLOCK, "128 tokens (one attention block)")
     for stage in cfg.full_stages:
@@ -5138,6 +5602,7 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
     used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
     for i, spec in enumerate(cfg.layers):
         has, known = f"--layers: layer {i} has", {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
+        here = {*(["attn_in"] if spec.attention != "none" else []), *(["mlp_in"] if spec.mlp else [])}
         for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_from", i)):
             value = getattr(spec, name)
             if value is not None and not 0 <= value <= last:
@@ -5150,9 +5615,16 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
             yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
         if spec.mudd_in and spec.attention == "none":
             yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: remove mudd_in"
-        if not known.issuperset(split_names(f"{spec.mudd_in},{spec.mudd_out}")):
+        if spec.second_mlp and not spec.mlp:
+            yield f"{has} second_mlp=true, but no MLP: give mlp=true"
+        if spec.v_dim is not None and not 0 < spec.v_dim <= cfg.head_dim:
+            yield f"{has} v_dim={spec.v_dim}: give 1 to head_dim={cfg.head_dim}"
+        if spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim:
+            yield f"{has} key_offset=true, but with short_qk_dim all channels rotate: make the layer long"
+        if not known.issuperset(split_names(spec.mudd_in)) or not (known | here).issuperset(
+                split_names(spec.mudd_out)):
             yield (f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
-                   f"{', '.join(sorted(known))}")
+                   f"{', '.join(sorted(known | here))}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -5193,7 +5665,8 @@ def print_schedule(cfg: Config) -> None:
     for number, (stage, start, end) in enumerate(schedule.stage_ranges(), 1):
         for step in dict.fromkeys((start, end - 1)):
             state = schedule.at(step)
-            lrs = [f"{state.lr[name]:.6g}" if group.is_due(step) else "-"
+            late_step = cfg.step_at(cfg.late_start)
+            lrs = [f"{state.lr[name]:.6g}" if (step + 1) % group.period(step, late_step) == 0 else "-"
                    for name, group in cfg.groups.items()]
             print(f"{step:>6} {number:>5} {stage.window_long:>4}/{stage.window_short:<4} "
                   f"{stage.tokens_per_step:>9} {state.momentum:>8.4f}", *(f"{lr:>11}" for lr in lrs))
@@ -5205,17 +5678,19 @@ def print_schedule(cfg: Config) -> None:
 def count_flops(cfg: Config) -> int:
     """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
     attending = [spec for spec in cfg.layers if spec.attention != "none"]
-    num_mlp = sum(spec.mlp for spec in cfg.layers)
-    weights = cfg.model_dim * (4 * cfg.model_dim * len(attending)
-                               + 2 * cfg.mlp_ratio * cfg.model_dim * num_mlp + cfg.padded_vocab_size)
-    keys = tokens = 0.0
+    num_mlp = sum(spec.mlp + spec.second_mlp for spec in cfg.layers)
+    widths = [(cfg.qk_dim(spec) + (spec.v_dim or cfg.head_dim)) * cfg.num_heads for spec in attending]
+    weights = cfg.model_dim * (2 * sum(widths) + 2 * cfg.mlp_hidden * num_mlp)
+    keys = tokens = logits = 0.0
     for stage, start, end in Schedule(cfg).stage_ranges():
         weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
         if cfg.sequence_start == "document" and cfg.document_mask == "on":
             longest = min(longest, stage.max_doc_len)
-        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) for spec in attending)
+        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) * width
+                             for spec, width in zip(attending, widths))
+        logits += weight * (stage.num_classes or cfg.padded_vocab_size)
         tokens += weight
-    return round(6 * weights + 12 * cfg.model_dim * keys / tokens)
+    return round(6 * (weights + cfg.model_dim * logits / tokens) + 6 * keys / tokens)
 
 
 def plain_dict(cfg: Config) -> dict:
@@ -5964,7 +6439,7 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
             full = bucket.full_tensor(key)  # (M, ...)
             for name, param in bucket.params.items() if rt.is_main else ():
                 tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
-                tensor = tensor if key else tensor.view(param.shape)
+                tensor = tensor if key else tensor.view(-1, *param.shape[1:])
                 copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
     if rt.is_main and not only_model:
         copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
@@ -6001,14 +6476,12 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
             full = bucket.full_tensor(key).clone()
             for name, param in bucket.params.items() if rt.is_main else ():
                 part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
-                problem = problem or check_entry(tensors, entry, part.shape if key else param.shape)
+                needed = part.shape if key else part.view(-1, *param.shape[1:]).shape
+                problem = problem or check_entry(tensors, entry, needed)
                 if not problem:
                     part.copy_(tensors.pop(entry).view(part.shape))
             rt.comm.broadcast(full)
-            if key:
-                bucket.state[key].copy_(rt.comm.local_shard(full))
-            else:
-                bucket.values.copy_(full)
+            bucket.load(key, full)
         bucket.clear()
     left = [name for name in tensors if not name.startswith(("fp8/", "random/"))]
     problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
@@ -6281,6 +6754,7 @@ class Guard:
             self.check_steps(up_to=step - 1)
         elif self.check_steps(up_to=step):
             self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
+            trainer.forget(self.snapshots[0][1])
             self.is_snapshot_due = False
             # Restore the short timeout, unless the precision was switched: later stages then compile again
             if not (trainer.progress.lowered and trainer.rt.use_compile):
@@ -6410,9 +6884,9 @@ def escape_controls(text: str) -> str:
 def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     """Print a short sample after the results. The model runs uncompiled, because its shapes vary."""
     tokenizer = find_tokenizer(cfg.vocab_size)
-    if tokenizer is None or not rt.is_main:
+    if tokenizer is None or not (rt.is_main or model.ngram is not None):
         return
-    model.eval().fast = frozenset()
+    model.eval().fast = model.fast & {"sparse_embedding"}  # all ranks join exchanges of a ShardedTable
     model.use_fp8(frozenset())
     model.split_layers(1)
     cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, fast=frozenset())
