@@ -2919,7 +2919,7 @@ def list_fast_forms() -> dict[str, Fast]:
             embedding_inputs, run_embedding, 0.01, "741266a29c9d", is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "61b4f3e19a7f", (adamw, adam_direction), "CPU",
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "9bd910ce4b6d", (adamw, adam_direction), "CPU",
             is_compiled=False),
         "fp8_head": Fast(
             loss, dict(head_loss=functools.partial(  # scales for the comparison only
