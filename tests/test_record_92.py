@@ -1,0 +1,266 @@
+"""Record 92: the published check values, computed from the independent reading in record92_reference.py."""
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import record92_reference as r92
+import torch
+from record92_reference import F64, MINIATURE, RECORD_92
+
+
+def printed(values, text, least=0):
+    """Whether the values round to the printed ones, each to within half of its last digit.
+
+    least: digits after the point that count where the print leaves zeros out.
+    """
+    values = values.flatten().tolist() if torch.is_tensor(values) else list(values)
+    expected = text.split()
+    assert len(values) == len(expected)
+    for value, one in zip(values, expected):
+        digits = max(least, len(one.partition(".")[2]))
+        assert abs(value - float(one)) <= 0.5000001 * 10.0 ** -digits, (value, one)
+
+
+def test_stages_tokens_and_events():
+    steps = range(RECORD_92.steps)
+    assert [RECORD_92.first(stage) for stage in range(1, 6)] == [320, 681, 1107, 1174, 1194]
+    assert sum(8 * RECORD_92.stage_tokens[RECORD_92.stage(step)] for step in steps) == 328663040
+    assert RECORD_92.split_step == min(s for s in steps if s >= RECORD_92.first(4) and s % 2)
+    events = [s for s in steps if r92.table_event(RECORD_92, s)]
+    assert len(events) == 382 and events[167:170] == [335, 339, 343] and events[-1] == 1191
+    assert len([s for s in steps if s % 2]) == 597
+    counts = [r92.candidate_count(RECORD_92, s) for s in steps]
+    assert [(s, counts[s]) for s in steps if s == 0 or counts[s] != counts[s - 1]] == [
+        (0, 10240), (681, 14336), (965, 24576), (1107, None)]
+
+
+def test_sizes():
+    sizes = r92.parameter_sizes(RECORD_92)
+    total = {}
+    for name, size in sizes.items():
+        kind = r92.bank_of(name) or name.split(".")[0]
+        total[kind] = total.get(kind, 0) + math.prod(size)
+    printed([(total["qk"] + total["vo"]) / 1e6, total["mlp"] / 1e6, total["head"] / 1e6, total["ve"] / 1e6,
+             total["table"] / 1e9], "12.4 47.6 38.6 154.5 65.0")
+    outputs = [len(r92.bias_start(RECORD_92, name)) for name in ("pre", "post", "mudd", "end")]
+    assert outputs == [23, 13, 14, 10]
+
+
+def test_schedules():
+    steps = [234, 235, 319, 320, 514, 680, 681, 965, 1106, 1107, 1173, 1174]
+    printed([r92.lr_factor(RECORD_92, s) for s in steps],
+            "1 0.999255 0.936702 1.408383 1.156596 0.941149 1.049989 0.617947 0.403447 0.391182 0.301361 0.3", 6)
+    printed([r92.lookahead(RECORD_92, s) for s in (119, 239, 1144, 1145, 1174, 1193)],
+            "0.889667 0.929667 0.93 0.9284 0.882 0.8516", 6)
+    printed([r92.loss_weights(RECORD_92, 119)[0][2], r92.loss_weights(RECORD_92, 514)[0][1]],
+            "0.157031 0.231302")
+    prefix = [r92.loss_weights(RECORD_92, s)[1] for s in range(RECORD_92.steps)]
+    assert [(s, prefix[s]) for s in range(1, len(prefix)) if prefix[s] != prefix[s - 1]] == [
+        (320, 0.20), (411, 0.15), (501, 0.10), (591, 0.05), (681, 0)]
+
+
+def test_table_rates():
+    steps = (1, 335, 339, 681, 1191)
+    rates = [0.008 * 70 * r92.lr_factor(RECORD_92, s) for s in steps]
+    printed(rates, "0.56 0.777792 0.774885 0.587994 0.168", 6)
+    printed([lr * lr * 0.005 * r92.table_settings(RECORD_92, s)[2] for s, lr in zip(steps, rates)],
+            "0.00784 0.0151240 0.0300223464 0.0172868497 0.0014112", 7)
+
+
+def test_hashes():
+    tokens = [50256, 464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]
+    assert r92.ngram_rows(RECORD_92, tokens) == (
+        [42301439, 30057605, 36955973, 25891877, 38010350, 32090293, 11042845, 26377297, 24990447, 11672922],
+        [84602879, 84602879, 79010554, 60889994, 59548946, 49495447, 46783416, 46526008, 71524462, 72952911])
+    assert r92.sign_rows(RECORD_92, tokens) == (
+        [0, 3392, 2524, 1506, 6399, 4494, 1744, 3921, 8175, 6359],
+        [0, 0, 6652, 794, 191, 3560, 4955, 4636, 4146, 1137])
+    tokens = [(7919 * i * i + 13 * i) % 50257 for i in range(4096)]
+    assert [sum(rows) for rows in r92.ngram_rows(RECORD_92, tokens)] == [87194377233, 260398221617]
+    assert [sum(rows) for rows in r92.sign_rows(RECORD_92, tokens)] == [16689613, 16812704]
+
+
+@pytest.mark.parametrize("rank, sums, offsets", [
+    (0, [192415444, 191891985, 293267340, 569846160], [516, 994, 6076, 28583]),
+    (3, [192582335, 191930429, 292450529, 569986423], [19380, 19858, 24940, 47447])])
+def test_candidate_sets(rank, sums, offsets):
+    offset, distinct = r92.sweep_start(RECORD_92, rank), []
+    for c, (size, count) in enumerate([(16384, 10240), (16384, 10240), (49152, 14336), (49152, 24576)]):
+        a = [(31 * i * i + 7 * i + 1009 * c) % 50257 for i in range(size)]
+        targets = [min(one, one * one // 50257) for one in a]
+        classes, offset = r92.candidate_set(RECORD_92, targets, offset, count)
+        assert len(set(classes)) == count and set(targets) <= set(classes) and classes == sorted(classes)
+        assert (sum(classes), offset) == (sums[c], offsets[c])
+        distinct.append(len(set(targets)))
+    assert distinct == [10087, 10109, 11497, 11487]
+
+
+def test_candidate_fallback():
+    """All classes of the sweep's draw are targets: the negatives are every 33rd of the other 300 classes."""
+    shape = replace(MINIATURE, vocab=600)
+    targets = [20011 * i % 600 for i in range(300)]         # the first 271 of them are the whole draw
+    classes, offset = r92.candidate_set(shape, targets, 0, 309)
+    others = sorted(set(range(600)) - set(targets))
+    assert offset == 271 and classes == sorted(targets + others[::33][:9])
+    assert r92.candidate_set(shape, targets, 7, 300) == (sorted(targets), 7)
+
+
+def test_six_maps():
+    values = [0.0001, 0.001, 0.003, 0.01, 0.1, 0.3, 0.6, 0.9, 1 / 1.05, 0.9525]
+    printed([float(r92.six_maps(torch.tensor([[value]], dtype=F64))) for value in values],
+            "0.06425008 0.58454118 0.99506720 1.00026686 0.99959977 0.99960094 1.00007966 1.00009960 "
+            "1.00040139 23.176")
+    a, b, c = r92.MAPS[0]
+    x = 1 / 1.05
+    printed([a * x + b * x ** 3 + c * x ** 5], "1.531691")
+    printed([math.prod(a for a, _, _ in r92.MAPS)], "643.13")
+
+
+@pytest.mark.parametrize("size, first, second", [
+    ((4, 6), ("0.430795 0.655441 0.404026", "0.351734 0.535187 0.468610", "-0.001025 -0.053924 -0.090892",
+              "0.354581"),
+     ("0.660079 -0.191819 -0.097498", "-0.016206 -0.049512 -0.088542", "0.341779",
+      "0.036507 0.046968 0.023353 0.028872 0.029747 0.024571")),
+    ((6, 4), ("0.430795 0.657423 0.575803", "0.351734 0.536770 0.470130", "-0.002845 -0.056735 -0.093358",
+              "0.362386"),
+     ("0.253460 0.076627 -0.346547", "-0.009984 -0.058894 -0.083459", "0.372705",
+      "0.029457 0.041447 0.029371 0.029833 0.030857 0.029043"))])
+def test_anvil(size, first, second):
+    i = torch.arange(1, size[0] + 1, dtype=F64)[:, None]
+    j = torch.arange(1, size[1] + 1, dtype=F64)
+    W = 0.1 * torch.cos(i + 0.5 * j)
+    gradients = [torch.sin(0.7 * i * j), torch.cos(0.3 * i + 0.9 * j)]
+    state = r92.anvil_start(W, size)
+    for G, weight, expected in zip(gradients, (1.0, 0.4385), (first, second)):
+        settings = (0.93, 0.85, weight)
+        X = r92.whiten(r92.rails(G, state, *settings)[0])
+        scaled = r92.equalise(X, state.energy, size)[0]
+        W, state = r92.anvil(W, G, state, settings, 0.023, size)
+        if weight == 1.0:
+            printed(X[0, :3], expected[0])
+            expected = expected[1:]
+        printed(scaled[0, :3], expected[0])
+        printed(W[0, :3], expected[1])
+        printed([torch.linalg.norm(W)], expected[2])
+    printed(state.energy, second[3])
+
+
+@pytest.mark.parametrize("name", ["qk.0", "v.1", "o.1"])
+def test_anvil_of_compact_storage(name):
+    """Matrices without the rows or columns that nothing reads change as within the recipe's larger ones."""
+    padded = r92.padded_size(MINIATURE, name)
+    generator = torch.Generator().manual_seed(1)
+    small = r92.parameter_sizes(MINIATURE)[name][-2:]
+    W, *Gs = [torch.randn(small, generator=generator, dtype=F64) for _ in range(4)]
+    grow = lambda x: torch.nn.functional.pad(x, (0, padded[1] - small[1], 0, padded[0] - small[0]))
+    state, large, large_state = r92.anvil_start(W, padded), grow(W), r92.anvil_start(grow(W), padded)
+    for G in Gs:
+        W, state = r92.anvil(W, G, state, (0.9, 0.85, 0.44), 0.02, padded)
+        large, large_state = r92.anvil(large, grow(G), large_state, (0.9, 0.85, 0.44), 0.02, padded)
+    torch.testing.assert_close(grow(W), large, rtol=1e-9, atol=1e-11)
+
+
+def test_shape_factors():
+    hidden, dim = r92.padded_size(RECORD_92, "mlp.8b.in")
+    printed([math.sqrt(hidden / dim), 2 * math.sqrt(hidden / dim)], "1.914854 3.829708")
+    assert r92.padded_size(RECORD_92, "qk.5") == (256, 768) and r92.padded_size(RECORD_92, "o.8") == (768, 768)
+
+
+def test_loss():
+    i, j = torch.arange(4, dtype=F64)[:, None], torch.arange(8, dtype=F64)
+    raw = (4 * torch.sin(0.9 * (i + 1) * (j + 2))).requires_grad_(True)
+    targets, prefixes, weights = [1, 5, 5, 7], [-1, 2, 1, 5], [1, 0.5, 0.2]
+    rows, gradient = r92.loss_and_gradient(raw.detach(), targets, prefixes, weights, 0.25)
+    printed(rows, "4.859126 5.770134 5.838379 2.146781")
+    printed([rows.sum()], "18.614419")
+    printed(gradient[0], "0.304868 -0.535431 0.010243 0.002144 0.003949 -0.444442 0.213391 0.302564")
+    printed(gradient[3], "0.271379 0.002699 0.381673 0.005355 0.109937 -0.118700 0.011015 -0.277686")
+    auto, = torch.autograd.grad(r92.loss_and_gradient(raw, targets, prefixes, weights, 0.25)[0].sum(), raw)
+    torch.testing.assert_close(gradient[:2], auto[:2], rtol=1e-12, atol=1e-14)
+    printed((gradient - auto)[2:].abs().max(dim=1).values, "0.052769 0.137011")
+
+
+def test_table_update():
+    p, v = torch.zeros(1, 4, dtype=F64), torch.zeros(1, dtype=F64)
+    events = [([0.3, -0.2, 0.1, 0.05], 0.95, 5, "-0.890086 0.593390 -0.296695 -0.148348", "0.00178125"),
+              ([0, 0, 0, 0], 0.95, 5, "-0.890086 0.593390 -0.296695 -0.148348", None),
+              ([-0.1, -0.2, 0.4, 0], 0.95, 5, "-0.558033 1.243540 -1.596995 -0.148348", "0.00423258"),
+              ([0.2, 0.2, -0.2, 0.1], 0.9025, 10, "-1.335291 0.446783 -0.794696 -0.536977", "0.00698865")]
+    for t, (g, beta2, decay, rows, second) in enumerate(events, 1):
+        p, v = r92.table_update(p, v, torch.tensor([g], dtype=F64), t, 0.56, beta2, decay)
+        printed(p, rows)
+        if second:
+            printed(v, second)
+
+
+def test_yarn():
+    def significant(values, text):
+        for value, one in zip(values.tolist(), text.split(), strict=True):
+            assert "%.7g" % value == "%.7g" % float(one)
+
+    index = [0, 8, 16, 31]
+    significant(r92.yarn(RECORD_92, 0, 1)[0][index], "0.7499319 0.06436969 0.009314843 0.0003255208")
+    significant(r92.yarn(RECORD_92, 0, 4)[0][index], "0.7499319 0.03491806 0.004657422 0.0001627604")
+    significant(r92.yarn(RECORD_92, 1, 1)[0][index], "1 0.1000422 0.01234084 0.0004185268")
+    significant(r92.yarn(RECORD_92, 1, 4)[0][index], "1 0.07363021 0.006769144 0.0002253606")
+    printed([r92.yarn(RECORD_92, 0, stage)[1] for stage in (0, 1, 2, 4)], "0.13 0.158564 0.174764 0.181136", 6)
+    printed([r92.yarn(RECORD_92, 1, stage)[1] for stage in (0, 1, 2, 4)], "0.085 0.099404 0.108390 0.112011", 6)
+
+
+def test_attention_boundaries():
+    ends = r92.attention_boundaries([3072, 3100, 8220, 8221], RECORD_92.attention_cap)
+    assert ends == [2560, 3072, 3100, 5660, 8220, 8221]
+
+
+TOY = [bytes([i]) for i in range(256)] + [
+    b"th", b"he", b" t", b" th", b"the", b" the", b"in", b"an", b"er", b"and", b" a", b" an", b" and", b"'s",
+    b"\n\n", b"re", b"ther", b"12", b"123", b"  "]
+
+
+def encode(text):
+    """Tokens of ASCII text by the toy vocabulary, with the pre-tokeniser's pattern."""
+    number, out = {token: i for i, token in enumerate(TOY)}, []
+    for word in re.findall(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", text):
+        pieces = [word[i:i + 1].encode() for i in range(len(word))]
+        while True:
+            ranks = [number.get(a + b, 999) for a, b in zip(pieces, pieces[1:])]
+            if min(ranks, default=999) == 999:
+                break
+            i = ranks.index(min(ranks))
+            pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
+        out += [number[piece] for piece in pieces]
+    return out
+
+
+def test_prefixes_and_mask():
+    prefixes = r92.prefix_table(TOY)
+    assert len(TOY) == 276 and prefixes[:256] == [-1] * 256
+    assert [TOY[i] for i in prefixes[256:]] == [
+        b"t", b"h", b" ", b" t", b"th", b" th", b"i", b"a", b"e", b"an", b" ", b" a", b" an", b"'", b"\n", b"r",
+        b"the", b"1", b"12", b" "]
+    pairs = r92.impossible_pairs(TOY)
+    assert len(pairs) == 38 and len({(before, after >> 3) for before, after in pairs}) == 34
+    number = {token: i for i, token in enumerate(TOY)}
+    for before, after in [(b" ", b"the"), (b"a", b"n"), (b"th", b"er"), (b"12", b"3"), (b"re", b"re"),
+                          (b"  ", b"and")]:
+        assert (number[before], number[after]) in pairs
+    for before, after in pairs:
+        assert encode((TOY[before] + TOY[after]).decode()) != [before, after]
+
+
+def test_averages():
+    ticks = r92.average_ticks(RECORD_92)
+    names = ["tail-ema", "tail-avg", "value", "bank-blend"]
+    assert [len(ticks[name]) for name in names] == [150, 63, 62, 76]
+    printed([ticks["tail-ema"][897]], "0.0133332")
+    ages, firsts = [], []
+    for name in names:
+        weight, age = 1.0, 0.0
+        for step in sorted(ticks[name], reverse=True):      # weight: what later ticks leave of this one
+            age += weight * ticks[name][step] * (1193 - step)
+            first, weight = weight, weight * (1 - ticks[name][step])
+        ages.append(age)
+        firsts.append(first)
+    printed(ages, "128.7 48.6 50.6 122.9")
+    printed(firsts, "0.136 0.0077 0.0083 0.132")
