@@ -1,9 +1,9 @@
 """A second, independent reading of record 92 (2026-08-30) in float64, written only from its description.
 
-For a reader who checks the recipe: plain PyTorch on the CPU, loops and dense masks, no fast forms. There is
-neither FP8 nor bfloat16 in it: nothing is rounded, the two halves of a matrix weight are one number, and sums
-have no particular precision. One consequence changes the recipe: large biases of the generators never move in
-bfloat16, but learn in float64. `train(..., hold_biases=True)` holds them.
+For a reader who checks the recipe: plain PyTorch on the CPU, loops and dense masks, no fast forms. It has
+neither FP8 nor bfloat16: nothing is rounded, and the two halves of a matrix weight are one number. One
+consequence changes the recipe: large biases of the generators never move in bfloat16, but learn in float64.
+`train(..., hold_biases=True)` holds them at their start, which bfloat16 would round (sqrt(1.1) to 1.05).
 
 Sizes are in Shape, full size by default (RECORD_92); MINIATURE is a small one. The layers are fixed, below.
 Storage is compact: rows and slots that nothing reads are not stored. Matrices are outputs x inputs, but both
@@ -45,7 +45,7 @@ GENERATORS = {
 
 
 def stage_steps_of(durations, taper, base, added, extension):
-    """Steps of the five stages. The taper is the last part of the third duration, as a share of the whole."""
+    """Steps of the five stages. The taper ends the third duration; it is a share of the whole."""
     total = sum(durations)
     ends = [durations[0] / total, (durations[0] + durations[1]) / total, 1 - taper, 1]
     ends = [round(base * end) for end in ends]
@@ -164,8 +164,8 @@ def parameter_sizes(shape):
         sizes["o.%d" % layer] = (D, H * v_width(shape, layer))
     for slot in MLPS:
         sizes["mlp.%s.in" % slot] = sizes["mlp.%s.out" % slot] = (shape.hidden, D)
-    sizes.update(scales=(LAYERS, 2), residual=(LAYERS, 2), output=(LAYERS, 2), smear=(), skip=(), smear_gate=(12,),
-                 gate_scale=())
+    sizes.update(scales=(LAYERS, 2), residual=(LAYERS, 2), output=(LAYERS, 2))
+    sizes.update(smear=(), smear_gate=(12,), skip=(), gate_scale=())
     sizes.update({"ve_gate.%d" % layer: (H, 12) for layer in VALUE[:3]})
     for name in GENERATORS:
         count = len(bias_start(shape, name))
@@ -216,7 +216,7 @@ def int32(value):
 
 
 def ngram_rows(shape, tokens):
-    """(bigram rows, trigram rows) of a packed buffer, documents ignored. Position 1 reads H - 1 as token 0."""
+    """(bigram rows, trigram rows) of a packed buffer. Position 1 reads H - 1 as token 0."""
     x, half = [int(t) for t in tokens], shape.table_rows // 2
     bigrams, trigrams = [], []
     for t in range(len(x)):
@@ -234,7 +234,7 @@ def ngram_rows(shape, tokens):
 
 
 def sign_rows(shape, tokens):
-    """(rows of the bigram signs, of the trigram signs), from the true tokens; sign_rows is a power of two."""
+    """(rows of the bigram signs, of the trigram signs), from the true tokens."""
     x, last = [int(t) for t in tokens], shape.sign_rows - 1
     bigrams = [0 if t < 1 else (int32(48271 * x[t]) ^ int32(30011 * x[t - 1])) & last for t in range(len(x))]
     trigrams = [0 if t < 2 else
@@ -255,15 +255,15 @@ def table_event(shape, step):
 
 
 def table_settings(shape, step):
-    """(beta1 of the value embeddings, beta2, decay multiplier) of an event. The table has no first moment."""
+    """(beta1 of the value embeddings, beta2, decay multiplier) of an event; the table has no beta1."""
     return (0.75, 0.95, 5) if step < shape.rare_events_from else (0.5625, 0.9025, 10)
 
 
 def table_update(rows, v, g, t, lr, beta2, decay):
-    """Event number t (from 1) of the table: rows (R, D), v (R,), g (R, D) the mean over ranks of the cycle's sum.
+    """(rows, v) after event number t (from 1). g: gradients summed over the cycle, averaged over ranks.
 
-    Applied to all rows: a row without gradient does not move, and its v falls by this event's beta2, which is
-    what the recipe does later, when the row comes back.
+    Applied to all rows (R, D): a row without gradient does not move, and its v falls by this event's beta2,
+    which is what the recipe does later, when the row comes back.
     """
     v = beta2 * v + (1 - beta2) * (g * g).mean(dim=1)
     u = g / (torch.sqrt(v) + 1e-10)[:, None] * lr * math.sqrt(1 - beta2 ** t)
@@ -339,7 +339,8 @@ def attention(shape, p, layer, u, ve, extra, c, segments, windows):
             gate = torch.cat([c["m6"]] * (H // 2) + [c["m7"]] * (H // 2), dim=1)
             v = v + extra.reshape(T, H, v_dim)
         else:
-            gate = 2 * torch.sigmoid(torch.cat([u[:, :6], ve[layer][:, :6]], dim=1) @ p["ve_gate.%d" % layer].T)
+            source = torch.cat([u[:, :6], ve[layer][:, :6]], dim=1)
+            gate = 2 * torch.sigmoid(source @ p["ve_gate.%d" % layer].T)
         v = v + gate[:, :, None] * rows
     scale = windows.wide_scale if wide else windows.narrow_scale
     if layer in PAIRED:         # rows 2t, 2t + 1 hold the halves of the heads; the window counts these rows
@@ -427,7 +428,7 @@ def sweep_start(shape, rank):
 
 
 def candidate_set(shape, targets, offset, count):
-    """(classes in ascending order, new offset of the rank) of one micro-batch: its targets, then negatives."""
+    """(ascending classes, new offset of the rank): a micro-batch's targets, then negatives up to count."""
     marked = set(int(t) for t in targets)
     need = count - len(marked)
     assert 0 <= need and count <= shape.vocab
@@ -451,8 +452,8 @@ def columns_of(ids, classes):
 def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight):
     """(loss of each row, gradient of their sum to raw). targets, prefixes: columns, -1 for no prefix.
 
-    raw are the logits before the softcap. The gradient is the recipe's: a target beyond the end is no term of
-    the loss, but its weight still counts in the softmax part of the gradient. A missing prefix counts nowhere.
+    raw: logits before the softcap. The gradient is the recipe's: a target beyond the end is no term of the
+    loss, but its weight still counts in the softmax part of the gradient. A missing prefix counts nowhere.
     """
     T, s = len(raw), torch.sigmoid((raw + 5) / 7.5)
     z = 23 * s
@@ -529,7 +530,7 @@ def candidate_count(shape, step):
 
 
 def yarn(shape, kind, stage):
-    """(frequencies, attention scale) of narrow (0) or wide (1) heads, which follow the short or long window."""
+    """(frequencies, attention scale) of narrow (0) or wide (1) heads: they follow the short, long window."""
     count = shape.qk_narrow // 2
     frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
     scale = shape.attention_scale[kind]
@@ -613,7 +614,7 @@ def prefix_table(vocabulary):
 # ---------------------------------------------------------------- record 91, mask of impossible tokens
 
 def merges_of(token, number):
-    """Merges (left, right, rank, merges the first piece, merges the last piece) of a token's own bytes, in order.
+    """Merges of a token's own bytes in order: (left, right, rank, is left the first, right the last piece).
 
     The lowest rank first, the leftmost of equal ones. The rank of a pair is the id of the merged token.
     """
@@ -675,9 +676,9 @@ def impossible_pairs(vocabulary):
     for k, a, b in rules:
         for before, start, end in lasts.get(a, ()):
             for after, start2, end2 in firsts.get(b, ()):
-                classes = character_class(vocabulary[before], True), character_class(vocabulary[after], False)
-                if (start <= k < end and start2 <= k < end2 and classes[1] != "inside"
-                        and classes not in (("whitespace", "whitespace"), ("other", "letter"))):
+                left, right = (character_class(vocabulary[i], last) for i, last in ((before, 1), (after, 0)))
+                if (start <= k < end and start2 <= k < end2 and right != "inside"
+                        and (left, right) not in (("whitespace", "whitespace"), ("other", "letter"))):
                     pairs.add((before, after))
     return pairs
 
@@ -699,7 +700,7 @@ class Anvil(NamedTuple):
 def padded_size(shape, name):
     """Size of a matrix as the recipe stores it. Lanes, their means and shape factors follow it."""
     kind = name.split(".")[0]
-    return {"qk": (2 * shape.qk_wide, shape.dim), "mlp": (shape.hidden, shape.dim)}.get(kind, (shape.dim,) * 2)
+    return {"qk": 2 * shape.qk_wide, "mlp": shape.hidden}.get(kind, shape.dim), shape.dim
 
 
 def anvil_start(W, padded):
@@ -746,7 +747,8 @@ def anvil(W, G, state, settings, lr, padded, multiplier=1.0):
 
 def anvil_step(shape, step, name, W, G, states):
     """(new W, new states) of a named matrix; qk are several. states: list or None at the start."""
-    settings, lr, padded = rail_settings(shape, step), 0.023 * lr_factor(shape, step), padded_size(shape, name)
+    settings, lr = rail_settings(shape, step), 0.023 * lr_factor(shape, step)
+    padded = padded_size(shape, name)
     multiplier = 2.0 if name.startswith("mlp") and name.endswith("out") else 1.0
     Ws, Gs = (W, G) if W.ndim == 3 else ([W], [G])
     states = states or [anvil_start(one, padded) for one in Ws]
@@ -830,8 +832,8 @@ def tick(shape, step, p, averages):
 def write_back(shape, p, averages):
     """Parameters at the end: the averages, then the norms of before for embedding, head and each bank.
 
-    The recipe's norms of the banks contain unused rows and dead slots, which are not stored here. Its factors
-    for the banks are therefore slightly different.
+    The recipe's norms of the banks contain unused rows and dead slots, which are not stored here. The banks'
+    factors therefore differ slightly.
     """
     new, members = dict(p), {}
     for name in p:
@@ -857,7 +859,7 @@ def write_back(shape, p, averages):
 # ---------------------------------------------------------------- record 92, training
 
 def gradients(shape, p, batch, step, prefix_of, offsets):
-    """(mean over ranks of the summed loss, {name: gradient}, new offsets). Batch: (T + 1 tokens, boundaries)."""
+    """(mean over ranks of the summed loss, {name: gradient}, new offsets of the sweep)."""
     assert len(batch) == shape.ranks
     leaves = {name: value.clone().requires_grad_(True) for name, value in p.items() if name != "signs"}
     weights, prefix_weight = loss_weights(shape, step)
@@ -886,11 +888,12 @@ def start_state(shape, p):
 
 def update(shape, p, grads, state, step, hold_biases=False):
     """(new parameters, new state) after the gradients of a step, its average ticks included."""
-    p, state = dict(p), dict(state, anvil=dict(state["anvil"]), adam=dict(state["adam"]), sums=dict(state["sums"]))
+    p, state = dict(p), dict(state, **{key: dict(state[key]) for key in ("anvil", "adam", "sums")})
     factor, tied = lr_factor(shape, step), step <= shape.split_step
     for name, g in grads.items():
         if bank_of(name):
-            p[name], state["anvil"][name] = anvil_step(shape, step, name, p[name], g, state["anvil"].get(name))
+            states = state["anvil"].get(name)
+            p[name], state["anvil"][name] = anvil_step(shape, step, name, p[name], g, states)
         else:
             state["sums"][name] = state["sums"].get(name, 0) + g
     sums = {}
@@ -907,8 +910,8 @@ def update(shape, p, grads, state, step, hold_biases=False):
             sums["head"] = sums["head"] + sums.pop("embed")
     for name, g in sums.items():
         multiplier, betas, decay = adam_settings(shape, name, step)
-        old = p[name]
-        p[name], state["adam"][name] = adam(old, g, state["adam"][name], 0.008 * multiplier * factor, betas, decay)
+        old, lr = p[name], 0.008 * multiplier * factor
+        p[name], state["adam"][name] = adam(old, g, state["adam"][name], lr, betas, decay)
         if hold_biases and name.endswith(".bias"):      # biases whose updates are lost in bfloat16
             p[name] = torch.where(bias_start(shape, name.split(".")[0]).abs() >= 2, old, p[name])
     if tied and step % 2 == 1:
