@@ -46,6 +46,11 @@ def test_sizes():
              total["table"] / 1e9], "12.4 47.6 38.6 154.5 65.0")
     outputs = [len(r92.bias_start(RECORD_92, name)) for name in ("pre", "post", "mudd", "end")]
     assert outputs == [23, 13, 14, 10]
+    root = math.sqrt(1.1)
+    starts = [r92.outputs_of(RECORD_92, name) for name in ("pre", "post", "mudd", "end")]
+    assert [value for outputs in starts for _, _, value in outputs] == [
+        0, 0, 0.25, 0, 0, 0, 0.05, 0.05, 0.25, 0, 0, 0, 0.05, 0.05, 0.05, 0.5,
+        0, 0, 0, 0, 0, 0, 2, 2, root, 1, 0, 0.05, root, 1, 0, -0.5, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_schedules():
@@ -106,6 +111,7 @@ def test_candidate_fallback():
     others = sorted(set(range(600)) - set(targets))
     assert offset == 271 and classes == sorted(targets + others[::33][:9])
     assert r92.candidate_set(shape, targets, 7, 300) == (sorted(targets), 7)
+    assert r92.columns_of([9, 4, 3], [3, 9]) == [1, -1, 0]
 
 
 def test_six_maps():
@@ -166,6 +172,13 @@ def test_anvil_of_compact_storage(name):
 def test_shape_factors():
     hidden, dim = r92.padded_size(RECORD_92, "mlp.8b.in")
     printed([math.sqrt(hidden / dim), 2 * math.sqrt(hidden / dim)], "1.914854 3.829708")
+    W, G = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(2), dtype=F64)
+    for name, step, settings, multiplier in [("mlp.3.out", 3, (0.898, 0.898, 1), 2),
+                                             ("mlp.3.in", 12, (0.93, 0.85, 0.4385), 1)]:
+        lr = 0.023 * r92.lr_factor(MINIATURE, step)
+        expected = r92.anvil(W, G, r92.anvil_start(W, (48, 32)), settings, lr, (48, 32), multiplier)[0]
+        new = r92.anvil_step(MINIATURE, step, name, W, G, None)[0]
+        torch.testing.assert_close(new, expected, rtol=1e-12, atol=1e-14)
     assert r92.padded_size(RECORD_92, "qk.5") == (256, 768)
     assert r92.padded_size(RECORD_92, "v.1") == r92.padded_size(RECORD_92, "o.8") == (768, 768)
 
@@ -307,6 +320,126 @@ def test_attention_as_in_record_89(layer, narrow):
     expected = r89.attention(old, old_shape, layer, u, table if layer in r92.VALUE else None, extra, c89,
                              list(range(T)), segments, (6, 9, frequencies, 0.9), 3)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+
+
+def as_record_89(shape, p, tokens):
+    """Parameters of record 89's model that computes the same: what it has besides acts with zeros."""
+    D, H, K = shape.dim, shape.heads, shape.v_full
+    old = {name: p[name] for name in ("embed", "head", "smear", "smear_gate", "skip", "gate_scale")}
+    old.update({"ve.%d" % i: p["ve.%d" % layer] for layer, i in r89.VE_TABLE.items() if layer != 9})
+    old.update({"ve_gate.%d" % layer: p["ve_gate.%d" % layer] for layer in (1, 2, 8)})
+    old.update({"ve.3": torch.zeros(shape.vocab, D, dtype=F64), "ve_gate.9": torch.zeros(H, 12, dtype=F64)})
+    old.update(bigram=r92.ngram_vectors(shape, p, tokens), signs=torch.ones(1, D, dtype=F64))
+    for layer in range(11):
+        old["s0.%d" % layer], old["s1.%d" % layer] = p["scales"][layer]
+        old["attn_residual.%d" % layer], old["mlp_residual.%d" % layer] = p["residual"][layer]
+        old["attn_out.%d" % layer], old["mlp_out.%d" % layer] = p["output"][layer]
+        slots = [slot for slot in r92.MLPS if slot.rstrip("b") == str(layer)]
+        for part, name in (("in", "up"), ("out", "down")):      # two MLPs of one input are a wider one
+            matrices = [p["mlp.%s.%s" % (slot, part)] for slot in slots] or [torch.zeros(4, D, dtype=F64)]
+            old["%s.%d" % (name, layer)] = torch.cat(matrices)
+        old.update({"%s.%d" % (name, layer): torch.zeros(D, D, dtype=F64) for name in "qkvo"})
+        if layer in r92.ATTENTION:
+            width, v_dim = r92.qk_width(shape, layer), r92.v_width(shape, layer)
+            qk = p["qk.%d" % layer].reshape(2, H, width, D)
+            v, o = p["v.%d" % layer].reshape(H, v_dim, D), p["o.%d" % layer].reshape(D, H, v_dim)
+            grow = lambda x, n, axis: torch.cat([x, torch.zeros_like(x)][:K // n], dim=axis)
+            for name, matrix in zip("qk", grow(qk, width, 2)):
+                old["%s.%d" % (name, layer)] = matrix.reshape(D, D)
+            old["v.%d" % layer] = grow(v, v_dim, 1).reshape(D, D)
+            old["o.%d" % layer] = grow(o, v_dim, 2).reshape(D, D)
+    for name, new_name in [("pre", "pre"), ("post", "post"), ("mudd", "mudd"), ("out", "end")]:
+        w2, bias, at = {}, {}, 0
+        for output, size, _ in r92.outputs_of(shape, new_name):
+            w2[output] = p[new_name + ".w2"][at:at + size]
+            bias[output] = p[new_name + ".bias"][at:at + size]
+            at += size
+            if new_name == "end":                   # the same for all groups
+                w2[output] = w2[output] + p["end.groups"][int(output[1:]), :1]
+        outputs = [(c if c[1:].isdigit() or c == "skip" else "%s.%d" % (c.replace("bigram", "ngram"), layer),
+                    size) for layer, c, size, _ in r89.outputs_of(name, r89.Shape(64, D, H, K, 8, 9))]
+        old[name + ".w1"] = p[new_name + ".w1"]
+        old[name + ".w2"] = torch.cat([w2.get(c, torch.zeros(size, shape.gate_hidden, dtype=F64))
+                                       for c, size in outputs])
+        old[name + ".bias"] = torch.cat([bias.get(c, torch.zeros(size, dtype=F64)) for c, size in outputs])
+    return old
+
+
+def test_forward_as_in_record_89(monkeypatch):
+    """The whole model as record 89's reading of a model with zeros where record 92 has nothing.
+
+    Not compared: the last five sources of the end and coefficients that differ between groups.
+    """
+    shape, T = MINIATURE, 19
+    p = r92.init_params(shape, 11, spread=0.2)
+    generator = torch.Generator().manual_seed(12)
+    tokens = torch.randint(0, 60, (T,), generator=generator)
+    half = torch.arange(shape.dim) % shape.v_full < shape.v_half
+    for name in p:
+        if name.startswith("qk."):
+            p[name] = 1000 * p[name]                # so that the norm's epsilon does not matter
+        elif name.startswith("ve."):
+            p[name] = 30 * p[name] * (half if int(name[3:]) in r92.HALF_V else 1)
+        elif name in ("head", "embed"):
+            p[name] = 50 * p[name]
+    p["end.groups"] = p["end.groups"][:, :1].expand(-1, shape.groups, -1).clone()
+    for name in ("end.w2", "end.bias", "end.groups"):
+        p[name][5:] = 0
+    frequencies = torch.tensor([0.7, 0.2], dtype=F64)
+    ends = boundaries_of(T)
+    segments = [sum(t >= end for end in ends) for t in range(T)]
+    windows = r92.Windows(6, 9, frequencies, frequencies, 1.8, 0.9)
+    z = r92.forward(shape, p, tokens, ends, windows)[1]
+    monkeypatch.setattr(r89, "bigram_rows_of", lambda tokens, starts, rows: list(range(T)))
+    monkeypatch.setattr(r89, "sign_rows_of", lambda tokens, starts, rows: [0] * T)
+    old_shape = r89.Shape(vocab=64, dim=32, heads=4, head_dim=8, hidden=48, bigram_rows=T, gate_hidden=6)
+    expected = r89.forward(as_record_89(shape, p, tokens), old_shape, tokens, [0], segments,
+                           (6, 9, frequencies, 0.9))
+    assert expected.std() > 0.5
+    torch.testing.assert_close(z, expected, rtol=1e-8, atol=1e-8)
+    classes = [3, 50, 63]
+    part = r92.forward(shape, p, tokens, ends, windows, classes)
+    torch.testing.assert_close(part[1], z[:, classes], rtol=1e-12, atol=1e-12)
+
+
+def test_sources_of_the_end():
+    """Logits are the normalised stream. A source of a single coefficient moves it along that source only."""
+    shape, tokens = MINIATURE, [3, 5, 4, 9, 11, 2]
+    p = r92.init_params(shape, 13, spread=0.2)
+    p["head"] = torch.eye(shape.vocab, shape.dim, dtype=F64)
+    p["mlp.10.out"] = 0 * p["mlp.10.out"]               # so that x is proportional to z10
+    for name in ("end.w2", "end.bias", "end.groups"):
+        p[name] = 0 * p[name]
+
+    def stream(**changes):
+        return r92.forward(shape, {**p, **changes}, tokens, [6], r92.windows_at(shape, 0))[0][:, :shape.dim]
+
+    def moved(source):
+        bias = torch.zeros(10, dtype=F64)
+        bias[source] = 9.0
+        return stream(**{"end.bias": bias})
+
+    def check(stretch, directions):
+        for row, *basis in zip(stretch, *directions):
+            basis = torch.stack(basis, dim=1)
+            rest = row - basis @ torch.linalg.lstsq(basis, row[:, None]).solution[:, 0]
+            assert rest.abs().max() < 1e-8
+
+    plain = stream()
+    for source, layer in [(3, 1), (5, 2), (6, 10), (7, 8)]:
+        assert (moved(source) - plain).abs().max() > 1e-4
+        check(moved(source), [plain, p["ve.%d" % layer][tokens]])
+    assert (moved(1) - plain).abs().max() > 1e-2
+    check(moved(9), [plain, moved(1)])                  # h7 and RMSn(h7)
+    torch.testing.assert_close(moved(8), plain, rtol=0, atol=1e-6)
+    groups = torch.zeros_like(p["end.groups"])
+    groups[1, 2] = 5.0
+    grown = stream(**{"end.groups": groups})
+    ratio = grown / plain
+    width = shape.dim // shape.groups
+    outside = torch.cat([ratio[:, :2 * width], ratio[:, 3 * width:]], dim=1)
+    torch.testing.assert_close(outside, outside[:, :1].expand_as(outside), rtol=1e-9, atol=1e-9)
+    assert (ratio[:, 2 * width:3 * width] - outside[:, :1]).abs().max() > 0.1
 
 
 def test_packing():
@@ -502,6 +635,12 @@ def test_held_biases(trained):
 def test_mask_in_validation(trained):
     p, chunk = trained[1], [MINIATURE.bos, 3, 4, 3, 5]
     plain = r92.validation_loss(MINIATURE, p, [chunk])
+    windows = r92.Windows(24, 80, *r92.windows_at(MINIATURE, 25)[2:])
+    z = r92.forward(MINIATURE, p, chunk[:-1], [4], windows)[1]
+    loss = lambda z: float(torch.nn.functional.cross_entropy(z, torch.tensor(chunk[1:])))
+    assert plain == pytest.approx(loss(z), rel=1e-12)
+    z[2, 5] = -60
+    assert r92.validation_loss(MINIATURE, p, [chunk, chunk], {(4, 5)}) == pytest.approx(loss(z), rel=1e-12)
     assert r92.validation_loss(MINIATURE, p, [chunk], {(4, 5)}) < plain         # the target after 4 is 3
     assert r92.validation_loss(MINIATURE, p, [chunk], {(4, 3)}) > plain + 10
     assert r92.validation_loss(MINIATURE, p, [chunk], {(5, 3)}) == plain
