@@ -1,0 +1,941 @@
+"""A second, independent reading of record 92 (2026-08-30) in float64, written only from its description.
+
+For a reader who checks the recipe: plain PyTorch on the CPU, loops and dense masks, no fast forms. It has
+neither FP8 nor bfloat16: nothing is rounded, and the two halves of a matrix weight are one number. One
+consequence changes the recipe: large biases of the generators never move in bfloat16, but learn in float64.
+`train(..., hold_biases=True)` holds them at their start, which bfloat16 would round (sqrt(1.1) to 1.05).
+
+Sizes are in Shape, full size by default (RECORD_92); MINIATURE is a small one. The layers are fixed, below.
+Storage is compact: rows and slots that nothing reads are not stored. Matrices are outputs x inputs, but both
+MLP matrices are hidden x dim. Names and sizes of all parameters: `parameter_sizes`. They live in flat dicts;
+no function changes its arguments, all return new values.
+"""
+import math
+import unicodedata
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+F64 = torch.float64
+EPS = 2.0 ** -23
+LAYERS = 11
+ATTENTION = (0, 2, 5, 1, 8, 3, 10)      # layers with attention, in the order of the banks
+PAIRED = (0, 2, 5)
+WIDE = (3, 10)                          # wide Q and K, long window, key offset, attention gate
+HALF_V = (1, 8)
+XSA = (1, 3)
+VALUE = (1, 2, 8, 10)                   # layers with a value embedding; the first three have a learned gate
+FROM_H7 = (8, 10)                       # attention reads RMSn(h7)
+X0 = (0, 1, 2, 4, 5, 7)                 # injections of x0 and of the n-gram vector after attention
+NGRAM = (1, 4, 5, 9)
+MLPS = ("0", "1", "2", "3", "4", "5", "6", "8", "8b", "9", "10")     # 8b: the second one of layer 8
+ROOT = math.sqrt(1.1)
+
+# Generators: outputs in order, (name, size or "H" for one per head, value at the start).
+GENERATORS = {
+    "pre": [("xsa.1", "H", 0), ("xsa.3", "H", 0), ("gate.3", "H", 0.25), ("x0.0", 1, 0), ("x0.1", 1, 0),
+            ("x0.2", 1, 0), ("ngram.0", 1, 0.05), ("ngram.1", 1, 0.05)],
+    "post": [("gate.10", "H", 0.25), ("x0.4", 1, 0), ("x0.5", 1, 0), ("x0.7", 1, 0), ("ngram.4", 1, 0.05),
+             ("ngram.5", 1, 0.05), ("ngram.9", 1, 0.05), ("skip", 1, 0.5)],
+    "mudd": [("m%d" % i, 1, value) for i, value in
+             enumerate([0, 0, 0, 0, 0, 0, 2, 2, ROOT, 1, 0, 0.05, ROOT, 1])],
+    "end": [("n%d" % i, 1, -0.5 if i == 1 else 0) for i in range(10)],
+}
+
+
+def stage_steps_of(durations, taper, base, added, extension):
+    """Steps of the five stages. The taper ends the third duration; it is a share of the whole."""
+    total = sum(durations)
+    ends = [durations[0] / total, (durations[0] + durations[1]) / total, 1 - taper, 1]
+    ends = [round(base * end) for end in ends]
+    ends = [ends[0], ends[1], ends[2] + added, ends[3] + added, ends[3] + added + extension]
+    return tuple(end - first for first, end in zip([0] + ends, ends))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and constants. The schedule's single steps have no formula: a miniature sets them by hand."""
+    tokenizer: int = 50257              # its last id begins a document
+    vocab: int = 50304                  # padded
+    dim: int = 768
+    heads: int = 6
+    qk_narrow: int = 64                 # also the number of rotating dims in wide heads
+    qk_wide: int = 128
+    v_half: int = 64
+    v_full: int = 128
+    hidden: int = 2816
+    table_rows: int = 84602880
+    sign_rows: int = 8192
+    gate_hidden: int = 64
+    groups: int = 12                    # channel groups of the end's coefficients
+    ranks: int = 8
+    block: int = 128                    # tokens per block of a window
+    # per stage: 1, 2, 3, taper, extension
+    stage_steps: tuple = stage_steps_of((0.2854, 0.3209, 0.3931), 0.06, 1122, 52, 20)
+    stage_tokens: tuple = (16384, 32768, 49152, 40960, 16384)           # of a rank
+    stage_caps: tuple = (896, 2048, 3072, 3072, 3072)                   # longest document
+    stage_blocks: tuple = ((1, 3), (3, 7), (5, 11), (5, 11), (6, 13))   # short, long window
+    stage_lr: tuple = (1, 1.52, 1.73, 1.73 * math.sqrt(20 / 24), 1.73 * math.sqrt(20 / 24))
+    boundary_rows: tuple = (64, 96, 128, 128, 64)
+    token_weights: tuple = ((1, 0.5, 0.25), (1, 0.5), (1,), (1,), (1,))     # the last of several falls to 0
+    prefix_weights: tuple = ((0.25,), (0.20, 0.15, 0.10, 0.05), (0,), (0,), (0,))   # equal parts of a stage
+    candidates: tuple = ((10240,), (10240,), (14336, 14336, 24576), (None,), (None,))   # None: all classes
+    validation_blocks: tuple = (6, 20)
+    attention_cap: int = 2560
+    lr_floor: float = 0.30
+    lr_decay_from: int = 234            # until the extension begins
+    momentum_ramp: int = 240
+    momentum_cooldown: int = 50         # last steps
+    slow_rail_from: int = 514
+    rare_events_from: int = 336         # table events: odd steps, from here on steps = 3 mod 4
+    split_step: int = 1175              # last tied update
+    tail_ema_from: int = 896
+    blend_from: int = 897
+    tail_avg_from: int = 945
+    value_from: int = 947
+    tail_ema_rate: float = 2 / 299
+    tail_avg_rate: float = 4 / 53       # also of the value embeddings
+    blend_rate: float = 2 / 75
+    attention_scale: tuple = (0.13, 0.085)      # narrow, wide heads at the start
+
+    def __post_init__(self):
+        assert self.heads % 2 == 0 and self.heads * self.v_full == self.dim >= 12
+        assert self.qk_narrow % 4 == 0 and self.dim % self.groups == 0 and self.table_rows % 2 == 0
+        assert self.steps % 4 == 2 and self.split_step % 2 == 1 and self.tail_ema_from % 2 == 0
+
+    @property
+    def steps(self):
+        return sum(self.stage_steps)
+
+    @property
+    def bos(self):
+        return self.tokenizer - 1
+
+    def first(self, stage):
+        return sum(self.stage_steps[:stage])
+
+    def stage(self, step):
+        return sum(step >= self.first(stage) for stage in range(1, 5))
+
+
+RECORD_92 = Shape()
+MINIATURE = Shape(
+    tokenizer=60, vocab=64, dim=32, heads=4, qk_narrow=4, qk_wide=8, v_half=4, v_full=8, hidden=48,
+    table_rows=400, sign_rows=16, gate_hidden=6, groups=4, ranks=2, block=4,
+    stage_steps=(6, 6, 6, 2, 6), stage_tokens=(16, 24, 32, 28, 16), stage_caps=(7, 12, 18, 18, 18),
+    boundary_rows=(16, 24, 32, 28, 16), candidates=((24,), (32,), (40, 40, 48), (None,), (None,)),
+    attention_cap=13, lr_decay_from=5, momentum_ramp=5, momentum_cooldown=4, slow_rail_from=10,
+    rare_events_from=8, split_step=21, tail_ema_from=16, blend_from=17, tail_avg_from=21, value_from=19,
+    tail_ema_rate=0.3, tail_avg_rate=0.5, blend_rate=0.4)
+
+
+# ---------------------------------------------------------------- record 92, parameters and start
+
+def outputs_of(shape, name):
+    return [(c, shape.heads if size == "H" else size, float(value)) for c, size, value in GENERATORS[name]]
+
+
+def bias_start(shape, name):
+    """Biases of a generator at the start: values divided by the scale 0.1."""
+    values = [value / 0.1 for _, size, value in outputs_of(shape, name) for _ in range(size)]
+    return torch.tensor(values, dtype=F64)
+
+
+def qk_width(shape, layer):
+    return shape.qk_wide if layer in WIDE else shape.qk_narrow
+
+
+def v_width(shape, layer):
+    return shape.v_half if layer in HALF_V else shape.v_full
+
+
+def parameter_sizes(shape):
+    """Name -> size. qk: groups of two neighbouring heads, those of Q first, then those of K.
+
+    scales: s0 (Q, K, V) and s1 (O) per layer; residual and output: r and p of attention and MLP per layer.
+    """
+    V, D, H = shape.vocab, shape.dim, shape.heads
+    sizes = {"embed": (V, D), "head": (V, D), "table": (shape.table_rows, D), "signs": (shape.sign_rows, D)}
+    sizes.update({"ve.%d" % layer: (V, D) for layer in VALUE})
+    for layer in ATTENTION:
+        sizes["qk.%d" % layer] = (H, 2 * qk_width(shape, layer), D)
+        sizes["v.%d" % layer] = (H * v_width(shape, layer), D)
+        sizes["o.%d" % layer] = (D, H * v_width(shape, layer))
+    for slot in MLPS:
+        sizes["mlp.%s.in" % slot] = sizes["mlp.%s.out" % slot] = (shape.hidden, D)
+    sizes.update(scales=(LAYERS, 2), residual=(LAYERS, 2), output=(LAYERS, 2))
+    sizes.update(smear=(), smear_gate=(12,), skip=(), gate_scale=())
+    sizes.update({"ve_gate.%d" % layer: (H, 12) for layer in VALUE[:3]})
+    for name in GENERATORS:
+        count = len(bias_start(shape, name))
+        sizes[name + ".w1"], sizes[name + ".w2"] = (shape.gate_hidden, D), (count, shape.gate_hidden)
+        sizes[name + ".bias"] = (count,)
+    sizes["end.groups"] = (10, shape.groups, shape.gate_hidden)
+    return sizes
+
+
+def bank_of(name):
+    """Bank of a matrix (qk, vo, mlp), None for other parameters."""
+    return {"qk": "qk", "v": "vo", "o": "vo", "mlp": "mlp"}.get(name.split(".")[0])
+
+
+def init_params(shape, seed=0, spread=0.0):
+    """Start of the recipe. A positive spread adds noise to what starts constant, so that every path acts."""
+    generator = torch.Generator().manual_seed(seed)
+    p = {}
+    for name, size in parameter_sizes(shape).items():
+        kind, last = name.split(".")[0], name.split(".")[-1]
+        normal = torch.randn(size, generator=generator, dtype=F64)
+        uniform = 2 * torch.rand(size, generator=generator, dtype=F64) - 1
+        if name == "signs":
+            p[name] = torch.sign(uniform)
+        elif name == "head":
+            p[name] = 0.005 * normal
+        elif kind == "ve":
+            p[name] = 0.01 * normal
+        elif kind in ("qk", "v", "o") or kind == "mlp" and last == "in":
+            p[name] = math.sqrt(3) * 0.5 * shape.dim ** -0.5 * uniform
+        elif last == "w1":
+            p[name] = shape.dim ** -0.5 * uniform
+        else:
+            start = {"skip": -1.5, "residual": ROOT, "output": 1.0, "gate_scale": 0.1}.get(name, 0.0)
+            if last == "bias":
+                start = bias_start(shape, kind)
+            p[name] = start + torch.zeros(size, dtype=F64) + spread * normal
+            if name == "scales":
+                p[name] = p[name] + torch.tensor([0.5, 1.0], dtype=F64)
+    p["embed"] = p["head"].clone()
+    return p
+
+
+# ---------------------------------------------------------------- record 92, table of n-grams
+
+def int32(value):
+    return (value + 2 ** 31) % 2 ** 32 - 2 ** 31
+
+
+def ngram_rows(shape, tokens):
+    """(bigram rows, trigram rows) of a packed buffer. Position 1 reads H - 1 as token 0."""
+    x, half = [int(t) for t in tokens], shape.table_rows // 2
+    bigrams, trigrams = [], []
+    for t in range(len(x)):
+        if t == 0:
+            bigrams.append(half - 1)
+        else:
+            before = half - 1 if t == 1 else x[t - 1]
+            bigrams.append((int32(36313 * x[t]) ^ int32(27191 * before)) % (half - 1))
+        if t < 2:
+            trigrams.append(shape.table_rows - 1)
+        else:
+            mixed = int32(17351 * x[t]) ^ int32(60961 * x[t - 1]) ^ int32(45259 * x[t - 2])
+            trigrams.append(half + mixed % (half - 1))
+    return bigrams, trigrams
+
+
+def sign_rows(shape, tokens):
+    """(rows of the bigram signs, of the trigram signs), from the true tokens."""
+    x, last = [int(t) for t in tokens], shape.sign_rows - 1
+    bigrams = [0 if t < 1 else (int32(48271 * x[t]) ^ int32(30011 * x[t - 1])) & last for t in range(len(x))]
+    trigrams = [0 if t < 2 else
+                (int32(58699 * x[t]) ^ int32(39779 * x[t - 1]) ^ int32(26801 * x[t - 2])) & last
+                for t in range(len(x))]
+    return bigrams, trigrams
+
+
+def ngram_vectors(shape, p, tokens):
+    total = 0
+    for rows, signs in zip(ngram_rows(shape, tokens), sign_rows(shape, tokens)):
+        total = total + p["table"][torch.tensor(rows)] * p["signs"][torch.tensor(signs)]
+    return total
+
+
+def table_event(shape, step):
+    return step % 2 == 1 if step < shape.rare_events_from else step % 4 == 3
+
+
+def table_settings(shape, step):
+    """(beta1 of the value embeddings, beta2, decay multiplier) of an event; the table has no beta1."""
+    return (0.75, 0.95, 5) if step < shape.rare_events_from else (0.5625, 0.9025, 10)
+
+
+def table_update(rows, v, g, t, lr, beta2, decay):
+    """(rows, v) after event number t (from 1). g: gradients summed over the cycle, averaged over ranks.
+
+    Applied to all rows (R, D): a row without gradient does not move, and its v falls by this event's beta2,
+    which is what the recipe does later, when the row comes back.
+    """
+    v = beta2 * v + (1 - beta2) * (g * g).mean(dim=1)
+    u = g / (torch.sqrt(v) + 1e-10)[:, None] * lr * math.sqrt(1 - beta2 ** t)
+    u = u + (u * rows > 0) * rows * (lr * lr * 0.005 * decay)
+    return rows - u, v
+
+
+# ---------------------------------------------------------------- record 92, forward pass
+
+class Windows(NamedTuple):
+    """Windows in tokens; frequencies of the rotary tables and attention scales of narrow and wide heads."""
+    short: int
+    long: int
+    narrow: torch.Tensor
+    wide: torch.Tensor
+    narrow_scale: float
+    wide_scale: float
+
+
+def rms(x):
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + EPS)
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def coefficients(shape, p, name, x, scale):
+    """scale * (W2 gelu(W1 x) + bias), cut into named coefficients (T, size)."""
+    c = scale * (gelu(x @ p[name + ".w1"].T) @ p[name + ".w2"].T + p[name + ".bias"])
+    outputs = outputs_of(shape, name)
+    return dict(zip([output[0] for output in outputs], c.split([output[1] for output in outputs], dim=1)))
+
+
+def rotate(x, positions, frequencies):
+    """x (T, H, d) at positions (T, H): adjacent pairs rotate, the dims beyond the pairs stay."""
+    angle = positions[:, :, None] * frequencies
+    turning = 2 * len(frequencies)
+    even, odd = x[:, :, 0:turning:2], x[:, :, 1:turning:2]
+    turned = torch.stack([even * torch.cos(angle) + odd * torch.sin(angle),
+                          odd * torch.cos(angle) - even * torch.sin(angle)], dim=-1)
+    return torch.cat([turned.flatten(2), x[:, :, turning:]], dim=2)
+
+
+def attend(q, k, v, segments, distance, scale):
+    """Attention of each head or slot, (T, H, d), to the keys of the own segment at distance 0..distance."""
+    rows = torch.arange(len(segments))
+    back = rows[:, None] - rows[None, :]
+    seen = (back >= 0) & (back <= distance) & (segments[:, None] == segments[None, :])
+    logits = scale * torch.einsum("ihd,jhd->hij", q, k)
+    return torch.einsum("hij,jhd->ihd", torch.softmax(logits.masked_fill(~seen, -math.inf), dim=-1), v)
+
+
+def attention(shape, p, layer, u, ve, extra, c, segments, windows):
+    """Output before the output matrix, (T, heads * width of V). extra: v' of layer 10."""
+    T, H, D = len(u), shape.heads, shape.dim
+    width, v_dim, s0 = qk_width(shape, layer), v_width(shape, layer), p["scales"][layer, 0]
+    wide = layer in WIDE
+    q, k = (u @ (s0 * p["qk.%d" % layer]).reshape(2 * H * width, D).T).reshape(T, 2, H, width).unbind(dim=1)
+    v = (u @ (s0 * p["v.%d" % layer]).T).reshape(T, H, v_dim)
+    q, k = rms(q), rms(k)
+    at = torch.arange(T, dtype=F64)[:, None].expand(T, H)
+    if layer in PAIRED:                         # even heads turn by 2t, odd heads by 2t + 1
+        at = 2 * at + torch.arange(H) % 2
+    frequencies = windows.wide if wide else windows.narrow
+    q, k = rotate(q, at, frequencies), rotate(k, at, frequencies)
+    if wide:                                    # key offset: stationary dims from the token before
+        still = k[:, :, shape.qk_narrow:]
+        k = torch.cat([k[:, :, :shape.qk_narrow], torch.cat([still[:1], still[:-1]])], dim=2)
+    if layer in VALUE:                          # half V adds the first half of each head's part
+        rows = ve[layer].reshape(T, H, shape.v_full)[:, :, :v_dim]
+        if layer == 10:
+            gate = torch.cat([c["m6"]] * (H // 2) + [c["m7"]] * (H // 2), dim=1)
+            v = v + extra.reshape(T, H, v_dim)
+        else:
+            source = torch.cat([u[:, :6], ve[layer][:, :6]], dim=1)
+            gate = 2 * torch.sigmoid(source @ p["ve_gate.%d" % layer].T)
+        v = v + gate[:, :, None] * rows
+    scale = windows.wide_scale if wide else windows.narrow_scale
+    if layer in PAIRED:         # rows 2t, 2t + 1 hold the halves of the heads; the window counts these rows
+        pairs = [z.reshape(2 * T, H // 2, -1) for z in (q, k, v)]
+        y = attend(*pairs, segments.repeat_interleave(2), windows.short, scale).reshape(T, H, v_dim)
+    else:
+        y = attend(q, k, v, segments, windows.long if wide else windows.short, scale)
+    if layer in XSA:
+        along = (y * v).sum(dim=-1) / torch.clamp((v * v).sum(dim=-1), min=1e-8)
+        y = y - (torch.tanh(c["xsa.%d" % layer]) * along)[:, :, None] * v
+    if wide:
+        y = y * c["gate.%d" % layer][:, :, None]
+    return y.reshape(T, H * v_dim)
+
+
+def mlp(p, slot, z):
+    return torch.relu(z @ p["mlp.%s.in" % slot].T) ** 2 @ p["mlp.%s.out" % slot]
+
+
+def forward(shape, p, tokens, boundaries, windows, classes=None):
+    """(logits before the softcap, after it) of one packed buffer, (T, classes in the order given or vocab).
+
+    boundaries: ends of the attention segments, the last is T.
+    """
+    tokens = torch.as_tensor(tokens, dtype=torch.long)
+    segments = torch.bucketize(torch.arange(len(tokens)), torch.tensor(boundaries), right=True)
+    r, out = p["residual"], p["output"]
+    ve = {layer: p["ve.%d" % layer][tokens] for layer in VALUE}
+    e = p["embed"][tokens]
+    amount = p["smear"] * torch.sigmoid(e[:, :12] @ p["smear_gate"])
+    x0 = rms(torch.cat([e[:1], e[1:] + amount[1:, None] * e[:-1]]))
+    b = ngram_vectors(shape, p, tokens)
+    c = coefficients(shape, p, "pre", x0, p["gate_scale"])
+    x = x_in = x0 + c["ngram.0"] * b
+    h3 = h7 = x9 = z10 = extra = None
+    for layer in range(LAYERS):
+        if layer == 4:
+            c.update(coefficients(shape, p, "post", x, p["gate_scale"]))
+        if layer == 10:
+            x9 = x
+            c.update(coefficients(shape, p, "mudd", x, 0.1))
+            extra = c["m0"] * x_in + c["m1"] * h7 + c["m2"] * x
+            x = (1 + c["m5"]) * x + c["m3"] * x_in + c["m4"] * h7
+        if layer in ATTENTION:
+            u = rms(h7 if layer in FROM_H7 else x)
+            y = attention(shape, p, layer, u, ve, extra, c, segments, windows)
+            factor = p["scales"][layer, 1] * (out[layer, 0] if layer != 10 else 1)
+            y = y @ (factor * p["o.%d" % layer]).T
+        if layer == 6:
+            x = x + torch.sigmoid(p["skip"]) * c["skip"] * h3
+        elif layer == 10:
+            x = c["m8"] * x + c["m9"] * y + c["m10"] * x_in + c["m11"] * b
+        else:
+            x = r[layer, 0] * x
+            x = x + y if layer in ATTENTION else x
+            x = x + c["x0.%d" % layer] * x0 if layer in X0 else x
+            x = x + c["ngram.%d" % layer] * b if layer in NGRAM else x
+        if layer == 7:
+            h7 = x = r[7, 1] * x
+        elif layer == 8:
+            z = rms(x)
+            x = r[8, 1] * x + out[8, 1] * (mlp(p, "8", z) + mlp(p, "8b", z))
+        elif layer == 10:
+            z10 = rms(x)
+            x = c["m12"] * x + c["m13"] * mlp(p, "10", z10)
+        else:
+            x = r[layer, 1] * x + out[layer, 1] * mlp(p, str(layer), rms(x))
+        if layer == 3:
+            h3 = x
+    sources = [x_in, h7, x9, ve[1], h3, ve[2], ve[10], ve[8], z10, rms(h7)]
+    n = coefficients(shape, p, "end", x, 0.1)
+    hidden = gelu(x @ p["end.w1"].T)
+    for i, source in enumerate(sources):
+        by_group = n["n%d" % i] + 0.1 * hidden @ p["end.groups"][i].T           # (T, groups)
+        x = x + by_group.repeat_interleave(shape.dim // shape.groups, dim=1) * source
+    head = p["head"] if classes is None else p["head"][torch.as_tensor(classes)]
+    raw = rms(x) @ head.T
+    return raw, 23 * torch.sigmoid((raw + 5) / 7.5)
+
+
+# ---------------------------------------------------------------- record 92, training loss
+
+def sweep_start(shape, rank):
+    return shape.vocab * rank // shape.ranks
+
+
+def candidate_set(shape, targets, offset, count):
+    """(ascending classes, new offset of the rank): a micro-batch's targets, then negatives up to count."""
+    marked = set(int(t) for t in targets)
+    need = count - len(marked)
+    assert 0 <= need and count <= shape.vocab
+    if need == 0:
+        return sorted(marked), offset
+    draw = min(shape.vocab, 17 * need // 10 + 256)
+    drawn = [20011 * (offset + i) % shape.vocab for i in range(draw)]
+    negatives = [q for q in drawn if q not in marked][:need]
+    if len(negatives) < need:
+        unmarked = [q for q in range(shape.vocab) if q not in marked]
+        negatives = unmarked[::len(unmarked) // need][:need]
+    return sorted(marked.union(negatives)), (offset + draw) % shape.vocab
+
+
+def columns_of(ids, classes):
+    """Column of each id in the list of classes, -1 for one that is not there."""
+    where = {int(q): i for i, q in enumerate(classes)}
+    return [where.get(int(q), -1) for q in ids]
+
+
+def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight):
+    """(loss of each row, gradient of their sum to raw). targets, prefixes: columns, -1 for no prefix.
+
+    raw: logits before the softcap. The gradient is the recipe's: a target beyond the end is no term of the
+    loss, but its weight still counts in the softmax part of the gradient. A missing prefix counts nowhere.
+    """
+    T, s = len(raw), torch.sigmoid((raw + 5) / 7.5)
+    z = 23 * s
+    lse = 23 + torch.log(torch.exp(z - 23).sum(dim=1))
+    rows, gradient = [], torch.exp(z - lse[:, None])
+    for t in range(T):
+        terms = [(weight, targets[t + k]) for k, weight in enumerate(weights) if t + k < T]
+        total = sum(weights)
+        if prefix_weight != 0 and prefixes[t] >= 0:
+            terms.append((prefix_weight, prefixes[t]))
+            total += prefix_weight
+        rows.append(sum(weight * (lse[t] - z[t, column]) for weight, column in terms))
+        gradient[t] *= total
+        for weight, column in terms:
+            gradient[t, column] -= weight
+    return torch.stack(rows), gradient * (23 / 7.5) * s * (1 - s)
+
+
+def validation_loss(shape, p, chunks, impossible=None):
+    """Mean cross-entropy of chunks of T + 1 tokens after training. impossible: pairs of record 91's mask."""
+    total, count, windows = 0.0, 0, windows_at(shape, shape.steps - 1, validation=True)
+    for chunk in chunks:
+        chunk = [int(t) for t in chunk]
+        tokens, targets = chunk[:-1], chunk[1:]
+        z = forward(shape, p, tokens, validation_boundaries(shape, tokens), windows)[1]
+        for before, after in impossible or ():
+            z[[t for t, token in enumerate(tokens) if token == before], after] = -60
+        total -= float(torch.log_softmax(z, dim=1)[torch.arange(len(tokens)), targets].sum())
+        count += len(tokens)
+    return total / count
+
+
+# ---------------------------------------------------------------- record 92, schedules
+
+def part(values, done, steps):
+    """Value for step number `done` of a stage that is divided in len(values) equal parts."""
+    return values[len(values) * done // steps]
+
+
+def lr_factor(shape, step):
+    value, until = shape.stage_lr[shape.stage(step)], shape.first(4)
+    t = min(1.0, max(0.0, (step - shape.lr_decay_from) / (until - shape.lr_decay_from)))
+    return value * (1 - t) + shape.lr_floor * t
+
+
+def lookahead(shape, step):
+    """m(s) of the matrix update."""
+    last = shape.steps - shape.momentum_cooldown
+    if step < shape.momentum_ramp:
+        return 0.85 + 0.08 * step / shape.momentum_ramp
+    return 0.93 - 0.08 * max(0, step - last) / shape.momentum_cooldown
+
+
+def rail_settings(shape, step):
+    """(m, factor of the fast rail, weight of the fast rail)."""
+    m = lookahead(shape, step)
+    return (m, m, 1.0) if step < shape.slow_rail_from else (m, 0.85, 0.4385)
+
+
+def loss_weights(shape, step):
+    """(weights of the targets 0, 1, 2 ahead, prefix weight)."""
+    stage = shape.stage(step)
+    done, steps = step - shape.first(stage), shape.stage_steps[stage]
+    weights = list(shape.token_weights[stage])
+    if len(weights) > 1:
+        weights[-1] *= 1 - done / steps
+    return weights, part(shape.prefix_weights[stage], done, steps)
+
+
+def candidate_count(shape, step):
+    """Number of classes in the loss, None for all of them."""
+    stage = shape.stage(step)
+    return part(shape.candidates[stage], step - shape.first(stage), shape.stage_steps[stage])
+
+
+def yarn(shape, kind, stage):
+    """(frequencies, attention scale) of narrow (0) or wide (1) heads: they follow the short, long window."""
+    count = shape.qk_narrow // 2
+    frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
+    scale = shape.attention_scale[kind]
+    for s in range(1, stage + 1):
+        old, new = (shape.block * shape.stage_blocks[i][kind] for i in (s - 1, s))
+        for i, frequency in enumerate(frequencies):
+            turns = old * frequency / (2 * math.pi)
+            g = min(max((turns - 1) / 31, 0.0), 1.0)
+            frequencies[i] = frequency * (old / new + g * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
+    return torch.tensor(frequencies, dtype=F64), scale
+
+
+def windows_at(shape, step, validation=False):
+    """The final validation has its own windows, but tables and scales of the last step."""
+    stage = shape.stage(step)
+    short, long = shape.validation_blocks if validation else shape.stage_blocks[stage]
+    (narrow, narrow_scale), (wide, wide_scale) = yarn(shape, 0, stage), yarn(shape, 1, stage)
+    return Windows(short * shape.block, long * shape.block, narrow, wide, narrow_scale, wide_scale)
+
+
+# ---------------------------------------------------------------- record 92, data
+
+def attention_boundaries(ends, cap):
+    """Ends of attention segments: the documents' ends and, inside a document, every `cap` tokens."""
+    out, start = [], 0
+    for end in ends:
+        out += [*range(start + cap, end, cap), end]
+        start = end
+    return out
+
+
+def validation_boundaries(shape, tokens):
+    """In validation documents are neither cut nor split."""
+    return [t for t in range(1, len(tokens)) if int(tokens[t]) == shape.bos] + [len(tokens)]
+
+
+def fill(shard, begins, document, size, cap):
+    """(buffer of size + 1 tokens, ends of its documents, next document), None if the shard ends before."""
+    buffer, ends = [], []
+    while len(buffer) <= size:
+        if document == len(begins):
+            return None
+        begin = begins[document]
+        end = begins[document + 1] if document + 1 < len(begins) else len(shard)
+        buffer += shard[begin:min(end, begin + cap, begin + size + 1 - len(buffer))]
+        ends.append(len(buffer))
+        document += 1
+    ends[-1] -= 1                           # the last token is only a target
+    return buffer, ends, document
+
+
+def packed_batches(shape, shards, first=0):
+    """Yields for each step from `first` on one (T + 1 tokens, boundaries) per rank."""
+    step = first
+    for shard in shards:
+        shard = [int(t) for t in shard]
+        begins, document = [i for i, t in enumerate(shard) if t == shape.bos], 0
+        while step < shape.steps:
+            stage, call = shape.stage(step), []
+            for _ in range(shape.ranks):
+                filled = fill(shard, begins, document, shape.stage_tokens[stage], shape.stage_caps[stage])
+                if filled is None:          # this call's buffers are dropped with the shard's tail
+                    break
+                buffer, ends, document = filled
+                call.append((buffer, attention_boundaries(ends, shape.attention_cap)))
+                assert len(call[-1][1]) < shape.boundary_rows[stage]
+            if len(call) < shape.ranks:
+                break
+            yield call
+            step += 1
+
+
+def prefix_table(vocabulary):
+    """Longest proper byte prefix that is a token, else -1. Special and padding tokens are b''."""
+    number = {token: i for i, token in enumerate(vocabulary) if token}
+    return [max((number[token[:n]] for n in range(1, len(token)) if token[:n] in number),
+                key=lambda i: len(vocabulary[i]), default=-1) for token in vocabulary]
+
+
+# ---------------------------------------------------------------- record 91, mask of impossible tokens
+
+def merges_of(token, number):
+    """Merges of a token's own bytes in order: (left, right, rank, is left the first, right the last piece).
+
+    The lowest rank first, the leftmost of equal ones. The rank of a pair is the id of the merged token.
+    """
+    pieces, merges = [token[i:i + 1] for i in range(len(token))], []
+    while True:
+        ranks = [number.get(a + b, math.inf) for a, b in zip(pieces, pieces[1:])]
+        if not ranks or min(ranks) == math.inf:
+            return merges
+        i = ranks.index(min(ranks))
+        merges.append((pieces[i], pieces[i + 1], ranks[i], i == 0, i + 2 == len(pieces)))
+        pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
+
+
+def history(piece, changes):
+    """(piece, start, end) for the changes (new piece, start); empty intervals are dropped."""
+    entries = [(piece, 0)] + changes
+    ends = [start for _, start in entries[1:]] + [math.inf]
+    return [(piece, start, end) for (piece, start), end in zip(entries, ends) if start < end]
+
+
+def character_class(token, last):
+    """Class of a token's last or first character."""
+    for n in range(1, min(4, len(token)) + 1):
+        try:
+            character = (token[-n:] if last else token[:n]).decode("utf-8")[-1 if last else 0]
+        except UnicodeDecodeError:
+            continue
+        if character.isspace() and not "\x1c" <= character <= "\x1f":
+            return "whitespace"
+        return {"N": "number", "L": "letter"}.get(unicodedata.category(character)[0], "other")
+    return "inside"
+
+
+def ends_in_contraction(token):
+    """A contraction that starts the token or follows a letter or a digit: what follows it is free."""
+    for suffix in (b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"):
+        before = token[:-len(suffix)]
+        if token.endswith(suffix) and (not before or character_class(before, True) in ("letter", "number")):
+            return True
+    return False
+
+
+def impossible_pairs(vocabulary):
+    """Pairs (token, next token) which the tokeniser never emits. Special and padding tokens are b''."""
+    number = {token: i for i, token in enumerate(vocabulary) if token}
+    lasts, firsts, rules = {}, {}, []       # piece -> [(token, start, end)]
+    for token, i in number.items():
+        merges = merges_of(token, number)
+        if merges:
+            rules.append((i, merges[-1][0], merges[-1][1]))
+        last = [(a + b, rank) for a, b, rank, _, is_last in merges if is_last]
+        first = [(a + b, rank + 1) for a, b, rank, is_first, _ in merges if is_first]
+        for piece, start, end in history(token[-1:], last):
+            if not ends_in_contraction(token):
+                lasts.setdefault(piece, []).append((i, start, end))
+        for piece, start, end in history(token[:1], first):
+            firsts.setdefault(piece, []).append((i, start, end))
+    pairs = set()
+    for k, a, b in rules:
+        for before, start, end in lasts.get(a, ()):
+            for after, start2, end2 in firsts.get(b, ()):
+                left, right = (character_class(vocabulary[i], last) for i, last in ((before, 1), (after, 0)))
+                if (start <= k < end and start2 <= k < end2 and right != "inside"
+                        and (left, right) not in (("whitespace", "whitespace"), ("other", "letter"))):
+                    pairs.add((before, after))
+    return pairs
+
+
+# ---------------------------------------------------------------- record 92, ANVIL
+
+MAPS = [(3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+        (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+        (2.245503932403, -2.443826979899, 0.963091710461), (2.256537145403, -2.166840097229, 0.929501253245)]
+
+
+class Anvil(NamedTuple):
+    """State of one matrix: fast and slow rail, lane energy."""
+    fast: torch.Tensor
+    slow: torch.Tensor
+    energy: torch.Tensor
+
+
+def padded_size(shape, name):
+    """Size of a matrix as the recipe stores it. Lanes, their means and shape factors follow it."""
+    kind = name.split(".")[0]
+    return {"qk": 2 * shape.qk_wide, "mlp": shape.hidden}.get(kind, shape.dim), shape.dim
+
+
+def anvil_start(W, padded):
+    lanes = (W.shape[0], 1) if padded[0] >= padded[1] else (1, W.shape[1])
+    return Anvil(torch.zeros_like(W), torch.zeros_like(W), torch.zeros(lanes, dtype=W.dtype))
+
+
+def rails(G, state, m, keep, weight):
+    """(direction U, state with new rails)."""
+    fast = state.fast + (1 - keep) * (G - state.fast)
+    slow = state.slow + 0.02 * (G - state.slow)
+    D = weight * fast + (1 - weight) * slow
+    return G + m * (D - G), state._replace(fast=fast, slow=slow)
+
+
+def six_maps(X):
+    for a, b, c in MAPS:
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+def whiten(U):
+    """Singular values to about 1. The margin 1.05 is part of the maps, which diverge just above 1 / 1.05."""
+    return six_maps(U / (1.05 * torch.linalg.norm(U) + 1e-6))
+
+
+def equalise(X, energy, padded):
+    """(X with equal lanes and unchanged norm, new lane energy). Lane: row, or column of a wide matrix."""
+    axis = 1 if padded[0] >= padded[1] else 0
+    energy = energy + 0.1 * ((X * X).sum(dim=axis, keepdim=True) / padded[axis] - energy)
+    gain = torch.clamp(energy, min=1e-10) ** -0.5
+    return X * gain * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(X * gain), min=1e-10), energy
+
+
+def anvil(W, G, state, settings, lr, padded, multiplier=1.0):
+    """(new W, new state) of one matrix. settings: (m, fast rail's factor, fast rail's weight)."""
+    U, state = rails(G, state, *settings)
+    X, energy = equalise(whiten(U), state.energy, padded)
+    eta = lr * multiplier * math.sqrt(max(1.0, padded[0] / padded[1]))
+    W = W - W * (state.slow * W >= 0) * (2.25 * lr * eta) - eta * X     # decay by the slow rail's sign
+    return W, state._replace(energy=energy)
+
+
+def anvil_step(shape, step, name, W, G, states):
+    """(new W, new states) of a named matrix; qk are several. states: list or None at the start."""
+    settings, lr = rail_settings(shape, step), 0.023 * lr_factor(shape, step)
+    padded = padded_size(shape, name)
+    multiplier = 2.0 if name.startswith("mlp") and name.endswith("out") else 1.0
+    Ws, Gs = (W, G) if W.ndim == 3 else ([W], [G])
+    states = states or [anvil_start(one, padded) for one in Ws]
+    new = [anvil(*args, settings, lr, padded, multiplier) for args in zip(Ws, Gs, states)]
+    return torch.stack([one for one, _ in new]).reshape(W.shape), [state for _, state in new]
+
+
+# ---------------------------------------------------------------- record 92, Adam
+
+class Adam(NamedTuple):
+    m: torch.Tensor
+    v: torch.Tensor
+    t: int
+
+
+def adam_start(p):
+    return Adam(torch.zeros_like(p), torch.zeros_like(p), 0)
+
+
+def adam(p, g, state, lr, betas, decay):
+    """(new p, new state). The decay has the schedule squared and acts where the update shrinks p."""
+    b1, b2 = betas
+    t, m, v = state.t + 1, b1 * state.m + (1 - b1) * g, b2 * state.v + (1 - b2) * g * g
+    u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + 1e-10)
+    return p - u - (u * p > 0) * p * (lr * lr * 0.005 * decay), Adam(m, v, t)
+
+
+def adam_settings(shape, name, step):
+    """(learning rate multiplier, betas, decay multiplier)."""
+    first, last = name.split(".")[0], name.split(".")[-1]
+    if first == "ve":
+        beta1, beta2, decay = table_settings(shape, step)
+        return 70, (beta1, beta2), decay
+    decay = 0 if last in ("bias", "gate_scale") else 1
+    return {"head": (1, (0.5, 0.95), 150), "embed": (1, (0.5, 0.95), 150),
+            "scales": (5, (0.9, 0.99), 0), "smear": (5, (0.9, 0.99), 0), "skip": (5, (0.9, 0.99), 0),
+            "residual": (5, (0.9, 0.95), 0), "output": (1, (0.9, 0.95), 0),
+            "smear_gate": (0.01, (0.9, 0.99), 0), "ve_gate": (1, (0.9, 0.99), 1),
+            "mudd": (0.25, (0.9, 0.99), decay), "end": (0.25, (0.9, 0.99), decay),
+            "pre": (0.1, (0.9, 0.99), decay), "post": (0.1, (0.9, 0.99), decay),
+            "gate_scale": (0.1, (0.9, 0.99), decay)}[first]
+
+
+# ---------------------------------------------------------------- record 92, final averages
+
+def average_ticks(shape):
+    """Name -> {step: rate} of the ticks, after the update of a step. The first one copies, its rate is 1."""
+    steps, r = shape.steps, shape.tail_ema_rate
+    odd = [s for s in range(shape.tail_ema_from + 1, steps, 2)]
+    ticks = {"tail-ema": {shape.tail_ema_from: r, **{s: 1 - (1 - r) ** 2 for s in odd}, steps - 1: r},
+             "tail-avg": dict.fromkeys(range(shape.tail_avg_from, steps, 4), shape.tail_avg_rate),
+             "value": dict.fromkeys(range(shape.value_from, steps, 4), shape.tail_avg_rate),
+             "bank-blend": dict.fromkeys([*range(shape.blend_from, steps - 2, 4), steps - 2, steps - 1],
+                                         shape.blend_rate)}
+    for rates in ticks.values():
+        rates[min(rates)] = 1.0
+    return ticks
+
+
+def averages_of(name):
+    """Averages that a parameter takes part in."""
+    if name in ("head", "embed"):
+        return ["tail-ema"]
+    if name.startswith("ve."):
+        return ["value"]
+    return {"qk": ["bank-blend"], "vo": ["tail-avg", "bank-blend"],
+            "mlp": ["tail-avg", "bank-blend"]}.get(bank_of(name), [])
+
+
+def tick(shape, step, p, averages):
+    """New averages {(name of the average, parameter): value} after the update of a step."""
+    averages, ticks = dict(averages), average_ticks(shape)
+    for name, W in p.items():
+        for kind in averages_of(name):
+            if step in ticks[kind]:
+                before = averages.get((kind, name), W)
+                averages[kind, name] = before + ticks[kind][step] * (W - before)
+    return averages
+
+
+def write_back(shape, p, averages):
+    """Parameters at the end: the averages, then the norms of before for embedding, head and each bank.
+
+    The recipe's norms of the banks contain unused rows and dead slots, which are not stored here. The banks'
+    factors therefore differ slightly.
+    """
+    new, members = dict(p), {}
+    for name in p:
+        kind = averages_of(name)
+        if kind == ["tail-ema"]:
+            new[name] = p[name] + 0.65 * (averages["tail-ema", name] - p[name])
+        elif kind == ["value"]:
+            new[name] = averages["value", name]
+        elif kind == ["bank-blend"]:
+            new[name] = p[name] + 0.55 * (averages["bank-blend", name] - p[name])
+        elif kind:
+            tail = averages["tail-avg", name]
+            new[name] = tail + 0.3493 * (averages["bank-blend", name] - tail)
+        if kind and kind != ["value"]:
+            members.setdefault(bank_of(name) or name, []).append(name)
+    for names in members.values():
+        before, after = (math.sqrt(sum(float((q[n] * q[n]).sum()) for n in names)) for q in (p, new))
+        for name in names:
+            new[name] = new[name] * (before / after)
+    return new
+
+
+# ---------------------------------------------------------------- record 92, training
+
+def gradients(shape, p, batch, step, prefix_of, offsets):
+    """(mean over ranks of the summed loss, {name: gradient}, new offsets of the sweep)."""
+    assert len(batch) == shape.ranks
+    leaves = {name: value.clone().requires_grad_(True) for name, value in p.items() if name != "signs"}
+    weights, prefix_weight = loss_weights(shape, step)
+    count, loss, mean, offsets = candidate_count(shape, step), 0.0, {}, list(offsets)
+    for rank, (buffer, boundaries) in enumerate(batch):
+        tokens, targets, classes = buffer[:-1], [int(t) for t in buffer[1:]], range(shape.vocab)
+        if count is not None:
+            classes, offsets[rank] = candidate_set(shape, targets, offsets[rank], count)
+        raw = forward(shape, {**p, **leaves}, tokens, boundaries, windows_at(shape, step), list(classes))[0]
+        rows, to_raw = loss_and_gradient(raw.detach(), columns_of(targets, classes),
+                                         columns_of([prefix_of[t] for t in targets], classes),
+                                         weights, prefix_weight)
+        loss += float(rows.sum()) / shape.ranks
+        for name, g in zip(leaves, torch.autograd.grad(raw, list(leaves.values()), to_raw)):
+            mean[name] = mean.get(name, 0) + g / shape.ranks
+    return loss, mean, offsets
+
+
+def start_state(shape, p):
+    """State before step 0. `sums` are the gradients that wait for the next update or event."""
+    learned = [name for name in p if name not in ("signs", "table") and not bank_of(name)]
+    return {"anvil": {}, "adam": {name: adam_start(p[name]) for name in learned}, "sums": {}, "averages": {},
+            "table_v": torch.zeros(shape.table_rows, dtype=F64), "table_t": 0,
+            "offsets": [sweep_start(shape, rank) for rank in range(shape.ranks)]}
+
+
+def update(shape, p, grads, state, step, hold_biases=False):
+    """(new parameters, new state) after the gradients of a step, its average ticks included."""
+    p, state = dict(p), dict(state, **{key: dict(state[key]) for key in ("anvil", "adam", "sums")})
+    factor, tied = lr_factor(shape, step), step <= shape.split_step
+    for name, g in grads.items():
+        if bank_of(name):
+            states = state["anvil"].get(name)
+            p[name], state["anvil"][name] = anvil_step(shape, step, name, p[name], g, states)
+        else:
+            state["sums"][name] = state["sums"].get(name, 0) + g
+    sums = {}
+    if table_event(shape, step):
+        sums = {name: state["sums"].pop(name) for name in ["table"] + ["ve.%d" % layer for layer in VALUE]}
+        state["table_t"] += 1
+        _, beta2, decay = table_settings(shape, step)
+        p["table"], state["table_v"] = table_update(p["table"], state["table_v"], sums.pop("table"),
+                                                    state["table_t"], 0.008 * 70 * factor, beta2, decay)
+    if step % 2 == 1:
+        others = [name for name in state["sums"] if name != "table" and not name.startswith("ve.")]
+        sums.update({name: state["sums"].pop(name) for name in others})
+        if tied:
+            sums["head"] = sums["head"] + sums.pop("embed")
+    for name, g in sums.items():
+        multiplier, betas, decay = adam_settings(shape, name, step)
+        old, lr = p[name], 0.008 * multiplier * factor
+        p[name], state["adam"][name] = adam(old, g, state["adam"][name], lr, betas, decay)
+        if hold_biases and name.endswith(".bias"):      # biases whose updates are lost in bfloat16
+            p[name] = torch.where(bias_start(shape, name.split(".")[0]).abs() >= 2, old, p[name])
+    if tied and step % 2 == 1:
+        p["embed"] = p["head"].clone()
+        if step == shape.split_step:
+            state["adam"]["embed"] = state["adam"]["head"]
+    state["averages"] = tick(shape, step, p, state["averages"])
+    return p, state
+
+
+def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False):
+    """(parameters, state, losses) after `steps` steps; after all steps of the shape with the averages.
+
+    batches: for each step one (T + 1 tokens, boundaries) per rank. prefix_of: prefix table, none by default.
+    state["last"] holds the parameters before the averages. p must be tied at the start.
+    """
+    steps = shape.steps if steps is None else steps
+    prefix_of = [-1] * shape.vocab if prefix_of is None else prefix_of
+    state, losses = start_state(shape, p), []
+    assert torch.equal(p["embed"], p["head"])
+    for step, batch in zip(range(steps), batches):
+        loss, grads, state["offsets"] = gradients(shape, p, batch, step, prefix_of, state["offsets"])
+        p, state = update(shape, p, grads, state, step, hold_biases)
+        losses.append(loss)
+    assert len(losses) == steps
+    state["last"] = p
+    return write_back(shape, p, state["averages"]) if steps == shape.steps else p, state, losses
