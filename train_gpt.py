@@ -1991,7 +1991,7 @@ class Optimizer:
 class Average(typing.NamedTuple):
     """A running average of parameters over the last steps, and how far they move towards it at the end."""
 
-    parts: str  # words in the names of parameters
+    parts: str  # the parameters with one of these words in their names
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
     rate: float
@@ -2000,14 +2000,15 @@ class Average(typing.NamedTuple):
     num_last: int = 1  # final steps that always count
 
 
+VO = "attention.v attention.v_proj attention.proj"
 AVERAGES = (  # record 92, in the order in which they are applied. The first steps are 895, 945, 947 and 897
     Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
-    Average("v v_proj proj up_down", 945 / 1194, 4, 4 / 53, 1.0),
+    Average(f"{VO} up_down", 945 / 1194, 4, 4 / 53, 1.0),
     Average("value_embeds", 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
     Average("qk", 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
-    Average("v v_proj proj up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+    Average(f"{VO} up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
 )
-KEEPS_NORM = "embed", "head", "qk", "v v_proj proj", "up_down"  # parts whose norm is restored, all layers as one
+KEEPS_NORM = "embed", "head", "qk", VO, "up_down"  # parts whose norm is restored, all layers as one
 
 
 class Averages:
@@ -2024,7 +2025,7 @@ class Averages:
 
     def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
         """Buckets with such parameters, and multipliers of their shards: weight there, 0 elsewhere."""
-        names = {bucket: {name: weight * bool(set(parts.split()) & set(name.split(".")))
+        names = {bucket: {name: weight * any(f".{part}." in f".{name}." for part in parts.split())
                           for name in bucket.params} for bucket in buckets}
         return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
                 if any(weights.values())}

@@ -98,6 +98,7 @@ class Shape:
     tail_avg_rate: float = 4 / 53       # also of the value embeddings
     blend_rate: float = 2 / 75
     attention_scale: tuple = (0.13, 0.085)      # narrow, wide heads at the start
+    missing_targets_count: bool = True  # False: a target beyond the end has no weight in the gradient
 
     def __post_init__(self):
         assert self.heads % 2 == 0 and self.heads * self.v_full == self.dim >= 12
@@ -449,11 +450,12 @@ def columns_of(ids, classes):
     return [where.get(int(q), -1) for q in ids]
 
 
-def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight):
+def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight, missing_count=True):
     """(loss of each row, gradient of their sum to raw). targets, prefixes: columns, -1 for no prefix.
 
     raw: logits before the softcap. The gradient is the recipe's: a target beyond the end is no term of the
-    loss, but its weight still counts in the softmax part of the gradient. A missing prefix counts nowhere.
+    loss, but with missing_count its weight still counts in the softmax part of the gradient. A missing prefix
+    counts nowhere.
     """
     T, s = len(raw), torch.sigmoid((raw + 5) / 7.5)
     z = 23 * s
@@ -461,7 +463,7 @@ def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight):
     rows, gradient = [], torch.exp(z - lse[:, None])
     for t in range(T):
         terms = [(weight, targets[t + k]) for k, weight in enumerate(weights) if t + k < T]
-        total = sum(weights)
+        total = sum(weights) if missing_count else sum(weight for weight, _ in terms)
         if prefix_weight != 0 and prefixes[t] >= 0:
             terms.append((prefix_weight, prefixes[t]))
             total += prefix_weight
@@ -871,7 +873,7 @@ def gradients(shape, p, batch, step, prefix_of, offsets):
         raw = forward(shape, {**p, **leaves}, tokens, boundaries, windows_at(shape, step), list(classes))[0]
         rows, to_raw = loss_and_gradient(raw.detach(), columns_of(targets, classes),
                                          columns_of([prefix_of[t] for t in targets], classes),
-                                         weights, prefix_weight)
+                                         weights, prefix_weight, shape.missing_targets_count)
         loss += float(rows.sum()) / shape.ranks
         for name, g in zip(leaves, torch.autograd.grad(raw, list(leaves.values()), to_raw)):
             mean[name] = mean.get(name, 0) + g / shape.ranks

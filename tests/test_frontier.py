@@ -1,240 +1,303 @@
-"""The newest recipe against a reference in float64 (frontier_reference.py), and its mechanisms."""
+"""The newest recipe against a reference in float64 (record92_reference.py), and its mechanisms."""
 
 import dataclasses
 import json
 
-import frontier_reference as reference
 import numpy as np
 import pytest
+import record92_reference as reference
 import torch
 from conftest import CPU_FORMS, gpt, make_runtime, slow_but, smoke_run
 
-SMALL = dict(
-    preset="frontier",
-    device="cpu",
-    vocab_size=50,
-    vocab_multiple=2,
-    model_dim=96,
-    num_heads=6,
-    head_dim=16,
-    bigram_rows=101,
-    embed_dtype="float32",
-    matrix_dtype="float32",
-)
+SHAPE = dataclasses.replace(reference.MINIATURE, missing_targets_count=False)  # see test_record_92.py
+RANKS = SHAPE.ranks
 WITHOUT_OPTIMIZER = CPU_FORMS - {"sparse_embedding", "fused_adamw"}  # of a model that is not trained
 COEFFICIENTS = dict(
-    dc_pre="dc_w1",
-    dc_post="dc_w2",
-    skip_gate="skip",
-    bigram_in="bigram",
-    head_gate="gate",
-    **{
-        name: f"m{i}"
-        for i, name in enumerate(
-            "value_x_in value_h7 value_x in_x_in in_h7 in_x ve_gate _ resid_attn attn_out x_in _bigram "
-            "resid_mlp mlp_out".split()
-        )
-    },
-    **{f"out_{name}": f"n{i}" for i, name in enumerate("x_in h7 h9 ve0 h3".split())},
-)
+    mudd_v=["m0", "m1", "m2"], mudd_x=["m3", "m4", "m5"], ve_gate=["m6", "m7"], resid_attn=["m8"], attn_out=["m9"],
+    x_in=["m10"], ngram=["m11"], resid_mlp=["m12"], mlp_out=["m13"], mudd_out=[f"n{i}" for i in range(10)],
+)  # fmt: skip
 NUMBERS = dict(
-    qkv_scale="s0",
-    proj_scale="s1",
-    resid_attn="attn_residual",
-    attn_out="attn_out",
-    resid_mlp="mlp_residual",
-    mlp_out="mlp_out",
-)
+    qkv_scale=("scales", 0), proj_scale=("scales", 1), resid_attn=("residual", 0), resid_mlp=("residual", 1),
+    attn_out=("output", 0), mlp_out=("output", 1),
+)  # fmt: skip
+SMALL = dict(
+    preset="frontier", device="cpu", vocab_size=50, vocab_multiple=2, model_dim=96, num_heads=6, head_dim=16,
+    short_qk_dim=8, ngram_rows=202, embed_dtype="float32", matrix_dtype="float32", mudd_groups=4,
+    layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 8) for spec in gpt.FRONTIER_LAYERS),
+)  # fmt: skip
 
 
-def make_reference(seed=0):
-    shape = reference.Shape(50, 96, 6, 16, 384, 101, gpt.NUM_SIGN_ROWS)
-    return shape, reference.init_params(shape, torch.Generator().manual_seed(seed))
-
-
-def find_rows(scalar, spec, kind, shape):
-    """The rows of the reference with a scalar of token gates. Several activations have rows for each."""
-    near, written = [*spec.mudd_in.split(","), "x"], spec.mudd_out.split(",")
-    streams = dict(mudd_v=("value", near), mudd_x=("in", near), mudd_out=("out", written))
-    if scalar.name not in streams:
-        return torch.arange(100)[find_row(scalar.layer, scalar.name, len(scalar.init), kind, shape)]
-    prefix, names = streams[scalar.name]
-    return torch.cat(
-        [torch.arange(100)[find_row(scalar.layer, f"{prefix}_{name}", 1, kind, shape)] for name in names]
+def make_config(shape=SHAPE):
+    """The trainer's config of a shape of the reference. Its sequences may have any length."""
+    first, steps = shape.first(4), shape.steps
+    thirds = [
+        (stage, steps // len(counts), count)
+        for stage, (steps, counts) in enumerate(zip(shape.stage_steps, shape.candidates))
+        for count in counts
+    ]
+    ramps = ["1 0.5 0.25:0", "1 0.5:0", "1", "1", "1"]
+    stages = tuple(
+        gpt.Stage(
+            duration=duration,
+            window_long=shape.stage_blocks[stage][1] * shape.block,
+            window_short=shape.stage_blocks[stage][0] * shape.block,
+            tokens_per_step=RANKS * shape.stage_tokens[stage],
+            max_doc_len=shape.stage_caps[stage],
+            lr_factor=shape.stage_lr[stage],
+            seq_len=shape.stage_tokens[stage],
+            loss_weights=ramps[stage],
+            prefix_weight="/".join(map(str, shape.prefix_weights[stage])) if stage < 2 else "0",
+            num_classes=count,
+        )
+        for stage, duration, count in thirds
     )
+    layers = tuple(dataclasses.replace(spec, v_dim=spec.v_dim and shape.v_half) for spec in gpt.FRONTIER_LAYERS)
+    values = gpt.resolve_preset("frontier") | dict(
+        preset="frontier", vocab_size=shape.tokenizer, vocab_multiple=shape.vocab, model_dim=shape.dim,
+        num_heads=shape.heads, head_dim=shape.qk_wide, short_qk_dim=shape.qk_narrow, layers=layers,
+        mlp_ratio=shape.hidden / shape.dim, ngram_rows=shape.table_rows, gate_hidden=shape.gate_hidden,
+        mudd_groups=shape.groups, embed_dtype="float32", matrix_dtype="float32", stages=stages,
+        yarn_max_window=shape.stage_blocks[4][1] * shape.block,
+        mlp_up_lr_mul=(shape.hidden / shape.dim) ** 0.5, mlp_down_lr_mul=2 * (shape.hidden / shape.dim) ** 0.5,
+        num_iterations=steps, extension_steps=shape.stage_steps[4], tokens_per_step=RANKS * shape.stage_tokens[2],
+        seq_len=shape.stage_tokens[2], max_attention_len=shape.attention_cap, late_start=shape.rare_events_from / first,
+        slow_momentum_start=shape.slow_rail_from / first, untie_frac=(shape.split_step - 1.5) / first,
+        cooldown_frac=(first - shape.lr_decay_from) / first, momentum_warmup_steps=shape.momentum_ramp,
+        momentum_cooldown_steps=shape.momentum_cooldown,
+        val_windows=(shape.validation_blocks[1] * shape.block, shape.validation_blocks[0] * shape.block),
+    )  # fmt: skip
+    return gpt.build_config(values)
 
 
-def find_row(layer, name, size, kind, shape):
-    row = 0
-    wanted = COEFFICIENTS.get(name, name)
-    if kind == "mudd" and name == "bigram":
-        wanted = "m11"
-    for other_layer, other, rows, _ in reference.outputs_of(kind, shape):
-        if (other_layer, other) == (layer, wanted):
-            return slice(row, row + size)
-        row += rows
-    raise KeyError((layer, name))
+def find_coefficients(scalar):
+    """The reference's names of a scalar of token gates."""
+    names = dict(xsa=f"xsa.{scalar.layer}", head_gate=f"gate.{scalar.layer}", skip_gate="skip", ngram_in="ngram.0")
+    if "mudd" in scalar.source:
+        return COEFFICIENTS[scalar.name]
+    return [names.get(scalar.name, f"{scalar.name}.{scalar.layer}")]
 
 
 def read_parameters(model, shape, p):
     """The reference's parameters in the model's layout, by the model's names."""
-    values = {}
-    values["embed"], values["head.weight"], values["bigram"] = p["embed"], p["head"], p["bigram"]
+    values = {"embed": p["embed"], "head.weight": p["head"], "ngram": p["table"]}
     values["scalars.gates_scale"] = p["gate_scale"].view(1)
-    for i in range(5):
-        values[f"value_embeds.{i}"] = p[f"ve.{i}"]
-    sources = {"gates0": "pre", "gates4": "post", "mudd10": "mudd", "mudd_out10": "out"}
+    values |= {f"value_embeds.{i}": p[f"ve.{layer}"] for i, layer in enumerate(reference.VALUE)}
     for group, param in model.scalars.items():
         if group == "gates_scale":
             continue
+        rows = [s for s in model.layer_scalars if s.source == group]
         parts = [
-            p[s.name] if s.name in ("skip", "smear") else p[f"{NUMBERS[s.name]}.{s.layer}"]
-            for s in model.layer_scalars
-            if s.source == group
+            p[s.name] if s.name in ("skip", "smear") else p[NUMBERS[s.name][0]][s.layer, NUMBERS[s.name][1]] for s in rows
         ]
         values[f"scalars.{group}"] = torch.stack(parts)
         assert len(parts) == len(param)
+    sources = {"gates0": "pre", "gates4": "post", "mudd10": "mudd", "mudd_out10": "end"}
     for i, block in enumerate(model.blocks):
         own = f"blocks.{i}"
         if block.attention is not None:
-            qk = torch.cat((p[f"q.{i}"], p[f"k.{i}"]))
-            values[f"{own}.attention.qk"] = qk.view(block.attention.qk.shape)
-            values[f"{own}.attention.v_proj"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
+            values[f"{own}.attention.qk"] = p[f"qk.{i}"]
+            if i in reference.HALF_V:
+                values[f"{own}.attention.v"], values[f"{own}.attention.proj"] = p[f"v.{i}"][None], p[f"o.{i}"][None]
+            else:
+                values[f"{own}.attention.v_proj"] = torch.stack((p[f"v.{i}"], p[f"o.{i}"]))
             if block.attention.ve_gate_weight is not None:
                 values[f"{own}.attention.ve_gate_weight"] = p[f"ve_gate.{i}"]
-        values[f"{own}.mlp.up_down"] = torch.stack((p[f"up.{i}"].T, p[f"down.{i}"].T))
+        for name, slot in (("mlp", str(i)), ("second_mlp", f"{i}b")):
+            if getattr(block, name) is not None:
+                values[f"{own}.{name}.up_down"] = torch.stack((p[f"mlp.{slot}.in"].T, p[f"mlp.{slot}.out"].T))
         if block.smear_gate is not None:
             values[f"{own}.smear_gate"] = p["smear_gate"]
         for kind in ("gates", "mudd", "mudd_out"):
             if getattr(block, kind) is None:
                 continue
-            source = f"{kind}{i}"
+            source, rows, at = f"{kind}{i}", {}, 0
+            theirs = sources[source]
+            for name, size, _ in reference.outputs_of(shape, theirs):
+                rows[name], at = list(range(at, at + size)), at + size
             chosen = [s for s in model.layer_scalars if s.source == source]
-            order = torch.cat([find_rows(s, model.cfg.layers[s.layer], sources[source], shape) for s in chosen])
-            for ours, theirs in (("fc", "w1"), ("proj", "w2"), ("bias", "bias")):
-                tensor = p[f"{sources[source]}.{theirs}"]
-                values[f"{own}.{kind}.{ours}"] = tensor if ours == "fc" else tensor[order]
-    assert values.keys() == {name for name, _ in model.named_parameters()}
+            order = [row for s in chosen for name in find_coefficients(s) for row in rows[name]]
+            assert sorted(order) == list(range(at))
+            values[f"{own}.{kind}.fc"] = p[f"{theirs}.w1"]
+            values[f"{own}.{kind}.proj"], values[f"{own}.{kind}.bias"] = p[f"{theirs}.w2"][order], p[f"{theirs}.bias"][order]
+            if kind == "mudd_out":
+                values[f"{own}.{kind}.group_proj"] = p["end.groups"].flatten(0, 1)
     return values
 
 
 def make_model(cfg, shape, p, rt):
     model = gpt.GPT(cfg, rt).double()
+    values = read_parameters(model, shape, p)
+    params = dict(model.named_parameters())
+    assert values.keys() == params.keys()
     with torch.no_grad():
-        for name, value in read_parameters(model, shape, p).items():
-            dict(model.named_parameters())[name].copy_(value)
-        model.bigram_signs.copy_(p["signs"])
+        for name, value in values.items():
+            params[name][: len(value)].copy_(value) if value.dim() else params[name].copy_(value)
+        model.ngram_signs = p["signs"]
     return model
 
 
-def make_tokens(seed, buffers=2, length=256):
-    """Buffers of several documents: tokens, targets, starts and document numbers."""
+@pytest.fixture(autouse=True)
+def few_signs(request, monkeypatch):
+    """The reference's miniature has 16 rows of signs."""
+    if request.function.__name__ in ("test_forward_and_gradients", "test_validation", "test_all_steps"):
+        monkeypatch.setattr(gpt, "NUM_SIGN_ROWS", SHAPE.sign_rows)
+
+
+def make_shard(seed=0, documents=900):
+    """A shard of documents of 1 to 40 tokens."""
     rng = np.random.default_rng(seed)
-    rows = rng.integers(0, 49, (buffers, length + 1))
-    rows[rng.random(rows.shape) < 0.02] = 49
-    rows[:, 0] = 49
-    batch = gpt.make_batch(rows, 49)
-    return batch, [length * i for i in range(buffers)]
+    parts = [[SHAPE.bos, *rng.integers(0, SHAPE.bos, length)] for length in rng.integers(0, 40, documents)]
+    return np.concatenate(parts)
+
+
+PREFIXES = [i // 3 if i % 4 else -1 for i in range(SHAPE.vocab)]
+
+
+def make_batch(cfg, call, classes=None):
+    """One batch of the buffers of all ranks."""
+    rows = np.array([buffer for buffer, _ in call])
+    return gpt.make_batch(rows, SHAPE.bos, True, cfg.max_attention_len)._replace(classes=classes)
+
+
+def list_calls():
+    return list(reference.packed_batches(SHAPE, [make_shard()]))
 
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
-@pytest.mark.parametrize("step", slow_but([0, 422, 423, 846, 847, 1269, 1270, 1284, 1285], 1285), ids=str)
-def test_forward_and_losses(step, fast):
-    """Every stage, every change of YaRN, the final validation: logits, training and validation loss."""
-    cfg, (shape, p), rt = gpt.make_config(SMALL), make_reference(), make_runtime(dtype=torch.float64, fast=fast)
-    model, state = make_model(cfg, shape, p, rt), gpt.Schedule(cfg).at(step)
+@pytest.mark.parametrize("step", slow_but([0, 6, 11, 12, 16, 18, 20, 25], 25), ids=str)
+def test_forward_and_gradients(step, fast):
+    """Every stage: logits, loss, and the gradient of every parameter."""
+    cfg, p = make_config(), reference.init_params(SHAPE, spread=0.1)
+    with torch.no_grad():
+        p["embed"] = p["embed"] + 0.003 * torch.randn_like(p["embed"])
+    rt = make_runtime(dtype=torch.float64, fast=fast)
+    model, state, call = make_model(cfg, SHAPE, p, rt), gpt.Schedule(cfg).at(step), list_calls()[step]
     model.is_tied = False  # embedding and head of the reference differ
-    batch, starts = make_tokens(step, length=416)
-    prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
-    model.head.prefix_tokens.copy_(prefixes)
-    is_final = step == cfg.num_iterations
-    stage = reference.stage_at(min(step, 1284), 16, final_validation=is_final)
-    inputs = gpt.make_step_inputs(state, 832, 416, rt, cfg)
-    expected = reference.forward(p, shape, batch.inputs, starts, batch.doc_ids, stage)
+    model.head.prefix_tokens.copy_(torch.tensor(PREFIXES))
+    num_tokens, num_classes = len(call[0][0]) - 1, reference.candidate_count(SHAPE, step)
+    inputs = gpt.make_step_inputs(state, RANKS * num_tokens, num_tokens, rt, cfg)
+    offsets = [reference.sweep_start(SHAPE, rank) for rank in range(RANKS)]
+    classes = None
+    if num_classes:
+        chosen = [gpt.choose_classes(np.array(buffer[1:]), num_classes, SHAPE.vocab, offset)[0]
+                  for (buffer, _), offset in zip(call, offsets)]  # fmt: skip
+        classes = torch.tensor(np.stack(chosen))
+    batch = make_batch(cfg, call, classes)
+
+    # Logits
     logits = model.head.compute_logits(model.run_layers(batch.inputs, batch.doc_ids, inputs)[0])
-    assert (logits - expected).abs().max() < 1e-9
+    for rank, (buffer, boundaries) in enumerate(call):
+        windows = reference.windows_at(SHAPE, step)
+        _, expected = reference.forward(SHAPE, p, buffer[:-1], boundaries, windows)
+        assert (logits[rank * num_tokens :][:num_tokens] - expected).abs().max() < 1e-9
+
+    # Loss and gradients
     weights = torch.tensor(state.loss_weights, dtype=torch.float64)
-    if not is_final:
-        theirs = reference.loss_weights(step)
-        used = [*theirs[: state.stage.num_targets - state.stage.has_prefix_target], theirs[3]]
-        assert state.loss_weights == pytest.approx(used[: state.stage.num_targets], abs=1e-15)
-        assert sum(theirs) == pytest.approx(sum(state.loss_weights))  # other weights are 0
-        loss = reference.loss(
-            p, shape, batch.inputs, batch.targets, starts, batch.doc_ids, stage, theirs[:3], theirs[3], prefixes
-        )
-        assert model(*batch, inputs, weights).item() == pytest.approx(loss.item(), rel=1e-12)
-    val_loss = reference.val_loss(p, shape, batch.inputs, batch.targets, starts, batch.doc_ids, stage)
-    assert model.eval()(*batch, inputs).item() / 832 == pytest.approx(val_loss.item(), rel=1e-12)
+    loss = model(*batch[:3], inputs, weights, batch.classes)
+    loss.backward()
+    theirs, grads, _ = reference.gradients(SHAPE, p, call, step, PREFIXES, offsets)
+    assert loss.item() / RANKS == pytest.approx(theirs, rel=1e-12)
+    expected = read_parameters(model, SHAPE, grads)
+    for name, param in model.named_parameters():
+        ours = param.grad if param.grad is not None else torch.zeros_like(param)
+        assert (ours / RANKS - expected[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.recipe
+def test_validation():
+    """The final validation: its windows, whole documents, next tokens only."""
+    cfg, p, rt = make_config(), reference.init_params(SHAPE, spread=0.1), make_runtime(dtype=torch.float64)
+    model, state = make_model(cfg, SHAPE, p, rt).eval(), gpt.Schedule(cfg).at(cfg.num_iterations)
+    chunk = make_shard(1)[:97]
+    batch = gpt.make_batch(chunk[None], SHAPE.bos)
+    inputs = gpt.make_step_inputs(state, 96, 96, rt, cfg)
+    ours = model(*batch[:3], inputs).item() / 96
+    assert ours == pytest.approx(reference.validation_loss(SHAPE, p, [chunk]), rel=1e-12)
 
 
 def test_schedule():
-    """Rates and decays of all groups, momentum, weights, windows and YaRN of every step, and the tokens."""
-    cfg = gpt.make_config({"preset": "frontier"})
+    """Rates and decays of all groups, momentum, weights, windows, classes and YaRN of every step, and the tokens."""
+    cfg, full = gpt.make_config({"preset": "frontier"}), reference.RECORD_92
     schedule = gpt.Schedule(cfg)
-    assert schedule.count_tokens() == reference.total_tokens() == 338_821_120
+    assert schedule.count_tokens() == 328_663_040
+    assert [end for _, _, end in schedule.stage_ranges()] == [320, 681, 965, 1107, 1174, 1194]  # 965: more classes
+    table = gpt.Group(every=2, late_every=4)
+    late, events = cfg.step_at(cfg.late_start), 0
     for step in range(cfg.num_iterations):
-        state = schedule.at(step)
-        frequencies, scale = reference.yarn(step, 128)
+        state, (narrow, wide) = schedule.at(step), (reference.yarn(full, kind, full.stage(step)) for kind in (0, 1))
         for name, group in cfg.groups.items():
             factor = schedule.compute_lr_factor(step, name)
-            assert factor == pytest.approx(reference.lr_factor(step), abs=1e-12)
+            assert factor == pytest.approx(reference.lr_factor(full, step), abs=1e-12)
             assert (state.lr[name], state.weight_decay[name]) == (group.lr * factor, group.weight_decay * factor)
-        assert state.momentum == pytest.approx(reference.momentum(step), abs=1e-12)
-        assert state.windows[::-1] == reference.windows(step)
-        assert state.softmax_scale == pytest.approx(scale, rel=1e-12)
-        assert state.frequencies[:32] == pytest.approx(frequencies.numpy(), rel=1e-12)
-        assert state.stage.tokens_per_step == reference.TOKENS[reference.stage_of(step)]
-    assert schedule.at(1285).windows == (2560, 768)
+        m, fast_beta, fast_weight = reference.rail_settings(full, step)
+        assert (state.momentum, state.fast_beta, state.fast_weight) == pytest.approx((m, fast_beta, fast_weight))
+        short, long = full.stage_blocks[full.stage(step)]
+        assert state.windows == (128 * long, 128 * short)
+        weights, prefix = reference.loss_weights(full, step)
+        used = [*weights, *([prefix] if prefix else [])]
+        assert state.loss_weights == pytest.approx(used, abs=1e-12)
+        assert state.stage.num_classes == reference.candidate_count(full, step)
+        for ours, (frequencies, scale) in ((state.rope["short"], narrow), (state.rope["long"], wide)):
+            assert ours.softmax_scale == pytest.approx(scale, rel=1e-12)
+            assert ours.frequencies[:32] == pytest.approx(frequencies.numpy(), rel=1e-12)
+        assert state.stage.tokens_per_step == 8 * full.stage_tokens[full.stage(step)]
+        is_event = (step + 1) % table.period(step, late) == 0
+        assert is_event == reference.table_event(full, step)
+        events += is_event
+        assert table.count_updates(step + 1, late) == events
+    assert events == 382 and schedule.at(1194).windows == (2560, 768)
+    assert cfg.step_at(cfg.untie_frac) == 1174  # untied after the next odd step, 1175
+
+
+def set_averages(monkeypatch):
+    """The counted steps and rates of the reference's miniature."""
+    s, steps = SHAPE, SHAPE.steps
+    tail, bank = gpt.AVERAGES[0], gpt.AVERAGES[1].parts
+    monkeypatch.setattr(gpt, "AVERAGES", (
+        tail._replace(start=(s.tail_ema_from - 1) / steps, rate=1 - (1 - s.tail_ema_rate) ** 2, last_rate=s.tail_ema_rate),
+        gpt.Average(bank, s.tail_avg_from / steps, 4, s.tail_avg_rate, 1.0, num_last=0),
+        gpt.Average("value_embeds", s.value_from / steps, 4, s.tail_avg_rate, 1.0, num_last=0),
+        gpt.Average("qk", s.blend_from / steps, 4, s.blend_rate, 0.55, num_last=2),
+        gpt.Average(bank, s.blend_from / steps, 4, s.blend_rate, 0.3493, num_last=2),
+    ))  # fmt: skip
 
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
-@pytest.mark.parametrize("steps", slow_but([6, 40], 6))
-def test_steps(steps, fast, monkeypatch):
-    """Every parameter after some steps, with a tied head in the first half: gradients, both rules, their masks.
-
-    Learning rates are a hundredth of the recipe's, because rounding errors would grow tenfold in each step.
-    """
-    monkeypatch.setattr(gpt, "GRAD_TOKENS", 128)
-    last_tied = {6: 3, 40: 19}[steps]
-    changes = dict(untie_frac=last_tied / 1270, tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128)
-    stages = (
-        gpt.Stage(1, 384, 128, loss_weights="1 0.5 0.25:0", prefix_weight="0.25"),
-        gpt.Stage(1, 384, 128),
-    )
-    cfg, (shape, p) = gpt.make_config({**SMALL, **changes, "stages": stages}), make_reference()
-    with torch.no_grad():
-        p["embed"].copy_(p["head"])
-    model = make_model(cfg, shape, p, make_runtime(dtype=torch.float64, fast=fast))
-    prefixes = torch.tensor([(i - 7 if i % 3 else -1) for i in range(50)]).clamp(min=-1)
-    model.head.prefix_tokens.copy_(prefixes)
-    optimizer = gpt.Optimizer(model, cfg, make_runtime(dtype=torch.float64, fast=fast))
-    assert model.is_tied and optimizer.untie_step == last_tied
-    schedule, batches = gpt.Schedule(gpt.make_config(SMALL)), [make_tokens(i, length=128) for i in range(steps)]
-    inputs = gpt.make_step_inputs(schedule.at(0), 256, 128, optimizer.rt, cfg)
-    for step, (batch, _) in enumerate(batches):
-        state = schedule.scale_lr(schedule.at(step * 30), 0.01)
-        weights = torch.tensor(state.loss_weights, dtype=torch.float64)  # later stages have fewer targets
-        inputs = inputs._replace(has_prefix_target=state.stage.has_prefix_target)
-        model(*batch, inputs, weights).backward()
-        optimizer.step(state._replace(stage=dataclasses.replace(state.stage, tokens_per_step=256)))
-        assert model.is_tied == (step < last_tied)
-    reference.train(
-        p,
-        shape,
-        [(batch.inputs, batch.targets, starts, batch.doc_ids) for batch, starts in batches],
-        untie_step=last_tied,
-        prefix_of=prefixes,
-        stage_for=lambda step: reference.stage_at(0, 16),
-        lr_for=lambda step: 0.01 * reference.lr_factor(step * 30),
-        momentum_for=lambda step: reference.momentum(step * 30),
-        weights_for=lambda step: reference.loss_weights(step * 30),
-    )
-    expected, ours = read_parameters(model, shape, p), dict(model.named_parameters())
-    errors = {name: (ours[name] - expected[name]).abs().max().item() for name in ours}
-    assert max(errors.values()) < 1e-9, sorted(errors.items(), key=lambda item: -item[1])[:5]
-    assert (model.embed - model.head.weight).abs().max() > 1e-4  # they are untied
+def test_all_steps(fast, monkeypatch):
+    """Every parameter before and after the averages of a run through all stages: every rule and every event."""
+    cfg, p = make_config(), reference.init_params(SHAPE, spread=0.02)
+    p["embed"] = p["head"].clone()
+    set_averages(monkeypatch)
+    monkeypatch.setattr(gpt, "GRAD_TOKENS", cfg.tokens_per_step // RANKS)
+    rt = make_runtime(dtype=torch.float64, fast=fast)
+    model = make_model(cfg, SHAPE, p, rt)
+    model.head.prefix_tokens.copy_(torch.tensor(PREFIXES))
+    optimizer, schedule, calls = gpt.Optimizer(model, cfg, rt), gpt.Schedule(cfg), list_calls()
+    offsets = [reference.sweep_start(SHAPE, rank) for rank in range(RANKS)]
+    for step, call in zip(range(SHAPE.steps), calls):
+        state, num_tokens, classes = schedule.at(step), len(call[0][0]) - 1, None
+        if state.stage.num_classes:
+            chosen = []
+            for rank, (buffer, _) in enumerate(call):
+                row, offsets[rank] = gpt.choose_classes(
+                    np.array(buffer[1:]), state.stage.num_classes, SHAPE.vocab, offsets[rank]
+                )
+                chosen.append(row)
+            classes = torch.tensor(np.stack(chosen))
+        inputs = gpt.make_step_inputs(state, RANKS * num_tokens, num_tokens, rt, cfg)
+        batch = make_batch(cfg, call, classes)
+        model(*batch[:3], inputs, torch.tensor(state.loss_weights, dtype=torch.float64), classes).backward()
+        optimizer.step(state)
+        assert model.is_tied == (step < SHAPE.split_step)
+    expected, theirs, _ = reference.train(SHAPE, p, calls, prefix_of=PREFIXES)
+    for final, when in ((theirs["last"], "before"), (expected, "after")):
+        optimizer.finish()
+        values, ours = read_parameters(model, SHAPE, final), dict(model.named_parameters())
+        errors = {name: (ours[name][: len(x)] - x).abs().max().item() for name, x in values.items() if x.dim()}
+        assert max(errors.values()) < 1e-9, (when, sorted(errors.items(), key=lambda item: -item[1])[:5])
+        optimizer.apply_averages()
 
 
 @pytest.mark.parametrize("fast", [frozenset(), WITHOUT_OPTIMIZER], ids=["plain", "fast"])
