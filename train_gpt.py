@@ -172,7 +172,7 @@ class Stage:
     seq_len: int | None = None  # None: --seq_len
     loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp, "a/b/c" equal parts
     prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
-    num_classes: int | None = None  # classes in the loss of a packed sequence. None: all
+    num_classes: int | None = None  # classes in the loss of a sequence. None, or more than V: all
 
     @property
     def has_prefix_target(self) -> bool:
@@ -198,6 +198,9 @@ class Group:
     def period(self, step: int, late_step: int) -> int:
         """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
         return self.late_every if self.late_every and step >= late_step else self.every
+
+    def is_due(self, step: int, late_step: int = sys.maxsize) -> bool:
+        return (step + 1) % self.period(step, late_step) == 0
 
     def count_updates(self, num_steps: int, late_step: int) -> int:
         """Number of updates in the first num_steps steps."""
@@ -418,7 +421,7 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
         return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
 
     @property
-    def largest_period(self) -> int:
+    def adam_every(self) -> int:
         """Largest number of steps between two updates of a group."""
         return max(max(group.every, group.late_every) for group in self.groups.values())
 
@@ -434,8 +437,11 @@ class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
     def full_stages(self) -> tuple[Stage, ...]:
         """The stages, with unset fields filled from the options."""
         names = ("tokens_per_step", "max_doc_len", "seq_len")
-        return tuple(dataclasses.replace(stage, **{
-            name: getattr(stage, name) or getattr(self, name) for name in names}) for stage in self.stages)
+        is_sampled = [0 < (stage.num_classes or 0) < self.padded_vocab_size for stage in self.stages]
+        return tuple(dataclasses.replace(
+            stage, num_classes=stage.num_classes if sampled else None,
+            **{name: getattr(stage, name) or getattr(self, name) for name in names})
+            for stage, sampled in zip(self.stages, is_sampled))
 
 
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
@@ -545,7 +551,7 @@ class StepInputs(typing.NamedTuple):
     """Inputs of the model that change with the stage."""
 
     windows: Tensor | tuple[int, int]  # (long, short) in positions. FlexAttention needs a tensor
-    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). A token of a paired layer has two positions
+    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
     is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
     is_sequence_start: Tensor  # (T,) first token of a packed sequence
     has_prefix_target: bool = False
@@ -863,7 +869,8 @@ class Attention(nn.Module):
         v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
         if spec.value_embed is not None:
             ve = acts[f"ve{spec.value_embed}"]  # (T, D)
-            v = torch.addcmul(v, self.compute_ve_gate(x, ve, s)[..., None], ve.unflatten(1, (H, -1))[..., :L])
+            ve_gate = self.compute_ve_gate(x, ve, s)  # (T, H) or (T, 1)
+            v = torch.addcmul(v, ve_gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
@@ -1237,7 +1244,7 @@ def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order:
     """Rows and sign rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. Its index also replaces the first token in bigram rows. Integers wrap around. Source: record 92.
+    their part. Its index replaces the first token in bigram rows. Integers wrap around. Source: record 92.
     """
     start, size = is_sequence_start, num_rows // (order - 1)
     x = tokens.int()
@@ -1326,7 +1333,7 @@ class UpdateArgs(typing.NamedTuple):
     grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
     bias_correction2: Tensor  # (), 1 - beta2^t
-    betas: tuple[Tensor, Tensor]  # () each, on the CPU
+    betas: tuple[Tensor | float, Tensor | float]  # () each, on the CPU
     eps: float
     decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
     dtype: torch.dtype = torch.float32  # of the orthogonalization
@@ -1470,7 +1477,7 @@ def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: Updat
     is_read, (_, beta2) = (grad != 0).any(-1, keepdim=True), args.betas
     mean_square = grad.square().mean(-1, keepdim=True)
     exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
-    exp_avg_sq = exp_avg_sq + mean_square * (1 - beta2.to(mean_square.dtype))
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - beta2)
     update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
     decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
     state["exp_avg_sq"].copy_(torch.where(is_read, exp_avg_sq, state["exp_avg_sq"]))
@@ -1527,15 +1534,15 @@ def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -
     """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
     wide, second_momentum = update.to(at_least_fp32(update)), state["second_momentum"]  # (M, rows, columns)
     mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
-    second_momentum.lerp_(mean_square, 1 - args.betas[1].to(mean_square.dtype))
+    second_momentum.lerp_(mean_square, 1 - args.betas[1])
     normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
     return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
 def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Adam's update in float32. eps is added before the bias correction, as in record 32."""
+    beta1, beta2 = args.betas
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
-    beta1, beta2 = (beta.to(grad.dtype) for beta in args.betas)
     exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
     exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
     state["exp_avg"].copy_(exp_avg)
@@ -1609,7 +1616,8 @@ def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tu
 
 def get_unit(param: Tensor, rule: Rule) -> tuple[int, ...]:
     """Shape of a unit of a parameter: a matrix, a row (for rules with state per row), or one element."""
-    return tuple(param.shape[-2:]) if rule.whole_matrix else tuple(param.shape[-1:]) if rule.row_state else ()
+    num_dims = 2 if rule.whole_matrix else 1 if rule.row_state else 0
+    return tuple(param.shape[param.dim() - num_dims :])
 
 
 class Bucket:
@@ -1662,8 +1670,9 @@ class Bucket:
     def make_multipliers(self, values: dict[str, float | tuple]) -> Tensor:
         """This rank's multipliers: (M/N, 1, 1) of matrices. Of others (M/N,), or (1,) if all are equal."""
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
-        if len(self.unit) < 2 and len(set(values.values())) == 1 and not isinstance(values[self.name], tuple):
-            return torch.tensor([values[self.name]], **like)
+        value = values[self.name]
+        if len(self.unit) < 2 and len(set(values.values())) == 1 and not isinstance(value, tuple):
+            return torch.tensor([value], **like)
         multipliers = torch.ones(self.num_units, **like)
         for name, value in values.items():  # value: one number, or one for each stacked matrix
             value = torch.tensor(value, **like).view(-1, 1)
@@ -1901,7 +1910,7 @@ class Optimizer:
 
     def is_due(self, bucket: Bucket) -> bool:
         """Whether this step updates a bucket."""
-        return (self.step_count + 1) % bucket.group.period(self.step_count, self.late_step) == 0
+        return bucket.group.is_due(self.step_count, self.late_step)
 
     def wait_for_parameters(self, reader: int, *_) -> None:
         """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
@@ -2096,11 +2105,12 @@ def parse_weights(text: str) -> list[Callable[[float], float]]:
     """'1 0.5:0 0.2/0.1' -> functions of the fraction of a stage: constant, ramp, equal parts. ValueError."""
     def parse(word: str) -> Callable[[float], float]:
         values = [float(value) for value in re.split("[:/]", word)]
-        is_ramp = ":" in word
-        if "/" in word and is_ramp or is_ramp and len(values) > 2 or not all(0 <= x < 1e6 for x in values):
+        is_ramp, first, last = ":" in word, values[0], values[-1]
+        if is_ramp and ("/" in word or len(values) > 2) or not all(0 <= x < 1e6 for x in values):
             raise ValueError
-        first, last = values[0], values[-1]
-        return lambda t: first + (last - first) * t if is_ramp else values[min(int(t * len(values)), len(values) - 1)]
+        if is_ramp:
+            return lambda t: first + (last - first) * t
+        return lambda t: values[min(int(t * len(values)), len(values) - 1)]
 
     return [parse(word) for word in text.split()]
 
@@ -2110,7 +2120,8 @@ class Schedule:
 
     def __init__(self, cfg: Config):
         self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
-        self.scheduled_steps, self.slow_momentum_step = cfg.scheduled_steps, cfg.step_at(cfg.slow_momentum_start)
+        self.scheduled_steps = cfg.scheduled_steps
+        self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # First step after each stage. The extension is the last stage
         durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
@@ -2122,8 +2133,9 @@ class Schedule:
         # Windows of each stage, and of the final validation
         self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])
-        self.loss_weights = [parse_weights(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
-                             for stage in cfg.stages]
+        self.loss_weights = [
+            parse_weights(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
+            for stage in cfg.stages]
         # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
         num_pairs, long_windows = cfg.head_dim // 2, [window for window, _ in self.windows]
         long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale)
@@ -2263,7 +2275,7 @@ class Batch(typing.NamedTuple):
     inputs: Tensor
     targets: Tensor
     doc_ids: Tensor
-    classes: Tensor | None = None  # (sequences, C) int64, the classes in the loss of each sequence. None: all
+    classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
 
 
 SWEEP_STEP = 20_011  # prime
@@ -2410,8 +2422,8 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
     is_target[targets] = True
     num_missing = num_classes - int(is_target.sum())
     if num_missing < 0:
-        raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has num_classes="
-                       f"{num_classes}: give more num_classes, or shorter sequences, in --stages")
+        raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has "
+                       f"num_classes={num_classes}: give --stages more num_classes, or a shorter seq_len")
     if num_missing:
         num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
         drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
@@ -2674,7 +2686,7 @@ class Trainer:
         saved, num_batches = self.snapshot(), min(self.rt.world_size, val_data.num_batches)
         for _, start, end in self.schedule.stage_ranges():
             self.inspect = inspect
-            num_steps = min(self.cfg.warmup_iterations * self.cfg.largest_period, end - start)
+            num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
             batches = Prefetcher(train_data.batches(self.rt, start, start + num_steps), self.rt.device)
             with batches.executor:
                 for _ in range(num_steps):
@@ -2920,7 +2932,7 @@ def list_fast_forms() -> dict[str, Fast]:
             embedding_inputs, run_embedding, 0.01, "741266a29c9d", is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "9bd910ce4b6d", (adamw, adam_direction), "CPU",
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "618408aef1b0", (adamw, adam_direction), "CPU",
             is_compiled=False),
         "fp8_head": Fast(
             loss, dict(head_loss=functools.partial(  # scales for the comparison only
@@ -3241,8 +3253,8 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
     lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
     torch._fused_adamw_(
         [param], [grad * args.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-        [torch.tensor(1e9)], lr=lr, beta1=float(args.betas[0]), beta2=float(args.betas[1]), eps=args.eps, amsgrad=False,
-        maximize=False, weight_decay=float(args.weight_decay) / lr if lr else 0.0)
+        [torch.tensor(1e9)], lr=lr, beta1=float(args.betas[0]), beta2=float(args.betas[1]), eps=args.eps,
+        amsgrad=False, maximize=False, weight_decay=float(args.weight_decay) / lr if lr else 0.0)
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
@@ -3699,7 +3711,7 @@ class RowPlan:
             self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
 
     def send_rows(self) -> tuple[list[int], list[int]]:
-        """Send row numbers to their owners, once for all tables. Returns numbers of rows by owner, by sender."""
+        """Send row numbers to their owners, once for all tables. Returns counts by owner, and by sender."""
         counts, rank = self.counts.read().tolist(), self.comm.rank
         sent, received = counts[rank], [row[rank] for row in counts]
         if self.received_rows is None:
@@ -4348,7 +4360,7 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
     param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
     for step, grad in enumerate(grads, 1):
         args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
-                          betas=(torch.tensor(0.8), torch.tensor(0.95)), eps=1e-8)
+                          betas=(0.8, 0.95), eps=1e-8)
         forms["adamw"](param, grad.detach(), state, args)
     return [param - weight.detach(), *state.values()]
 
@@ -4871,7 +4883,7 @@ PRESETS |= {
         num_layers=6, layers=SMOKE_FRONTIER_LAYERS, mlp_ratio=11 / 4, ngram_rows=1024, ngram_order=3,
         mudd_groups=4, smear="on", softcap=23.0, softcap_shift=5.0, x0_mix="after_attention",
         residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0, num_value_embeds=2, tie_head="on",
-        untie_frac=0.85, embed_std=0.02, value_embed_std=0.01, value_gate_dim=12, qk_group_heads=1,
+        untie_frac=0.55, embed_std=0.02, value_embed_std=0.01, value_gate_dim=12, qk_group_heads=1,
         rotary_pairs="adjacent", attention_scale=0.17, short_qk_dim=16, short_attention_scale=0.26,
         orthogonalize="six_maps", decay="cautious", decay_schedule="lr", averages="on",
         mlp_up_lr_mul=(11 / 4) ** 0.5, mlp_down_lr_mul=2 * (11 / 4) ** 0.5, groups=dict(
@@ -4879,7 +4891,8 @@ PRESETS |= {
             embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # used once it is untied
             head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
             value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2, late_every=4),
-            ngram=Group(rule="row_adam", lr=0.6, betas=(0.0, 0.95), weight_decay=0.01, every=2, late_every=4),
+            ngram=Group(rule="row_adam", lr=0.6, betas=(0.0, 0.95), weight_decay=0.01, every=2,
+                        late_every=4),
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
             mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
@@ -5047,7 +5060,8 @@ class Option(typing.NamedTuple):
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group, SampleConfig)  # in the order of --help
 GROUP_OPTIONS = {f"{group}_{field.name}": (group, field.name) for group in TRACK_1_GROUPS
-                 for field in dataclasses.fields(Group) if field.name != "rule" or group in ("matrix", "ngram")}
+                 for field in dataclasses.fields(Group)
+                 if field.name != "rule" or group in ("matrix", "ngram")}
 
 
 def list_options() -> dict[str, Option]:
@@ -5075,8 +5089,8 @@ def list_rules(name: str) -> tuple[str, ...]:
 
 
 OPTIONS = list_options()
-RENAMED = {"bigram_rows": "ngram_rows", "kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
-           "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
+RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
+           "bigram_rows": "ngram_rows", "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
            "document_rows": "document_start"}
 PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
 # {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
@@ -5407,7 +5421,8 @@ def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[Layer
     moved = {i: i if i < first else max(first, i + extra) for i in range(len(layers))}
     copies = [dataclasses.replace(layers[middle - 1], skip_from=None)] * max(0, extra)
     rows, resized = [*layers[:first], *copies, *layers[len(layers) - last :]], []
-    readable = {"x_in", "attn_in", "mlp_in", *(f"ve{spec.value_embed}" for spec in rows)}  # by mudd_in and mudd_out
+    # Activations that mudd_in and mudd_out can name
+    readable = {"x_in", "attn_in", "mlp_in", *(f"ve{spec.value_embed}" for spec in rows)}
     for index, spec in enumerate(rows):
         fields = {}
         for name, latest in (("skip_from", index - 1), ("attention_from", index - 1), ("gates_from", index)):
@@ -5572,9 +5587,6 @@ def find_stage_problems(cfg: Config) -> Iterator[str]:
             value = getattr(stage, name)
             if value is not None and not least <= value < 2**31:
                 yield f"--stages has {name}={value}: give {least} or more"
-        if (stage.num_classes or 0) > cfg.padded_vocab_size:
-            yield (f"--stages has num_classes={stage.num_classes}: give at most the vocabulary, "
-                   f"{cfg.padded_vocab_size}")
     for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
         yield from find_remainder("seq_len", length, BLOCK, "128 tokens (one attention block)")
     for stage in cfg.full_stages:
@@ -5667,7 +5679,7 @@ def print_schedule(cfg: Config) -> None:
         for step in dict.fromkeys((start, end - 1)):
             state = schedule.at(step)
             late_step = cfg.step_at(cfg.late_start)
-            lrs = [f"{state.lr[name]:.6g}" if (step + 1) % group.period(step, late_step) == 0 else "-"
+            lrs = [f"{state.lr[name]:.6g}" if group.is_due(step, late_step) else "-"
                    for name, group in cfg.groups.items()]
             print(f"{step:>6} {number:>5} {stage.window_long:>4}/{stage.window_short:<4} "
                   f"{stage.tokens_per_step:>9} {state.momentum:>8.4f}", *(f"{lr:>11}" for lr in lrs))
