@@ -3,7 +3,7 @@
 
 Result card
     track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, target loss 3.28. Not yet run on 8xH100
-    frontier  record 89: 636 M parameters, 338.8 M tokens, target loss 3.28. Not yet run on 8xH100
+    frontier  record 92: 253 M parameters and a table of n-grams, 328.7 M tokens. Not yet run on 8xH100
     laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
 
 Launch
@@ -18,8 +18,8 @@ Part one, the recipe. It decides the loss and the time.
     CONFIG           options, and the layers, stages and parameter groups of both recipes
     MODEL            GPT, Segment, Block, Attention, MLP, Head, and the scalars of a layer
     OPERATIONS       each operation as its equation
-    UPDATE RULES     Muon, NorMuon, Hyperball, Adam
-    OPTIMIZER        buckets: reduce-scatter, update, all-gather
+    UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
+    OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
     TRAINING         one step, the timed loop, the whole run
@@ -267,7 +267,8 @@ class ModelConfig:
                          choices=("off", "before", "after_attention"))
     residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
     smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
-    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none", 0)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
+                             "fewer if they do not fit in GPU memory", -1)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3)
     gate_hidden: int = option(64, "hidden channels of the token gates", 1)
     mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096)
@@ -519,7 +520,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0, num_value_embeds=4,
         value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
         attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
-        smear="on", ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        smear="on", ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
         tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
         softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_mlp="auto", matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -586,10 +587,12 @@ class GPT(nn.Module):
         self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
-        self.ngram = None
+        self.ngram, self.ngram_rows = None, cfg.ngram_rows
         if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
+            if cfg.ngram_rows < 0:
+                self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0]
             is_sharded = can_shard(cfg.groups["ngram"], rt)
-            rows = -(-cfg.ngram_rows // rt.world_size) + 1 if is_sharded else cfg.ngram_rows
+            rows = -(-self.ngram_rows // rt.world_size) + 1 if is_sharded else self.ngram_rows
             zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
             self.ngram = parameter(zeros, "ngram", is_table=True)
         if not self.embed.is_meta:
@@ -631,7 +634,7 @@ class GPT(nn.Module):
         ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
         x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
-            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.cfg.ngram_rows,
+            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.ngram_rows,
                                           self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
             y = ops.embedding(rows.flatten(), self.ngram).to(self.dtype)  # (n * T, D)
             y = y * F.embedding(sign_rows.flatten(), self.ngram_signs).to(self.dtype)
@@ -992,12 +995,12 @@ class Head(nn.Module):
         # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
         # The softmax over fewer classes is not corrected.
         losses, num_sequences = [], len(classes)
-        for x, targets, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
+        for part, wanted, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
             places = torch.full_like(self.prefix_tokens, -1)  # (V,) of the classes among the C logits
             places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
-            targets = places[targets.clamp(min=0)].masked_fill(targets < 0, -1)
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
             weight = F.embedding(rows, self.weight)  # (C, D)
-            losses.append(ops.head_loss(x, weight, targets, loss_weights, self.softcap))
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
         return torch.stack(losses).sum()
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -1133,6 +1136,7 @@ def output_std(cfg: Config, part: str) -> float:
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
 NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
+NGRAM_ROWS = 84_602_880, 42_301_440, 21_150_720, 5_287_680, 1_321_920, 377_280  # record 92, and less
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
@@ -1753,82 +1757,6 @@ class Bucket:
             self.state[key].copy_(self.comm.local_shard(full))
 
 
-def can_shard(group: Group, rt: Runtime) -> bool:
-    """Whether a table of this group is never replicated, see ShardedTable."""
-    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
-
-
-class ShardedTable(Bucket):
-    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
-
-    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
-    """
-
-    ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
-
-    def _store(self) -> None:
-        ((name, param),) = self.params.items()
-        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
-        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
-        self.undo: deque | None = None
-        self.first_undo = 0
-
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
-        if timer:
-            timer.enter("communication")
-        rows, grad = self.sparse.wait()  # (n,), (n, D)
-        if timer:
-            timer.enter("optimizer")
-        padding = -len(rows) % self.ROWS_AT_ONCE
-        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
-        tensors, replaced = [self.shard, *self.state.values()], []
-        for part, part_grad in zip(rows.split(self.ROWS_AT_ONCE), grad.split(self.ROWS_AT_ONCE)):
-            new = [tensor[part] for tensor in tensors]
-            if self.undo is not None:
-                replaced.append((part, [x.clone() for x in new]))
-            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
-            for tensor, values in zip(tensors, new):
-                tensor[part] = values
-        if self.undo is not None:
-            self.undo.append(replaced)
-        if timer:
-            timer.add_norms(self, grad, None)
-        self.clear()
-        self.needs_gather = True
-
-    def start_gather(self) -> None:
-        self.needs_gather = False  # forward fetches the rows that it needs
-
-    def mark(self) -> int:
-        """Number of this moment for take_back()."""
-        self.undo = deque() if self.undo is None else self.undo
-        return self.first_undo + len(self.undo)
-
-    def take_back(self, mark: int) -> None:
-        """Undo all updates since mark() returned this number."""
-        while self.first_undo + len(self.undo) > mark:
-            for part, old in self.undo.pop():
-                for tensor, values in zip([self.shard, *self.state.values()], old):
-                    tensor[part] = values
-
-    def forget(self, mark: int | None) -> None:
-        """Free what take_back() of earlier marks needs. None: of all marks."""
-        if mark is None:
-            self.undo = None
-        while self.undo and self.first_undo < mark:
-            self.undo.popleft()
-            self.first_undo += 1
-
-    def full_tensor(self, key: str) -> Tensor:
-        tensor = self.shard if key == "" else self.state[key]
-        return self.comm.gather_shards(tensor[:-1])[: self.sparse.num_rows]
-
-    def load(self, key: str, full: Tensor) -> None:
-        shard = self.shard if key == "" else self.state[key]
-        part = full[self.comm.rank * (len(shard) - 1) :][: len(shard) - 1]
-        shard[: len(part)].copy_(part)
-
-
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
@@ -1867,7 +1795,7 @@ class Optimizer:
             if param.spec.is_table and "sparse_embedding" in rt.fast:
                 bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
                 if bucket in self.tables:
-                    kind, num_rows = SparseRows, cfg.ngram_rows
+                    kind, num_rows = SparseRows, model.ngram_rows
                 param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
                                                          cfg.grad_grid, hook)
                 continue
@@ -3794,6 +3722,82 @@ class RowSparseGradient:
             self.sums[rows] = self.sums[rows] + sums
 
 
+def can_shard(group: Group, rt: Runtime) -> bool:
+    """Whether a table of this group is never replicated, see ShardedTable."""
+    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
+
+
+class ShardedTable(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
+
+    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
+    """
+
+    ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
+
+    def _store(self) -> None:
+        ((name, param),) = self.params.items()
+        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
+        self.undo: deque | None = None
+        self.first_undo = 0
+
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+        if timer:
+            timer.enter("communication")
+        rows, grad = self.sparse.wait()  # (n,), (n, D)
+        if timer:
+            timer.enter("optimizer")
+        padding = -len(rows) % self.ROWS_AT_ONCE
+        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
+        tensors, replaced = [self.shard, *self.state.values()], []
+        for part, part_grad in zip(rows.split(self.ROWS_AT_ONCE), grad.split(self.ROWS_AT_ONCE)):
+            new = [tensor[part] for tensor in tensors]
+            if self.undo is not None:
+                replaced.append((part, [x.clone() for x in new]))
+            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
+            for tensor, values in zip(tensors, new):
+                tensor[part] = values
+        if self.undo is not None:
+            self.undo.append(replaced)
+        if timer:
+            timer.add_norms(self, grad, None)
+        self.clear()
+        self.needs_gather = True
+
+    def start_gather(self) -> None:
+        self.needs_gather = False  # forward fetches the rows that it needs
+
+    def mark(self) -> int:
+        """Number of this moment for take_back()."""
+        self.undo = deque() if self.undo is None else self.undo
+        return self.first_undo + len(self.undo)
+
+    def take_back(self, mark: int) -> None:
+        """Undo all updates since mark() returned this number."""
+        while self.first_undo + len(self.undo) > mark:
+            for part, old in self.undo.pop():
+                for tensor, values in zip([self.shard, *self.state.values()], old):
+                    tensor[part] = values
+
+    def forget(self, mark: int | None) -> None:
+        """Free what take_back() of earlier marks needs. None: of all marks."""
+        if mark is None:
+            self.undo = None
+        while self.undo and self.first_undo < mark:
+            self.undo.popleft()
+            self.first_undo += 1
+
+    def full_tensor(self, key: str) -> Tensor:
+        tensor = self.shard if key == "" else self.state[key]
+        return self.comm.gather_shards(tensor[:-1])[: self.sparse.num_rows]
+
+    def load(self, key: str, full: Tensor) -> None:
+        shard = self.shard if key == "" else self.state[key]
+        part = full[self.comm.rank * (len(shard) - 1) :][: len(shard) - 1]
+        shard[: len(part)].copy_(part)
+
+
 class SparseRows(RowSparseGradient):
     """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
 
@@ -3911,6 +3915,7 @@ class Runtime:
     compile_mode: str = "default"
     fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
     fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
+    ngram_rows: int = 0  # for --ngram_rows=-1. 0: the record's number
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
@@ -4018,13 +4023,34 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
             lines.append(f"--{name}={getattr(cfg, name)} has no effect on one rank")
     if "fp8_head" not in fp8 and cfg.fp8_head_amax != preset["fp8_head_amax"]:
         lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
+    ngram_rows = cfg.ngram_rows
+    if cfg.ngram_rows < 0:
+        ngram_rows = choose_ngram_rows(cfg, rt)
+        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}"
+                     f"{PUBLISHED_LOSSES.get(ngram_rows, '')}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
-        peak_flops=peak_flops, notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+        ngram_rows=ngram_rows, peak_flops=peak_flops,
+        notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+
+
+# Loss of record 92's recipe with fewer rows of the table, two runs of its author each
+PUBLISHED_LOSSES = {NGRAM_ROWS[2]: ". Published losses: 3.2825 and 3.2863",
+                    NGRAM_ROWS[-1]: ". Published losses: 3.3149 and 3.3152"}
+
+
+def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
+    """The largest table of NGRAM_ROWS whose rows, moments and 40 GiB of other memory fit on all GPUs."""
+    if rt.device.type == "cpu":
+        return NGRAM_ROWS[-1]
+    row_bytes = cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize + 8
+    memory = torch.cuda.get_device_properties(rt.device).total_memory - 40 * 2**30
+    return next((rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size), NGRAM_ROWS[-1])
 
 
 def describe_choices(rt: Runtime) -> dict:
-    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8))
+    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8),
+                ngram_rows=rt.ngram_rows)
 
 
 def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
@@ -4042,7 +4068,7 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
         kept["fast"] = ",".join(kept["fast"]) or "off"
     if "fp8" in kept:
         kept |= {name: "on" if name in kept["fp8"] else "off" for name in FP8_FORMS}
-    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") == "auto"}
+    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") in ("auto", -1)}
     reason = "another device"
     if parts.get("machine.device") == rt.device.type:
         try:
@@ -4058,7 +4084,7 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
                                           *rt.notes))
 
 
-CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str])
+CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str], ngram_rows=int)
 
 
 def raise_file_limit() -> None:
@@ -5090,8 +5116,8 @@ def list_rules(name: str) -> tuple[str, ...]:
 
 OPTIONS = list_options()
 RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
-           "bigram_rows": "ngram_rows", "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
-           "document_rows": "document_start"}
+           "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
+           "document_rows": "document_start", "bigram_rows": "ngram_rows", "bigram": "ngram"}
 PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
 # {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
 FOREIGN_OPTIONS = {
@@ -5161,6 +5187,16 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
         "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
     "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
+    "late_start": (lambda cfg: any(group.late_every > group.every for group in cfg.groups.values()),
+                   "a group with another late_every, for example --ngram_late_every"),
+    **{f"{group}_late_every": (lambda cfg: cfg.late_start < 1, "--late_start below 1")
+       for group in TRACK_1_GROUPS},
+    "ngram_order": (lambda cfg: cfg.ngram_rows != 0, "--ngram_rows"),
+    "short_qk_dim": (has_layers(attention="short"), "short layers"),
+    "short_attention_scale": (lambda cfg: cfg.short_qk_dim > 0, "--short_qk_dim"),
+    "mudd_groups": (lambda cfg: any(spec.mudd_out for spec in cfg.layers), "a layer with mudd_out"),
+    "max_attention_len": (lambda cfg: cfg.max_attention_len < max(
+        stage.seq_len for stage in cfg.full_stages), "fewer tokens than seq_len"),
     "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
     "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
                     "layers with gates_from"),
@@ -5515,7 +5551,8 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     if cfg.attention_gate_dim > cfg.model_dim:
         yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
                f"{cfg.model_dim}")
-    if 0 < cfg.ngram_rows < 3 * (cfg.ngram_order - 1) or cfg.ngram_rows % (cfg.ngram_order - 1):
+    if cfg.ngram_rows > 0 and (cfg.ngram_rows < 3 * (cfg.ngram_order - 1)
+                               or cfg.ngram_rows % (cfg.ngram_order - 1)):
         yield (f"--ngram_rows={cfg.ngram_rows} is too small for a hash table, or odd with trigrams: give 0, "
                "or thousands")
     yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
@@ -6209,7 +6246,7 @@ class RunLog:
 # Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
 # METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
 
-CHECKPOINT_FORMAT = "train_gpt 8"
+CHECKPOINT_FORMAT = "train_gpt 9"
 METADATA_TYPES = dict(
     run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
     corpus_fingerprint=str, choices=CHOICE_TYPES, resumed_from=dict, optimizer_steps=int, is_tied=bool,
@@ -6932,6 +6969,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
         check_config(cfg)
         rt = start_runtime(cfg, is_alone=True)
         rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+        rt = dataclasses.replace(rt, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
         with torch.device("meta"):
             model = GPT(cfg, rt)
         params = dict(model.named_parameters())
