@@ -356,7 +356,7 @@ def as_record_89(shape, p, tokens):
             at += size
             if new_name == "end":                   # the same for all groups
                 w2[output] = w2[output] + p["end.groups"][int(output[1:]), :1]
-        outputs = [(c if c[1:].isdigit() or c == "skip" else "%s.%d" % (c.replace("bigram", "ngram"), layer),
+        outputs = [(c if c[0] in "mn" or c == "skip" else "%s.%d" % (c.replace("bigram", "ngram"), layer),
                     size) for layer, c, size, _ in r89.outputs_of(name, r89.Shape(64, D, H, K, 8, 9))]
         old[name + ".w1"] = p[new_name + ".w1"]
         old[name + ".w2"] = torch.cat([w2.get(c, torch.zeros(size, shape.gate_hidden, dtype=F64))
