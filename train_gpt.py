@@ -2682,7 +2682,7 @@ class Trainer:
                     optimizer.finish()
                     log.flush_losses()
                     progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(progress.step, *collect_state(self))
+                    checkpoints.save(self)
                     if status:
                         stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
         optimizer.apply_averages()
@@ -3734,6 +3734,7 @@ class ShardedTable(Bucket):
     """
 
     ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
+    PIECE_BYTES = 2 * 10**9  # of a checkpoint file. A larger table has several
 
     def _store(self) -> None:
         ((name, param),) = self.params.items()
@@ -3788,14 +3789,30 @@ class ShardedTable(Bucket):
             self.undo.popleft()
             self.first_undo += 1
 
-    def full_tensor(self, key: str) -> Tensor:
-        tensor = self.shard if key == "" else self.state[key]
-        return self.comm.gather_shards(tensor[:-1])[: self.sparse.num_rows]
+    def pieces(self) -> list[tuple[int, int]]:
+        """Ranges (first, end) of rows, each with at most PIECE_BYTES of values and state."""
+        row_bytes = sum(x[0].nbytes for x in (self.shard, *self.state.values()))
+        size, num_rows = max(1, self.PIECE_BYTES // row_bytes), self.sparse.num_rows
+        return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
-    def load(self, key: str, full: Tensor) -> None:
-        shard = self.shard if key == "" else self.state[key]
-        part = full[self.comm.rank * (len(shard) - 1) :][: len(shard) - 1]
-        shard[: len(part)].copy_(part)
+    def _overlap(self, first: int, end: int) -> tuple[slice, slice]:
+        """This rank's part of the table's rows first..end-1, as slices of these rows and of the shard."""
+        start, num_rows = self.comm.rank * (len(self.shard) - 1), len(self.shard) - 1
+        low, high = max(first, start), max(first, start, min(end, start + num_rows))
+        return slice(low - first, high - first), slice(low - start, high - start)
+
+    def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows first..end-1 of values or state, from all ranks. Each byte has one rank that adds it to 0."""
+        shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
+        (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
+        rows[part] = shard[own]
+        self.comm.all_reduce(rows.view(torch.uint8))
+        return rows
+
+    def load(self, key: str, rows: Tensor, first: int = 0) -> None:
+        """Set values or state from rows of full_tensor()."""
+        part, own = self._overlap(first, first + len(rows))
+        (self.shard if key == "" else self.state[key])[own] = rows[part]
 
 
 class SparseRows(RowSparseGradient):
@@ -5895,6 +5912,14 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
         os.close(folder)
 
 
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def write_script(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / name).exists():
@@ -6249,7 +6274,8 @@ class RunLog:
 CHECKPOINT_FORMAT = "train_gpt 9"
 METADATA_TYPES = dict(
     run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
-    corpus_fingerprint=str, choices=CHOICE_TYPES, resumed_from=dict, optimizer_steps=int, is_tied=bool,
+    corpus_fingerprint=str, choices=CHOICE_TYPES, tables=dict, resumed_from=dict, optimizer_steps=int,
+    is_tied=bool,
     bos=int, progress=typing.get_type_hints(Progress), val_points=list[list[float]],
     train_points=list[list[float]])
 
@@ -6322,6 +6348,16 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
                               f"{str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}): continue it with the "
                               "train_gpt_*.py beside its log, or start anew without --resume")
         metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
+        pieces = {}  # of large tables, in the order of their rows
+        for name, digest in metadata["tables"].items():
+            if not path.with_name(name).exists():
+                raise OSError(f"{name} is missing beside it")
+            if is_checked and hash_file(path.with_name(name)) != digest:
+                raise OSError(f"{name} is damaged: its SHA-256 differs")
+            piece = torch.load(path.with_name(name), map_location="cpu", mmap=True, weights_only=True)
+            for key, rows in piece.items():
+                pieces.setdefault(key, []).append(rows)
+        tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
         for name, kind in METADATA_TYPES.items():
             if not has_type(metadata[name], kind):
                 raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
@@ -6485,6 +6521,8 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
     optimizer.finish()
     trainer.scales.finish()
     for bucket in optimizer.buckets:
+        if bucket in optimizer.tables and len(bucket.pieces()) > 1:  # Checkpoints.write_pieces()
+            continue
         for key in ("", *(() if only_model else bucket.state)):
             full = bucket.full_tensor(key)  # (M, ...)
             for name, param in bucket.params.items() if rt.is_main else ():
@@ -6523,6 +6561,19 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
     optimizer.set_tied(metadata["is_tied"])
     for bucket in optimizer.buckets:
         for key in ("", *bucket.state):
+            if bucket in optimizer.tables:
+                (name,), shard = bucket.params, bucket.state.get(key, bucket.shard)
+                entry = f"{name}/{key}".removesuffix("/")
+                if rt.is_main and not problem:
+                    problem = check_entry(tensors, entry, (bucket.sparse.num_rows, shard.size(1)))
+                held = tensors.pop(entry, None)
+                for first, end in bucket.pieces():
+                    rows = shard.new_zeros(end - first, shard.size(1))
+                    if rt.is_main and not problem:
+                        rows.copy_(held[first:end])
+                    rt.comm.broadcast(rows)
+                    bucket.load(key, rows, first)
+                continue
             full = bucket.full_tensor(key).clone()
             for name, param in bucket.params.items() if rt.is_main else ():
                 part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
@@ -6571,14 +6622,39 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
-    def save(self, step: int, state: dict, copies: dict[str, HostCopy], name: str | None = None) -> None:
-        """Write the results of collect_state() in the background. The default name is step_<step>.pt."""
+    def save(self, trainer: Trainer, only_model: bool = False) -> None:
+        """Write step_<step>.pt, or model.pt, in the background. All ranks must call it."""
         self.wait()
+        step = trainer.progress.step
+        path = self.folder / ("model.pt" if only_model else f"step_{step:06d}.pt")
+        state, copies = collect_state(trainer, only_model)
+        tables = self.write_pieces(trainer, path, only_model)
         metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
-                        train_points=self.log.losses.points)
+                        train_points=self.log.losses.points, tables=tables)
         if copies:  # on rank 0
-            path = self.folder / (name or f"step_{step:06d}.pt")
             self.writing = self.executor.submit(self._write, path, step, json.dumps(metadata), copies)
+
+    def write_pieces(self, trainer: Trainer, path: Path, only_model: bool) -> dict[str, str]:
+        """Write each large table as files <path>_table<k>.pt, before the file that lists them.
+
+        Returns their SHA-256 by name. All ranks must call it. Training waits, as no memory holds the table.
+        """
+        hashes = {}
+        for table in (table for table in trainer.optimizer.tables if len(table.pieces()) > 1):
+            (name,), keys = table.params, ("", *(() if only_model else table.state))
+            for first, end in table.pieces():
+                rows = {f"{name}/{key}".removesuffix("/"): table.full_tensor(key, first, end)
+                        for key in keys}
+                file = path.with_name(f"{path.stem}_table{len(hashes)}.pt")
+                hashes[file.name] = ""
+                with suppress(OSError, RuntimeError):  # without a hash _write() reports the failure
+                    if trainer.rt.is_main:
+                        self.folder.mkdir(parents=True, exist_ok=True)
+                        self.lock = self.lock or lock_run(self.folder)
+                        rows = {key: value.cpu() for key, value in rows.items()}
+                        write_atomic(file, functools.partial(torch.save, rows))
+                        hashes[file.name] = hash_file(file)
+        return hashes
 
     def wait(self) -> bool:
         """Wait for the last checkpoint. False if it was not written."""
@@ -6588,7 +6664,7 @@ class Checkpoints:
         """Write model.pt without optimizer state. False if model.pt or the last checkpoint failed."""
         is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
         if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
-            self.save(trainer.progress.step, *collect_state(trainer, only_model=True), name="model.pt")
+            self.save(trainer, only_model=True)
         return self.wait() and is_saved
 
     def _write(self, path: Path, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
@@ -6596,11 +6672,16 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or lock_run(self.folder)
+            for name in [name for name, digest in json.loads(metadata)["tables"].items() if not digest]:
+                raise OSError(f"{name} was not written")
             content = dict(format=CHECKPOINT_FORMAT, metadata=metadata,
                            tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
             for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
                 old.unlink(missing_ok=True)  # killed processes leave .partial files
+            for old in self.folder.glob("step_*_table*.pt"):
+                if not (self.folder / f"{old.stem.partition('_table')[0]}.pt").exists():
+                    old.unlink()
         except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
@@ -6948,7 +7029,8 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
 
 def find_model(folder: Path, prefix: str) -> Path:
     """The model or checkpoint that was written last, among the files folder/prefix*."""
-    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)]
+    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)
+             if "_table" not in path.name]
     if not paths:
         raise InputError(f"--sample: {folder} has no model: train one first, or name a file")
     path = max(paths, key=lambda path: path.stat().st_mtime)
