@@ -44,6 +44,7 @@ import datetime
 import difflib
 import errno
 import functools
+import gc
 import glob
 import hashlib
 import importlib.util
@@ -2364,37 +2365,6 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
     return np.flatnonzero(is_target), offset
 
 
-class ClassSweeps:
-    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
-
-    So they are equal for any number of ranks, and a resumed run reads the targets again.
-    """
-
-    def __init__(self, data: TrainData, first_step: int):
-        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
-        stages = data.schedule.stages
-        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
-        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
-        self.next_steps = [first_step] * num_slots
-
-    def choose(self, step: int, slot: int) -> Tensor:
-        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
-        for earlier in range(self.next_steps[slot], step):
-            self._visit(earlier, slot)
-        self.next_steps[slot] = step + 1
-        return torch.from_numpy(self._visit(step, slot))
-
-    def _visit(self, step: int, slot: int) -> np.ndarray | None:
-        data, schedule = self.data, self.data.schedule
-        stage = schedule.stages[schedule.find_stage(step)[0]]
-        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
-            return None
-        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-        classes, self.offsets[slot] = choose_classes(
-            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
-        return classes
-
-
 def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max_attention_len: int = 0
                ) -> Batch:
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
@@ -2445,76 +2415,11 @@ class ValData:
         return make_batch(sequences, self.bos, self.cfg.document_mask == "on")
 
 
-class Prefetcher:
-    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
-
-    DEPTH = 4
-
-    def __init__(self, batches: Iterator[Batch], device: torch.device):
-        self.batches, self.device = batches, device
-        self.executor = ThreadPoolExecutor(1, "prefetch")
-        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
-
-    def _build(self) -> Batch | None:
-        batch = next(self.batches, None)
-        if batch is None or self.device.type != "cuda":
-            return batch
-        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
-        return Batch(*(t if t is None else t.pin_memory() for t in batch))
-
-    def __next__(self) -> Batch:
-        batch = self.pending.popleft().result()
-        assert batch is not None, "there are no more planned batches"
-        self.pending.append(self.executor.submit(self._build))
-        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
-
 # ==== TRAINING =============================================================================================
 # One step, the timed loop of all steps, and the whole run. The clock stops during validation. Callbacks
 # (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
-
-
-@dataclass
-class Progress:
-    """State of a run except its tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    train_time: float = 0.0  # seconds on the clock
-    resumed_at: list[int] = dataclasses.field(default_factory=list)
-    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
-    loss_ema: float = math.nan  # telemetry
-    measured_step: int = 0  # last step that telemetry measured
-    num_actions: int = 0  # rollbacks by the guard
-    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
-    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
-    lr_scale: float = 1.0  # the guard's learning-rate factor
-    lr_scale_until: int = 0  # first step without lr_scale
-
-
-@dataclass
-class TrainClock:
-    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
-
-    device: torch.device
-    seconds: float  # before `started`
-    started: float  # time of the last start, lap or end of a pause
-
-    def read(self) -> float:
-        return self.seconds + time.perf_counter() - self.started
-
-    def lap(self) -> float:
-        """Synchronize and return the exact seconds."""
-        now = clock(self.device)
-        self.seconds, self.started = self.seconds + now - self.started, now
-        return self.seconds
-
-    @contextmanager
-    def paused(self):
-        self.seconds += clock(self.device) - self.started
-        yield
-        self.started = clock(self.device)
 
 
 class Snapshot(typing.NamedTuple):
@@ -2777,6 +2682,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
+        gc.freeze()  # the garbage collector ignores all objects of the setup
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
@@ -4288,6 +4194,30 @@ class Stop:
             remedy = f"{hint}continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
         raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
 
+
+@dataclass
+class TrainClock:
+    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
+
+    device: torch.device
+    seconds: float  # before `started`
+    started: float  # time of the last start, lap or end of a pause
+
+    def read(self) -> float:
+        return self.seconds + time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Synchronize and return the exact seconds."""
+        now = clock(self.device)
+        self.seconds, self.started = self.seconds + now - self.started, now
+        return self.seconds
+
+    @contextmanager
+    def paused(self):
+        self.seconds += clock(self.device) - self.started
+        yield
+        self.started = clock(self.device)
+
 # ==== CHOICE OF FAST FORMS =================================================================================
 # Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
 
@@ -4833,6 +4763,61 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
             prefixes[ids[text]] = ids[stack[-1]]
         stack.append(text)
     return torch.from_numpy(prefixes)
+
+
+class ClassSweeps:
+    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
+
+    So they are equal for any number of ranks, and a resumed run reads the targets again.
+    """
+
+    def __init__(self, data: TrainData, first_step: int):
+        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
+        stages = data.schedule.stages
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
+        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
+        self.next_steps = [first_step] * num_slots
+
+    def choose(self, step: int, slot: int) -> Tensor:
+        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
+        for earlier in range(self.next_steps[slot], step):
+            self._visit(earlier, slot)
+        self.next_steps[slot] = step + 1
+        return torch.from_numpy(self._visit(step, slot))
+
+    def _visit(self, step: int, slot: int) -> np.ndarray | None:
+        data, schedule = self.data, self.data.schedule
+        stage = schedule.stages[schedule.find_stage(step)[0]]
+        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
+            return None
+        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
+        classes, self.offsets[slot] = choose_classes(
+            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
+        return classes
+
+
+class Prefetcher:
+    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
+
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
+        return Batch(*(t if t is None else t.pin_memory() for t in batch))
+
+    def __next__(self) -> Batch:
+        batch = self.pending.popleft().result()
+        assert batch is not None, "there are no more planned batches"
+        self.pending.append(self.executor.submit(self._build))
+        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
 
 # ==== PRESETS AND ABLATIONS ================================================================================
 # Presets for small machines and for the medium track, and the mechanisms of --without. To add a preset or a
@@ -6270,6 +6255,24 @@ class RunLog:
 # state of the run, in a form independent of the number of ranks. A background thread writes checkpoints.
 # Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
 # METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
+
+@dataclass
+class Progress:
+    """State of a run except its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
+    loss_ema: float = math.nan  # telemetry
+    measured_step: int = 0  # last step that telemetry measured
+    num_actions: int = 0  # rollbacks by the guard
+    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
+    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
+    lr_scale: float = 1.0  # the guard's learning-rate factor
+    lr_scale_until: int = 0  # first step without lr_scale
+
 
 CHECKPOINT_FORMAT = "train_gpt 9"
 METADATA_TYPES = dict(
