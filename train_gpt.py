@@ -3639,7 +3639,7 @@ class ShardedTable(Bucket):
     Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
     """
 
-    ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
+    ROWS_AT_ONCE = 2**17  # most rows of one call of the update rule
     PIECE_BYTES = 2 * 10**9  # of a checkpoint file. A larger table has several
 
     def _store(self) -> None:
@@ -3655,10 +3655,11 @@ class ShardedTable(Bucket):
         rows, grad = self.sparse.wait()  # (n,), (n, D)
         if timer:
             timer.enter("optimizer")
-        padding = -len(rows) % self.ROWS_AT_ONCE
+        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # few sizes, so few are compiled
+        padding = -len(rows) % size
         rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
         tensors, replaced = [self.shard, *self.state.values()], []
-        for part, part_grad in zip(rows.split(self.ROWS_AT_ONCE), grad.split(self.ROWS_AT_ONCE)):
+        for part, part_grad in zip(rows.split(size), grad.split(size)):
             new = [tensor[part] for tensor in tensors]
             if self.undo is not None:
                 replaced.append((part, [x.clone() for x in new]))
