@@ -52,11 +52,11 @@ def equalize(singular, method):
     return values
 
 
-def update_by_hand(name, method, w, grads, lr, decay):
-    """W and the state after each gradient. One numpy matrix, in float64."""
+def update_by_hand(name, method, w, grads, lr, decay, by_row=False):
+    """W and the state after each gradient. One numpy matrix, in float64. by_row: rows of wide matrices, not columns."""
     rows, columns = w.shape
     m, v, slow, radius = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w), np.linalg.norm(w)
-    axis = 1 if rows >= columns else 0
+    axis = 1 if rows >= columns or by_row else 0
     seen = np.zeros_like(w).mean(axis, keepdims=True)
     for step, grad in enumerate(grads, 1):
         m, v, slow = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2, 0.98 * slow + 0.02 * grad
@@ -80,14 +80,15 @@ def update_by_hand(name, method, w, grads, lr, decay):
 
 
 @pytest.mark.parametrize("name, method", RULES_AND_METHODS)
-@pytest.mark.parametrize("shape", [(8, 8), (6, 14), (20, 5)], ids=["square", "wide", "tall"])
-def test_every_rule_against_float64(name, method, shape):
+@pytest.mark.parametrize("shape, by_row", [((8, 8), False), ((6, 14), False), ((20, 5), False), ((6, 14), True)],
+                         ids=["square", "wide", "tall", "wide by row"])
+def test_every_rule_against_float64(name, method, shape, by_row):
     """Two matrices, three updates in float32. Gradients have half their size, and grad_scale doubles them."""
     rng = np.random.default_rng(0)
     weights, grads = rng.standard_normal((2, *shape)), rng.standard_normal((3, 2, *shape))
-    references = [list(update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02)) for i in range(2)]
+    references = [list(update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02, by_row)) for i in range(2)]
     param, rule = torch.tensor(weights).float(), gpt.RULES[name]
-    state = rule.init_state(param)
+    state = rule.init_state(param, by_row=by_row)
     for step in range(3):
         args = make_args(0.05, 0.02, step + 1, grad_scale=2.0, polynomial=method)
         rule.update(param, torch.tensor(grads[step]).float() / 2, state, args)
