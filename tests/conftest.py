@@ -183,7 +183,7 @@ STEP_LINE = re.compile(
 
 
 CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
-    "rms_norm norm_rotate cpu_attention compose_heads head_loss sparse_embedding fused_adamw".split()
+    "rms_norm norm_rotate cpu_attention head_loss sparse_embedding fused_adamw".split()
 )
 
 
