@@ -117,7 +117,9 @@ class Recorder:
                  for name in ("start_reduce", "update", "start_gather")),
                # the hook of a row-sparse gradient knows the bucket
                (gpt.RowSparseGradient, "add",
-                named(gpt.RowSparseGradient.add, lambda sparse: sparse.on_added.args[0].name))]
+                named(gpt.RowSparseGradient.add, lambda sparse: sparse.on_added.args[0].name)),
+               # forward fetches rows of the n-gram table
+               (gpt.RowPlan, "fetch", named(gpt.RowPlan.fetch, lambda _: "(fetched)"))]
         old = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
         for owner, name, value in new:
             setattr(owner, name, value)
@@ -132,16 +134,19 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
                  ) -> list[Event]:
     """The events of rank 0 of rt.world_size in cfg.adam_every steps of the last stage, on this device.
 
-    Times are medians over num_cycles cycles.
+    Times are medians over num_cycles cycles. The optimizer repeats the last cycle before the final two
+    steps, so groups have their late periods, and all cycles have the same updates.
     """
     recorder, steps = Recorder(rt), cfg.adam_every
     last, cycles = cfg.num_iterations - 1, []
+    first_of_cycle = max(0, (last - 1) // steps - 1) * steps
     with recorder.replace_collectives():
         trainer = gpt.Trainer(cfg, rt)
         same = (batch for _ in range(steps * (num_cycles + 2))
                 for batch in data.batches(rt, last, last + 1))
         batches = gpt.Prefetcher(same, rt.device)
         for _ in range(num_cycles + 2):  # two to warm up
+            trainer.optimizer.step_count = first_of_cycle
             recorder.add(Event("begin", ""))
             for _ in range(steps):
                 trainer.train_step(batches, trainer.schedule.at(last))

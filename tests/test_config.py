@@ -151,7 +151,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--seed=1e3"], "--seed=1e3 is not a whole number:", "give one like 0\n"),
         (["--grad_grid=x"], "--grad_grid=x is not a number:", "give one like 0.0\n"),
         (["--layers=[{"], "(Expecting property name", 'give one like [{"attention": "short", "mlp": true, '),
-        (["--layers=" + "x" * 600], "x" * 100 + "... cannot be read (Expecting value", '"value_embed": null}]\n'),
+        (["--layers=" + "x" * 600], "x" * 100 + "... cannot be read (Expecting value", '"second_mlp": false}]\n'),
         (["--prompt=def"], "--prompt has no effect without --sample", "with --sample"),
         (["--top_k=0", "--print_config"], "--top_k has no effect without --sample", "leave it out"),
         (["--record=../x"], "../x", "lower-case"),
@@ -395,7 +395,8 @@ def test_print_schedule_shows_both_ends_of_each_stage(preset, capsys, tmp_path, 
             assert row["tokens"] == str(stage.tokens_per_step)
             assert float(row["momentum"]) == pytest.approx(state.momentum, abs=1e-4)
             for name, group in cfg.groups.items():
-                if (step + 1) % group.every:
+                is_late = group.late_every and step >= cfg.late_start * (cfg.num_iterations - cfg.extension_steps)
+                if (step + 1) % (group.late_every if is_late else group.every):
                     assert row[name] == "-"
                 else:
                     assert float(row[name]) == pytest.approx(state.lr[name], rel=1e-5)
@@ -405,11 +406,21 @@ def test_print_schedule_of_frontier_at_known_steps(capsys):
     assert gpt.main(["--preset=frontier", "--print_schedule"]) == 0
     out = capsys.readouterr().out
     table = read_schedule(out)
-    assert list(table) == [0, 422, 423, 846, 847, 1269, 1270, 1284]
-    assert [table[step]["head"] for step in (0, 422, 423, 847)] == ["-", "-", "0.01216", "0.00821669"]
-    assert [table[step]["matrix"] for step in (0, 423)] == ["0.023", "0.03496"]
-    assert [table[step]["tokens"] for step in (0, 423, 847)] == ["131072", "262144", "393216"]
-    assert (table[0]["momentum"], table[423]["momentum"]) == ("0.8500", "0.9500")
+    assert list(table) == [0, 319, 320, 680, 681, 964, 965, 1106, 1107, 1173, 1174, 1193]
+    assert [table[step]["tokens"] for step in (0, 320, 681, 1107, 1174)] == ["131072", "262144", "393216", "327680", "131072"]
+    assert [table[step]["stage"] for step in (964, 965)] == ["3", "4"]
+    assert [table[step]["windows"] for step in (1107, 1174)] == ["1408/640", "1664/768"]
+    peaks = {319: 1.0, 320: 1.52, 681: 1.73, 1107: 1.73 * (20 / 24) ** 0.5, 1193: 1.0}  # from step 234 to 1174 towards 0.3
+    factors = {step: peak + (0.3 - peak) * min(1, (step - 234) / 940) for step, peak in peaks.items()}
+    assert table[0]["matrix"] == "0.023"
+    for step, factor in factors.items():
+        assert float(table[step]["matrix"]) == pytest.approx(0.023 * factor, rel=1e-5)
+        is_due, is_late = step % 2 == 1, step >= 336
+        assert table[step]["head"] == (f"{0.008 * factor:.6g}" if is_due else "-")
+        for name in ("value_embed", "ngram"):  # later each fourth step
+            assert table[step][name] == (f"{0.56 * factor:.6g}" if step % 4 == 3 or is_due and not is_late else "-")
+    momentum = {0: "0.8500", 319: "0.9300", 1173: "0.8836", 1193: "0.8516"}  # 0.93 - 0.08 * 29 / 50, 0.93 - 0.08 * 49 / 50
+    assert {step: table[step]["momentum"] for step in momentum} == momentum
     assert "head also trains the embedding while it is tied" in out
 
 
@@ -418,7 +429,7 @@ def test_print_schedule_obeys_options_and_needs_no_device(tmp_path):
     done = run_script(["--device=cuda", "--preset=smoke", "--num_iterations=3", "--head_lr=0.5", "--print_schedule"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and not list(tmp_path.iterdir())
     table = read_schedule(done.stdout)
-    assert list(table) == [0, 1, 2]  # ceil(4 / 3) = 2, ceil(8 / 3) = 3
+    assert list(table) == [0, 1, 2]  # three stages of one step
     assert table[0]["head"] == "0.5"
 
 
@@ -503,7 +514,8 @@ def test_presets_take_another_number_of_layers(preset):
         assert [spec.skip_from for spec in layers] == [None, None, None, None, 1, 0]
     if preset == "frontier":  # a reader of the removed row 4 reads the row that takes its place
         assert gpt.make_config({"preset": preset, "num_layers": 8}).layers[5].gates_from == 4
-        assert gpt.make_config({"preset": preset, "num_layers": 12}).layers[11].mudd_out == "x_in,h8,h10,ve0,h3"
+        assert gpt.make_config({"preset": preset, "num_layers": 12}).layers[11].mudd_out == (
+            "x_in,h8,h10,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in")
 
 
 @pytest.mark.parametrize("preset, num_layers", [("smoke_frontier", 7), ("smoke_frontier", 2)])

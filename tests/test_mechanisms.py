@@ -13,10 +13,14 @@ WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets a
     "cooldown": ("track_1", dict(cooldown_frac=0.0)),
     "polar_express": ("frontier", dict(orthogonalize="newton_schulz")),
     "variance": ("frontier", dict(matrix_rule="muon")),
+    "slow_momentum": ("frontier", dict(slow_momentum_start=1.0)),
+    "averages": ("frontier", dict(averages="off")),
     "decay": ("frontier", dict(matrix_weight_decay=0, embed_weight_decay=0, head_weight_decay=0,
-                               value_embed_weight_decay=0, gate_weight_decay=0)),
+                               value_embed_weight_decay=0, ngram_weight_decay=0, gate_weight_decay=0)),
     "cautious_decay": ("frontier", dict(decay="decoupled")),
     "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name != "matrix"}),
+    "late_period": ("frontier", dict(late_start=1.0)),
+    "row_adam": ("frontier", dict(ngram_rule="adamw")),
     "low_bits": ("frontier", dict(matrix_dtype="float32")),
     "qk_groups": ("frontier", dict(qk_group_heads=0)),
     "untied_head": ("track_1", dict(tie_head="on", embed_std=0.02, head_lr=0.0036)),
@@ -25,25 +29,31 @@ WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets a
     "qk_norm": ("track_1", dict(qk_norm="off")),
     "yarn": ("track_1", dict(yarn_max_window=0)),
     "attention_gate": ("frontier", dict(gate={False})),
-    "value_embeds": ("frontier", dict(num_value_embeds=0, value_embed={None}, mudd_out={"", "x_in,h7,h9,h3"})),
+    "value_embeds": ("frontier", dict(num_value_embeds=0, value_embed={None}, mudd_out={"", "x_in,h7,h9,h3,mlp_in,attn_in"})),
     "value_gates": ("frontier", dict(value_gate_dim=0)),
     "x0_mix": ("frontier", dict(x0_mix="off")),
     "residual_weights": ("frontier", dict(residual_init=0.0)),
     "skips": ("frontier", dict(skip_from={None})),
     "smear": ("frontier", dict(smear="off")),
     "key_offset": ("frontier", dict(key_offset={False})),
-    "bigram": ("frontier", dict(bigram_rows=0)),
+    "ngram": ("frontier", dict(ngram_rows=0)),
+    "trigrams": ("frontier", dict(ngram_order=2)),
+    "short_heads": ("frontier", dict(short_qk_dim=0)),
+    "half_values": ("frontier", dict(v_dim={None})),
+    "second_mlp": ("frontier", dict(second_mlp={False})),
+    "mudd_groups": ("frontier", dict(mudd_groups=1)),
     "paired_heads": ("frontier", dict(paired={False})),
     "attention_from": ("frontier", dict(attention_from={None})),
     "xsa": ("frontier", dict(xsa={False})),
     "mudd": ("frontier", dict(mudd_in={""}, mudd_out={""})),
     "mudd_gates": ("frontier", dict(gates_from={None})),
-    "dc": ("frontier", dict(dc={False})),
     "short_windows": ("frontier", dict(attention={"long", "none"})),
     "window_warmup": ("track_1", dict(window_long={1408}, window_short={640})),
     "batch_warmup": ("frontier", dict(tokens_per_step={None}, seq_len={None}, lr_factor={1.0})),
     "multi_token": ("frontier", dict(loss_weights={"1"})),
     "prefix_loss": ("frontier", dict(prefix_weight={"0"})),
+    "sampled_loss": ("frontier", dict(num_classes={None})),
+    "attention_pieces": ("frontier", dict(max_attention_len=0)),
     "dropped_attention": ("frontier", dict(attention={"long", "short"})),
     "dropped_mlp": ("track_1", dict(mlp={True})),
     "document_mask": ("track_1", dict(document_mask="off")),
@@ -97,8 +107,8 @@ def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
 
 
 def test_only_a_mechanism_that_is_there_can_be_taken_away(capsys):
-    assert gpt.main(["--preset=quick", "--without=dc", "--print_config"]) == 2
-    assert capsys.readouterr().err.endswith("--without=dc: preset quick has no dc: leave it out\n")
+    assert gpt.main(["--preset=quick", "--without=xsa", "--print_config"]) == 2
+    assert capsys.readouterr().err.endswith("--without=xsa: preset quick has no xsa: leave it out\n")
     only = gpt.make_config(dict(preset="frontier", only_with="qk_norm"))  # no Muon, and no NorMuon instead
     assert only.groups["matrix"].rule == "adamw"
     assert gpt.make_config(dict(preset="muonh", without="variance")).groups["matrix"].rule == "muonh"

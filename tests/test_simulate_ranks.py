@@ -58,7 +58,7 @@ def test_a_wait_for_an_unsent_message_is_an_error():
 
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
 def test_a_recorded_step_has_all_its_messages(shards, preset):
-    """The bytes equal the counters of Comm, in both kinds of steps if Adam acts in each second step. Each message is
+    """The bytes equal the counters of Comm, in all kinds of steps if groups have periods of 2 and 4. Each message is
     awaited once. All-gathers use a separate communicator. Computing takes time."""
     cfg = smoke_config(shards, preset=preset, num_iterations=12, extension_steps=0, stages=(gpt.Stage(1, 128, 64),))
     rt = make_runtime(world_size=2, fast=frozenset({"sparse_embedding"}))
@@ -83,6 +83,9 @@ def test_a_recorded_step_has_all_its_messages(shards, preset):
     assert sum(event.num_bytes for event in counted) + rows == pytest.approx(sum(steps[-cfg.adam_every :]))
     assert {event.communicator for event in sent} == {"reductions", "gathers"}
     assert all((event.communicator == "gathers") == event.name.startswith("gather") for event in sent)
+    if preset == "smoke_frontier":  # in four steps two updates of the embedding, one of each table, four fetches of
+        count = lambda name: sum(event.name == name for event in sent)  # rows (numbers, then values)
+        assert [count(name) for name in ("gather embed", "gather value_embeds.0", "rows (fetched)")] == [2, 1, 8]
     waits = {event.number for event in events if event.kind == "wait"}  # rows of several tables have one list
     numbers = [event.number for event in sent]
     shifted = sorted(number if number in numbers else number + len(numbers) for number in waits)
