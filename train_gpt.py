@@ -67,8 +67,9 @@ import threading
 import time
 import traceback
 import typing
+import unicodedata
 import zipfile
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -348,6 +349,8 @@ class TrainConfig:
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
     val_windows: tuple[int, ...] = option(
         (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
+    val_mask: str = option("off", "at the end also measure the loss without tokens that the tokenizer never "
+                           "emits after the previous token (record 91). Needs vocab_file", choices=ON_OFF)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
@@ -2653,7 +2656,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         setup_start = time.perf_counter()
         train_data = TrainData(cfg, Schedule(cfg))
         val_data = ValData(cfg, train_data.bos)
-        token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
+        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
+        token_ids = read_vocabulary(cfg) if needs_ids else {}
         data_setup_s = round(time.perf_counter() - setup_start, 2)
         saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
     if saved and saved.result:
@@ -2693,6 +2697,9 @@ def train(cfg: Config, argv: list[str]) -> None:
             rt.comm.barrier()
             rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
+            if cfg.val_mask == "on":
+                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
+                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
             stop.collect()
             is_saved = checkpoints.finish(trainer)
             log.finish({**setup, **measure_run(trainer, log)})
@@ -4766,6 +4773,104 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
     return torch.from_numpy(prefixes)
 
 
+def list_merges(text: bytes, ids: dict[bytes, int]) -> list[tuple[bytes, bytes, int, bool, bool]]:
+    """Merges of byte-pair encoding within a token: (left, right, id of the result, is it first, is it last).
+
+    The pair whose result has the lowest id merges first, the leftmost of equal ones.
+    """
+    pieces, merges = [text[i : i + 1] for i in range(len(text))], []
+    while True:
+        results = [ids.get(left + right, math.inf) for left, right in itertools.pairwise(pieces)]
+        if not results or min(results) == math.inf:
+            return merges
+        i = results.index(min(results))
+        left, right = pieces[i : i + 2]
+        merges.append((left, right, results[i], i == 0, i + 2 == len(pieces)))
+        pieces[i : i + 2] = [left + right]
+
+
+def classify_character(text: bytes, is_last: bool) -> str:
+    """Class of the first or last character of a token: space, number, letter, other, or a part of one."""
+    for n in range(1, min(4, len(text)) + 1):
+        with suppress(UnicodeDecodeError):
+            char = (text[-n:] if is_last else text[:n]).decode()[-1 if is_last else 0]
+            if char.isspace() and not "\x1c" <= char <= "\x1f":
+                return "space"
+            return {"N": "number", "L": "letter"}.get(unicodedata.category(char)[0], "other")
+    return "part"
+
+
+def ends_in_contraction(text: bytes) -> bool:
+    """Whether a token ends in 's, 't, ... after nothing, a letter or a number. Any token can follow it."""
+    found = re.search(rb"'(s|t|re|ve|m|ll|d)$", text)
+    before = text[: found.start()] if found else b""
+    return bool(found) and (not before or classify_character(before, True) in ("letter", "number"))
+
+
+def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+    """Bits (V, V/8), uint8: bit x of row p is set if the tokenizer never emits token x directly after p.
+
+    If a merge joins the last piece of p with the first piece of x while both exist, the pair would have been
+    merged. The pre-tokenizer prevents merges in some cases. Source: record 91, 2026-08-06.
+    """
+    # For each piece: the tokens that have it as last (first) piece, and the span of merges in which they do
+    lasts, firsts, rules = defaultdict(list), defaultdict(list), []
+    for text, i in ids.items():
+        merges = list_merges(text, ids)
+        rules += [(*merges[-1][:2], i)] if merges else []
+        for pieces, is_last in ((firsts, False), (lasts, True)):
+            if is_last and ends_in_contraction(text) or not text:
+                continue
+            changes = [(left + right, result + (not is_last)) for left, right, result, first, last in merges
+                       if (last if is_last else first)]
+            history = [(text[-1:] if is_last else text[:1], 0), *changes]
+            ends = [*(start for _, start in changes), 2**31]
+            kind = classify_character(text, is_last)
+            for (piece, start), end in zip(history, ends):
+                if start < end and (is_last or kind != "part"):
+                    is_special = kind == ("other" if is_last else "letter")
+                    pieces[piece].append((i, start, end, kind == "space", is_special))
+    lasts, firsts = ({piece: np.array(rows, dtype=np.int64).T for piece, rows in pieces.items()}
+                     for pieces in (lasts, firsts))
+    bits = np.zeros((vocab_size, vocab_size // 8), dtype=np.uint8)
+    for left, right, merge in tqdm(rules, desc="impossible tokens", leave=False,
+                                   disable=not has_progress_bar()):
+        if left not in lasts or right not in firsts:
+            continue
+        before, after = (rows[:, (rows[1] <= merge) & (merge < rows[2])]
+                         for rows in (lasts[left], firsts[right]))
+        # The pre-tokenizer separates a space from a space, and a letter from another character before it
+        for is_space, is_other in itertools.product((0, 1), repeat=2):
+            rows = before[0, (before[3] == is_space) & (before[4] == is_other)]
+            columns = after[0, (after[3] & is_space | after[4] & is_other) == 0]
+            places, inverse = np.unique(columns >> 3, return_inverse=True)
+            values = np.zeros(len(places), dtype=np.uint8)
+            np.bitwise_or.at(values, inverse, (1 << (columns & 7)).astype(np.uint8))
+            bits[np.ix_(rows, places)] |= values
+    return torch.from_numpy(bits)
+
+
+@torch.no_grad()
+def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
+    """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
+    model, comm, device = trainer.model.eval(), trainer.rt.comm, trainer.rt.device
+    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(device)
+    state, total = trainer.schedule.at(trainer.cfg.num_iterations), torch.zeros((), dtype=torch.float64)
+    step_inputs = trainer.get_step_inputs(state, data.batch_tokens, trainer.cfg.val_seq_len)
+    for first in range(0, data.num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
+        index = first + comm.rank
+        tokens, targets, doc_ids, _ = data.batch(min(index, data.num_batches - 1))
+        tokens, targets, doc_ids = (x.to(device) for x in (tokens, targets, doc_ids))
+        x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+        for part, before, target in zip(*(x.split(LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
+            is_impossible = bits[before.long(), :, None] >> torch.arange(8, device=device) & 1  # (T, V/8, 8)
+            logits = model.head.compute_logits(part).masked_fill(is_impossible.flatten(1) > 0, -60.0)
+            loss = F.cross_entropy(logits, target, reduction="sum").double().cpu()
+            total += loss * (index < data.num_batches)
+    model.train()
+    return comm.all_reduce(total.to(device)).item() / (data.num_batches * data.batch_tokens)
+
+
 class ClassSweeps:
     """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
 
@@ -5226,8 +5331,8 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
                     "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
     "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
-    "vocab_file": (lambda cfg: any(stage.has_prefix_target for stage in cfg.stages),
-                   "a prefix_weight in --stages"),
+    "vocab_file": (lambda cfg: cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages),
+                   "a prefix_weight in --stages, or --val_mask=on"),
     "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
         stage.max_doc_len is None for stage in cfg.stages),
                     "--sequence_start=document and a stage without a max_doc_len"),
