@@ -298,7 +298,6 @@ def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
     has_triton_forms = card.capability >= (8, 0)
     forms = {
         "rms_norm": True, "norm_rotate": True, "flex_attention": True, "sparse_embedding": True,
-        "compose_heads": any(spec.dc for spec in cfg.layers),
         "cross_entropy": has_triton_forms and bool(cfg.softcap),
         "head_loss": not (has_triton_forms and cfg.softcap),
         "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms}
