@@ -128,7 +128,10 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     _, rows = gpt.sequences_per_rank(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
     tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
     tokens[:, :: stage.max_doc_len] = bos
-    batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)))
+    batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)[:3]))
+    if stage.num_classes:  # other targets are ignored
+        classes = torch.arange(stage.num_classes, device=rt.device)
+        batch = batch._replace(classes=classes.expand(rows, -1).contiguous())
     batches, seconds, warm_up = iter(lambda: batch, None), [], cfg.adam_every
     total = warm_up + num_steps
     for _ in range(total):

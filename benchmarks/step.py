@@ -178,7 +178,7 @@ def classify(name: str, shapes: list, cfg: gpt.Config) -> str:
     sizes = {size for shape in shapes if isinstance(shape, (list, tuple)) for size in shape}
     if cfg.padded_vocab_size in sizes and "embedding" not in name:
         return "head and loss"
-    if cfg.mlp_ratio * cfg.model_dim in sizes:
+    if cfg.mlp_hidden in sizes:
         return "MLP"
     if "attention" in name or "softmax" in name or "mm" in name or sizes & {cfg.head_dim, 3 * cfg.model_dim}:
         return "attention"  # also the output projection, which has no size that only it has

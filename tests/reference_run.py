@@ -1,19 +1,16 @@
 """Reference implementation of a whole training run for tests: float64, one packed sequence at a time.
 
-Written only from the description of the two recipes and of the command line. A run is described by the options
-that --print_config prints. Parameters are one flat dict of float64 tensors, trained in place. The newest recipe
-uses the model and the parameter names of frontier_reference. Parameter names of record 32:
+Written only from the description of record 32 and of the command line. A run is described by the options that
+--print_config prints. Parameters are one flat dict of float64 tensors, trained in place. Their names:
   embed (V,D)  head (V,D)  ve.{i} (V,D)       V = padded vocabulary, D = model_dim, H = heads, F = MLP hidden
   q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 in layers with a value embedding
   up.{l} (D,F), used transposed  down.{l} (D,F)                          MLP(u) = down relu(up^T u)^2
   a.{l} b.{l} ()  skip.{l} ()                                            skip in layers that add a skip connection
 """
 import glob
-import json
 import math
 from fractions import Fraction
 
-import frontier_reference as frontier
 import numpy as np
 import torch
 
@@ -74,35 +71,17 @@ def validation_rows(config):
     return rows
 
 
-def prefix_of(config, vocab, document_start):
-    """The longest proper prefix of each token id that is also a token, else -1. The file is {token: id}."""
-    ids = json.load(open(config["vocab_file"], encoding="utf-8"))
-    out = [-1] * vocab
-    for token, number in ids.items():
-        if number != document_start:
-            for length in range(1, len(token)):                 # the longest prefix is found last
-                found = ids.get(token[:length])
-                if found is not None and found != document_start:
-                    out[number] = found
-    return torch.tensor(out)
-
-
 # ---------------------------------------------------------------- schedule
 
 class Schedule:
     def __init__(self, config):
         self.config, self.stages = config, config["stages"]
         self.steps = config["num_iterations"]
-        self.scheduled = self.steps - config["extension_steps"]
-        timed = self.stages[:-1] if config["extension_steps"] else self.stages
-        total, done, self.first = sum(Fraction(s["duration"]) for s in timed), Fraction(0), []
-        for stage in timed:                     # the stage of step s contains s / (scheduled + 1)
-            self.first.append(min(math.ceil((self.scheduled + 1) * done / total), self.scheduled))
+        total, done, self.first = sum(Fraction(s["duration"]) for s in self.stages), Fraction(0), []
+        for stage in self.stages:               # the stage of step s contains s / steps
+            self.first.append(math.ceil(self.steps * done / total))
             done += Fraction(stage["duration"])
-        if config["extension_steps"]:
-            self.first.append(self.scheduled)
-        self.end = self.first[1:] + [self.steps]
-        assert config["lr_warmup_frac"] == 0
+        assert config["lr_warmup_frac"] == config["extension_steps"] == 0
 
     def number(self, step):
         return max(i for i, first in enumerate(self.first) if step >= first)
@@ -113,9 +92,7 @@ class Schedule:
 
     def lr_factor(self, step, cooldown):
         floor = self.config["final_lr_frac"]
-        if step >= self.scheduled:
-            return floor
-        value, x = self.stages[self.number(step)]["lr_factor"], step / self.scheduled
+        value, x = self.stages[self.number(step)]["lr_factor"], step / self.steps
         if x < 1 - cooldown:
             return value
         w = (1 - x) / cooldown
@@ -139,17 +116,6 @@ class Schedule:
             return high - (high - low) * (step - (self.steps - fall)) / fall
         return low + (high - low) * step / rise if step < rise else high
 
-    def loss_weights(self, step):
-        """Loss weights of the next tokens, and of the prefix-token target."""
-        i = self.number(step)
-        done = (step - self.first[i]) / (self.end[i] - self.first[i])
-
-        def now(text):
-            first, _, last = text.partition(":")
-            return float(first) + ((float(last) - float(first)) * done if last else 0.0)
-        stage = self.stages[i]
-        return [now(text) for text in stage["loss_weights"].split()], now(stage["prefix_weight"])
-
     def windows(self, step):
         """(short, long, frequencies, attention scale) of a step. Step `steps` is the final validation."""
         config, last = self.config, min(step, self.steps - 1)
@@ -170,25 +136,27 @@ class Schedule:
             scale *= 0.2 * math.log(new / old) + 1
         return short, long_windows[-1], torch.tensor(frequencies, dtype=F64), scale
 
-    def untie_step(self):
-        """The last step with tied embedding and head. -1 means never tied."""
-        if self.config["tie_head"] == "off":
-            return -1
-        if self.config["untie_frac"] == 1:
-            return self.steps
-        step = math.ceil(Fraction(self.config["untie_frac"]).limit_denominator(10 ** 6) * self.scheduled)
-        while (step + 1) % self.config["head_every"]:           # the first step that updates them
-            step += 1
-        return step
+
+# ---------------------------------------------------------------- model
+
+def rms_norm(x):
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 2.0 ** -23)
 
 
-# ---------------------------------------------------------------- model of record 32
+def probabilities(q, k, documents, distance, scale):
+    """Softmax (rows x rows) over the keys of a query's document at distance 0..distance."""
+    rows = torch.arange(len(documents))
+    back = rows[:, None] - rows[None, :]
+    seen = (back >= 0) & (back <= distance) & (documents[:, None] == documents[None, :])
+    logits = (scale * (q @ k.T)).masked_fill(~seen, -math.inf)
+    return torch.softmax(logits, dim=-1)
+
 
 def record_32(config, p, tokens, documents, windows):
     """Softcapped logits of one packed sequence."""
     short, long_, frequencies, scale = windows
     T, H, K = len(tokens), config["num_heads"], config["head_dim"]
-    norm = frontier.rms_norm
+    norm = rms_norm
     still = torch.zeros(K // 4, dtype=F64)                      # half of the channel pairs are not rotated
     angle = torch.arange(T, dtype=F64)[:, None, None] * torch.cat([frequencies, still])
     cos, sin = torch.cos(angle), torch.sin(angle)               # (T, 1, K / 2)
@@ -211,7 +179,7 @@ def record_32(config, p, tokens, documents, windows):
             if layer["value_embed"] is not None:
                 v = v + p["s1.%d" % i] * p["ve.%d" % layer["value_embed"]][tokens].reshape(T, H, K)
             window = long_ if layer["attention"] == "long" else short
-            y = torch.stack([frontier.probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h]
+            y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h]
                              for h in range(H)], dim=1)
             y = y * torch.sigmoid(u[:, :12] @ p["gate.%d" % i].T)[:, :, None]
             x = x + y.reshape(T, H * K) @ p["o.%d" % i].T
@@ -222,37 +190,16 @@ def record_32(config, p, tokens, documents, windows):
     return config["softcap"] * torch.sigmoid((logits + config["softcap_shift"]) / config["softcap_width"])
 
 
-def is_newest(config):
-    return config["bigram_rows"] > 0
-
-
-def cross_entropies(config, params, row, windows, weights, prefix_weight, prefixes):
+def cross_entropy(config, params, row, windows):
     """The loss of one packed sequence, summed over its tokens."""
     inputs, targets, documents = (torch.tensor(z) for z in row)
-    if is_newest(config):
-        assert (config["softcap"], config["softcap_shift"], config["softcap_width"]) == (23, 5, 7.5)
-        shape = frontier.Shape(len(params["head"]), config["model_dim"], config["num_heads"],
-                               config["head_dim"], config["mlp_ratio"] * config["model_dim"],
-                               config["bigram_rows"], len(params["signs"]), config["gate_hidden"])
-        logits = frontier.forward(params, shape, inputs, [0], documents, windows)
-    else:
-        logits = record_32(config, params, inputs, documents, windows)
-    logp = torch.log_softmax(logits, dim=-1)
-    total = torch.zeros((), dtype=F64)
-    for k, weight in enumerate(weights):                        # no targets beyond the end of the sequence
-        total = total - weight * logp[:len(targets) - k].gather(1, targets[k:, None]).sum()
-    if prefix_weight:
-        prefix = prefixes[targets]
-        there = prefix >= 0
-        total = total - prefix_weight * logp[there].gather(1, prefix[there][:, None]).sum()
-    return total
+    logp = torch.log_softmax(record_32(config, params, inputs, documents, windows), dim=-1)
+    return -logp.gather(1, targets[:, None]).sum()
 
 
 # ---------------------------------------------------------------- update rules
 
-def orthogonalize(config, U):
-    if config["orthogonalize"] == "polar_express":
-        return frontier.polar_express(U)
+def newton_schulz(U):
     X = U.T if U.shape[0] > U.shape[1] else U
     X = X / (torch.linalg.norm(X) + 1e-7)
     for _ in range(5):
@@ -261,79 +208,39 @@ def orthogonalize(config, U):
     return X.T if U.shape[0] > U.shape[1] else X
 
 
-def update_matrix(config, W, G, state, factor, decay_factor, momentum, lr_mul):
-    """Update one matrix or one group of heads in place with Muon or NorMuon."""
+def update_matrix(config, W, G, state, factor, decay_factor, momentum):
+    """Update one matrix in place with Muon."""
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
-    X = orthogonalize(config, (1 - momentum) * G + momentum * M)
-    if config["matrix_rule"] == "normuon":
-        beta = config["matrix_betas"][1]
-        r = (X * X).mean(dim=1 if X.shape[0] >= X.shape[1] else 0, keepdim=True)
-        v = state["v"] = beta * state.get("v", 0.0) + (1 - beta) * r
-        Y = X / torch.sqrt(torch.clamp(v, min=1e-10))
-        X = Y * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(Y), min=1e-10)
-    else:
-        lr_mul = lr_mul * max(1, W.shape[0] / W.shape[1]) ** 0.5
-    eta = config["matrix_lr"] * factor * lr_mul
-    W -= eta * X + eta * config["matrix_weight_decay"] * decay_factor * W * decay_mask(config, X * W >= 0)
+    X = newton_schulz((1 - momentum) * G + momentum * M)
+    eta = config["matrix_lr"] * factor * max(1, W.shape[0] / W.shape[1]) ** 0.5
+    W -= eta * X + eta * config["matrix_weight_decay"] * decay_factor * W
 
 
 def update_adam(config, p, G, state, name, factor, decay_factor):
-    group, lr_mul, decays = adam_group(config, name)
+    group = adam_group(name)
     b1, b2 = config[group + "_betas"]
     t = state["t"] = state.get("t", 0) + 1
     m = state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * G
     v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * G * G
-    lr = config[group + "_lr"] * lr_mul * factor
+    lr = config[group + "_lr"] * factor
     u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + config["adam_eps"])
-    decay = config[group + "_weight_decay"] * lr_mul * decays * decay_factor
-    p -= u + lr * decay * p * decay_mask(config, u * p > 0)
+    p -= u + lr * config[group + "_weight_decay"] * decay_factor * p
 
 
-def decay_mask(config, towards):
-    return towards.to(F64) if config["decay"] == "cautious" else 1.0
-
-
-def adam_group(config, name):
-    """(group of options, multiplier of learning rate and decay, 1 if it decays else 0) of a parameter."""
-    first, last = name.split(".")[0], name.split(".")[-1]
-    decays = 0 if last in ("bias", "gate_scale") else 1
+def adam_group(name):
+    """The group of options of a parameter."""
+    first = name.split(".")[0]
     if first in ("embed", "head"):
-        return first, 1.0, 1
-    if first in ("ve", "bigram"):
-        return "value_embed", 1.0, 1
-    if first in ("s0", "s1", "smear", "skip", "a", "b"):
-        return "scalar", 1.0, 1
-    if first in ("attn_residual", "mlp_residual"):
-        return "residual", 1.0, 1
-    if first in ("attn_out", "mlp_out"):
-        return "mix", 1.0, 1
-    if first == "smear_gate":
-        return "gate", 0.01, 0
-    if first == "ve_gate":
-        return "gate", 1.0, 1
-    if first in ("mudd", "out"):
-        return "gate", 0.25, decays
-    assert first in ("pre", "post", "gate_scale"), name
-    return "gate", 0.1, decays
+        return first
+    if first == "ve":
+        return "value_embed"
+    assert first in ("s0", "s1", "skip", "a", "b"), name
+    return "scalar"
 
 
 def is_matrix(name):
     """Whether matrix_rule trains the parameter. In record 32 it also trains the attention gates."""
-    first = name.split(".")[0]
-    return first in frontier.LR_MATRIX or first == "gate"
-
-
-def lr_factor_of_matrix(config, name):
-    factors = {"up": config["mlp_up_lr_mul"], "down": config["mlp_down_lr_mul"]}
-    return factors.get(name.split(".")[0], 1.0)
-
-
-def parts_of(config, name, W):
-    """The matrices of a parameter. Queries and keys are split into groups of heads."""
-    heads = config["qk_group_heads"] or config["num_heads"]
-    if name.split(".")[0] not in ("q", "k"):
-        return [W]
-    return torch.split(W, heads * config["head_dim"])
+    return name.split(".")[0] in ("q", "k", "v", "o", "up", "down", "gate")
 
 
 # ---------------------------------------------------------------- the run
@@ -341,34 +248,25 @@ def parts_of(config, name, W):
 def train(config, params):
     """Train in place. Returns the training loss per token of each step, and [step, loss] of each validation."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
-    packer, untie_step = Packer(shards * config["epochs"], document_start), schedule.untie_step()
-    prefixes = None
-    if any(stage["prefix_weight"] != "0" for stage in config["stages"]):
-        prefixes = prefix_of(config, len(params["head"]), document_start)
-    names = [name for name in params if name != "signs"]
-    params = {name: value.detach().requires_grad_(name != "signs") for name, value in params.items()}
-    states, sums, losses, points = {}, {}, [], []
-    if untie_step >= 0:
-        params["embed"].detach().copy_(params["head"].detach())
-
+    packer = Packer(shards * config["epochs"], document_start)
+    params = {name: value.detach().requires_grad_() for name, value in params.items()}
+    states, losses, points = {}, [], []
     for step in range(schedule.steps + 1):
         every = config["val_loss_every"]
         if step == schedule.steps or every and step % every == 0:
             with torch.no_grad():
-                total = sum(cross_entropies(config, params, row, schedule.windows(step), [1.0], 0.0, None)
+                total = sum(cross_entropy(config, params, row, schedule.windows(step))
                             for row in validation_rows(config))
             points.append([step, float(total) / config["val_tokens"]])
         if step == schedule.steps:
             break
 
         length, tokens = schedule.of_stage(step, "seq_len"), schedule.of_stage(step, "tokens_per_step")
-        weights, prefix_weight = schedule.loss_weights(step)
-        grads, total = [torch.zeros_like(params[name]) for name in names], 0.0
+        grads, total = [torch.zeros_like(value) for value in params.values()], 0.0
         for _ in range(tokens // length):
             row = packer.next(length, schedule.of_stage(step, "max_doc_len"))
-            loss = cross_entropies(config, params, row, schedule.windows(step), weights, prefix_weight,
-                                   prefixes)
-            found = torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
+            loss = cross_entropy(config, params, row, schedule.windows(step))
+            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
             for grad, new in zip(grads, found):
                 if new is not None:                             # Adam's epsilon is for 49,152 tokens
                     grad += new * 49152 / config["tokens_per_step"]
@@ -376,26 +274,11 @@ def train(config, params):
         losses.append(total / tokens)
 
         (matrix_factor, factor), momentum = schedule.lr_factors(step), schedule.momentum(step)
-        for name, grad in zip(names, grads):                    # gradients are summed between two updates
-            sums[name] = sums[name] + grad if name in sums else grad
-        tied = step <= untie_step
-        if tied and (step + 1) % config["head_every"] == 0:     # the head gets both gradients and is copied
-            sums["head"] = sums["head"] + sums.pop("embed")
-        for name in list(sums):
-            group = "matrix" if is_matrix(name) else adam_group(config, name)[0]
-            if (step + 1) % config[group + "_every"] or tied and name == "embed":
-                continue
-            value, grad = params[name].detach(), sums.pop(name)
-            if group == "matrix":
-                for i, (W, G) in enumerate(zip(parts_of(config, name, value), parts_of(config, name, grad))):
-                    update_matrix(config, W, G, states.setdefault((name, i), {}), matrix_factor,
-                                  schedule.decay_factor(step, matrix_factor), momentum,
-                                  lr_factor_of_matrix(config, name))
+        for (name, param), grad in zip(params.items(), grads):
+            value, state = param.detach(), states.setdefault(name, {})
+            if is_matrix(name):
+                update_matrix(config, value, grad, state, matrix_factor,
+                              schedule.decay_factor(step, matrix_factor), momentum)
             else:
-                update_adam(config, value, grad, states.setdefault(name, {}), name, factor,
-                            schedule.decay_factor(step, factor))
-        if tied and "head" not in sums:
-            params["embed"].detach().copy_(params["head"].detach())
-        if step == untie_step:
-            states["embed"] = dict(states["head"])
+                update_adam(config, value, grad, state, name, factor, schedule.decay_factor(step, factor))
     return {"train_losses": losses, "val_points": points}

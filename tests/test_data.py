@@ -170,12 +170,12 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512, max_doc_len=50, seq_len=256), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
     data, sequences = all_sequences(cfg)
-    # ceil(13 / 2) = 7 steps of 2 sequences, 5 steps of 4
-    assert [data.count_sequences(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
-    assert len(data.sequences) == 34
-    assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 14 + [256] * 20
-    assert [len(tokens) for tokens in sequences] == [257] * 14 + [513] * 20
-    batches = list(data.batches(make_runtime(), 6, 8))
+    # 6 steps of 2 sequences, 6 steps of 4
+    assert [data.count_sequences(step) for step in range(13)] == [*range(0, 12, 2), *range(12, 37, 4)]
+    assert len(data.sequences) == 36
+    assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 12 + [256] * 24
+    assert [len(tokens) for tokens in sequences] == [257] * 12 + [513] * 24
+    batches = list(data.batches(make_runtime(), 5, 7))
     assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, then two of 512 in each step
 
 

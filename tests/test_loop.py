@@ -506,8 +506,8 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())
     state = trainer.schedule.at(0)
     training, validation = trainer.get_step_inputs(state, 1024, 512), trainer.get_step_inputs(state, 1024, 1024)
-    assert torch.equal(training.rope.cos[:512], training.rope.cos[512:])
-    assert not torch.equal(validation.rope.cos[:512], validation.rope.cos[512:])
+    own, other = training.ropes["long", False].cos, validation.ropes["long", False].cos
+    assert torch.equal(own[:512], own[512:]) and not torch.equal(other[:512], other[512:])
     assert trainer.get_step_inputs(state, 1024, 512) is training  # made once
     assert trainer.get_step_inputs(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
 
