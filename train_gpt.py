@@ -514,7 +514,6 @@ FRONTIER_GROUPS = dict(
     residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
     mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
     gate=Group(lr=0.008, betas=(0.9, 0.99), weight_decay=0.008 * 0.005, every=2),
-    gain=Group(lr=0.1, every=2),
 )
 
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
@@ -1935,12 +1934,13 @@ class Average(typing.NamedTuple):
     parts: str  # the parameters with one of these words in their names
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
-    rate: float
+    rate: float  # in a run of AVERAGES_STEPS steps. Inversely proportional to the steps of other runs
     weight: float  # 1: the average replaces the parameter
     last_rate: float | None = None  # of the run's last step. None: rate
     num_last: int = 1  # final steps that always count
 
 
+AVERAGES_STEPS = 1194
 VO = "attention.v attention.v_proj attention.proj"
 AVERAGES = (  # record 92, in the order in which they are applied. The first steps are 895, 945, 947 and 897
     Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -1978,8 +1978,8 @@ class Averages:
             is_final = step > last - average.num_last
             if step < first or (step - first) % average.every and not is_final:
                 continue
-            rate = 1.0 if step == first else average.rate
-            rate = average.last_rate if step == last and average.last_rate else rate
+            rate = average.last_rate if step == last and average.last_rate else average.rate
+            rate = 1.0 if step == first else min(1.0, rate * AVERAGES_STEPS / self.num_steps)
             for bucket in set(selected) & set(updated):
                 bucket.state[key].lerp_(bucket.read_shard(), rate)
 
@@ -2168,6 +2168,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % seq_len
 
+    @functools.cache  # without short_qk_dim all layers share their tables
     def make_rope(kind: str, is_paired: bool) -> Rope:
         at = positions[:, None]  # (T, P), P = 2 for paired layers
         at = 2 * at + torch.arange(2, device=rt.device) if is_paired else at
@@ -2181,10 +2182,8 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
         return Rope(*(x.to(dtype).contiguous() for x in rope))
 
-    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
-    if not cfg.short_qk_dim:  # long and short layers share their tables
-        shared = {is_paired: make_rope("long", is_paired) for _, is_paired in kinds}
-    ropes = {kind: make_rope(*kind) if cfg.short_qk_dim else shared[kind[1]] for kind in sorted(kinds)}
+    kinds = sorted({(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"})
+    ropes = {kind: make_rope(kind[0] if cfg.short_qk_dim else "long", kind[1]) for kind in kinds}
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=rt.device)  # (K/2,) pairs
     is_fixed = is_fixed.repeat(2) if cfg.rotary_pairs == "halves" else is_fixed.repeat_interleave(2)  # (K,)
     windows = state.windows
@@ -5030,8 +5029,7 @@ PRESETS |= {
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
             mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
-            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
-            gain=Group(lr=0.1, every=2)),
+            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2)),
         num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
         momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
         state_dtype="float32", max_attention_len=192, stages=(
