@@ -3,7 +3,7 @@
 
 Result card
     track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, target loss 3.28. Not yet run on 8xH100
-    frontier  record 92: 253 M parameters and a table of n-grams, 328.7 M tokens. Not yet run on 8xH100
+    frontier  record 92: 292 M parameters and a table of n-grams, 328.7 M tokens. Not yet run on 8xH100
     laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
 
 Launch
@@ -2519,6 +2519,8 @@ class Trainer:
         if not self.cfg.warmup_iterations:
             return
         saved, num_batches = self.snapshot(), min(self.rt.world_size, val_data.num_batches)
+        for table in self.optimizer.tables:
+            table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
             self.inspect = inspect
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
@@ -2530,6 +2532,8 @@ class Trainer:
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         self.restore(saved)
         self.forget(None)
+        for table in self.optimizer.tables:
+            table.is_dry = False
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
@@ -3521,7 +3525,7 @@ if triton is not None:
             tl.store(out8_ptr + here, total.to(out8_ptr.dtype.element_ty))
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
-# Few rows of value and bigram embeddings have a gradient. Each rank sums the gradients of each row and sends
+# Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends
 # (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
 # of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
 
@@ -3651,6 +3655,7 @@ class ShardedTable(Bucket):
     def _store(self) -> None:
         ((name, param),) = self.params.items()
         self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        self.is_dry = False  # updates change nothing, for the warm-up
         # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
         self.undo: deque | None = None
         self.first_undo = 0
@@ -3667,12 +3672,12 @@ class ShardedTable(Bucket):
         tensors, replaced = [self.shard, *self.state.values()], []
         for part, part_grad in zip(rows.split(size), grad.split(size)):
             new = [tensor[part] for tensor in tensors]
-            if self.undo is not None:
+            if self.undo is not None and not self.is_dry:
                 replaced.append((part, [x.clone() for x in new]))
             update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
-            for tensor, values in zip(tensors, new):
+            for tensor, values in zip(tensors, new) if not self.is_dry else ():
                 tensor[part] = values
-        if self.undo is not None:
+        if replaced:
             self.undo.append(replaced)
         if timer:
             timer.add_norms(self, grad, None)
@@ -3827,6 +3832,7 @@ def explain_memory(cfg: Config):
             raise
         smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
                                 for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
+        smaller = max(smaller, *(stage.seq_len or 0 for stage in cfg.stages), 0)
         seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
                          f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
