@@ -129,6 +129,12 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
     return notes
 
 
+def copy_parameters(trainer: gpt.Trainer) -> dict[str, torch.Tensor]:
+    """Copies of all parameters by name, with the rows of all ranks of a sharded table."""
+    params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    return params | {table.name: table.full_tensor("").clone() for table in trainer.optimizer.tables}
+
+
 def equality(out: str, cases: str, num_threads: str = "1") -> None:
     """Train the steps of each case. Rank 0 saves the parameters, the bytes sent by each rank, and the overlap."""
     torch.set_num_threads(int(num_threads))
@@ -165,7 +171,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         rt.comm.all_reduce(counts)
         gpt.check_ranks(trainer.optimizer)
         results[name] = dict(
-            params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+            params=copy_parameters(trainer),
             sent=(counts[:, 0] / steps).tolist(),
             reported=(counts[:, 1] / steps).tolist(),
             rows=(counts[:, 2] / steps).tolist(),
