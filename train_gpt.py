@@ -6932,13 +6932,14 @@ class Telemetry:
 def check_ranks(optimizer: Optimizer) -> None:
     """Raise RunError on every rank if a rank's parameters differ from rank 0's in any bit."""
     optimizer.finish()
+    buckets = [bucket for bucket in optimizer.buckets if bucket not in optimizer.tables]
     digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
-               for bucket in optimizer.buckets]
+               for bucket in buckets]
     hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
     hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
     for rank, i in (hashes != hashes[0]).nonzero().tolist():
         raise RunError(f"after step {optimizer.step_count} rank {rank} and rank 0 differ in the values "
-                       f"of {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
+                       f"of {buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
 LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
