@@ -1251,7 +1251,8 @@ def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order:
     """Rows and sign rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. Its index replaces the first token in bigram rows. Integers wrap around. Source: record 92.
+    their part, and sign row 0. The bigram of the second token reads this row's number in place of the first
+    token. Integers wrap around. Source: record 92.
     """
     start, size = is_sequence_start, num_rows // (order - 1)
     x = tokens.int()
@@ -1476,9 +1477,10 @@ def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
 
 @rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"), lr=0.56, betas=(0.0, 0.95))
 def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """Adam of a table (M, D) without first moment, with one second moment per row (record 92).
+    """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
 
-    Rows without gradient do not change. A row's second moment decays for the updates that it missed.
+    A row without gradient does not change. At its next gradient its second moment also decays for the
+    updates that it missed. Source: record 92.
     """
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
     is_read, (_, beta2) = (grad != 0).any(-1, keepdim=True), args.betas
@@ -1920,7 +1922,7 @@ class Optimizer:
     def apply_averages(self) -> None:
         """After the last step: move parameters towards their averages, if they have any."""
         if self.averages:
-            self.averages.apply(self.rt.comm)
+            self.averages.apply(self.rt.comm, self.updated)
             self.finish()
 
     def has_no_pending_gradients(self) -> bool:
@@ -1929,12 +1931,15 @@ class Optimizer:
 
 
 class Average(typing.NamedTuple):
-    """A running average of parameters over the last steps, and how far they move towards it at the end."""
+    """A running average of some parameters over the last part of the run.
+
+    At the end of the run the parameters move towards it.
+    """
 
     parts: str  # the parameters with one of these words in their names
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
-    rate: float  # in a run of AVERAGES_STEPS steps. Inversely proportional to the steps of other runs
+    rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
     weight: float  # 1: the average replaces the parameter
     last_rate: float | None = None  # of the run's last step. None: rate
     num_last: int = 1  # final steps that always count
@@ -1942,14 +1947,14 @@ class Average(typing.NamedTuple):
 
 AVERAGES_STEPS = 1194
 VO = "attention.v attention.v_proj attention.proj"
-AVERAGES = (  # record 92, in the order in which they are applied. The first steps are 895, 945, 947 and 897
+AVERAGES = (  # record 92. They are applied in this order
     Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
     Average(f"{VO} up_down", 945 / 1194, 4, 4 / 53, 1.0),
     Average("value_embeds", 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
     Average("qk", 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
     Average(f"{VO} up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
 )
-KEEPS_NORM = "embed", "head", "qk", VO, "up_down"  # parts whose norm is restored, all layers as one
+KEEPS_NORM = "embed", "head", "qk", VO, "up_down"  # apply() keeps the norm of each, over all layers together
 
 
 class Averages:
@@ -1959,22 +1964,23 @@ class Averages:
         self.num_steps = num_steps
         self.rows = [(f"average{i}", average, self.select(buckets, average.parts, average.weight))
                      for i, average in enumerate(AVERAGES)]
-        self.norms = [self.select(buckets, parts, 1.0) for parts in KEEPS_NORM]
+        self.norms = list(filter(None, (self.select(buckets, parts, 1.0) for parts in KEEPS_NORM)))
         for key, _, selected in self.rows:
             for bucket in selected:
                 bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
     def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
-        """Buckets with such parameters, and multipliers of their shards: weight there, 0 elsewhere."""
+        """Map each bucket with parameters of `parts` to multipliers of its shard: weight, or 0 for others."""
         names = {bucket: {name: weight * any(f".{part}." in f".{name}." for part in parts.split())
                           for name in bucket.params} for bucket in buckets}
         return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
                 if any(weights.values())}
 
     def update(self, step: int, updated: list[Bucket]) -> None:
-        """After a step: count its parameters, where a tied embedding does not count."""
+        """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
+        last = self.num_steps - 1
         for key, average, selected in self.rows:
-            first, last = math.ceil(average.start * self.num_steps - 1e-6), self.num_steps - 1
+            first = min(last, math.ceil(average.start * self.num_steps - 1e-6))
             is_final = step > last - average.num_last
             if step < first or (step - first) % average.every and not is_final:
                 continue
@@ -1983,22 +1989,25 @@ class Averages:
             for bucket in set(selected) & set(updated):
                 bucket.state[key].lerp_(bucket.read_shard(), rate)
 
-    def apply(self, comm: Comm) -> None:
+    def apply(self, comm: Comm, updated: list[Bucket]) -> None:
         """After the last step: move the shards towards their averages, with the norms that they had."""
-        new = {bucket: bucket.read_shard() for _, _, selected in self.rows for bucket in selected}
+        new = {bucket: bucket.read_shard() for bucket in updated
+               if any(bucket in selected for _, _, selected in self.rows)}
 
         def measure() -> Tensor:
-            squares = [sum((new[bucket].square() * chosen.square()).sum(dtype=torch.float64)
-                           for bucket, chosen in selected.items()) for selected in self.norms]
-            return comm.all_reduce(torch.stack(squares)).sqrt()
+            squares = torch.zeros(len(self.norms), dtype=torch.float64, device=updated[0].shard.device)
+            for i, selected in enumerate(self.norms):
+                for bucket in selected.keys() & new.keys():
+                    squares[i] += (new[bucket] * selected[bucket]).square().sum(dtype=torch.float64)
+            return comm.all_reduce(squares).sqrt()
 
         before = measure()
         for key, _, selected in self.rows:
-            for bucket, weight in selected.items():
-                new[bucket] += (bucket.state[key] - new[bucket]) * weight
-        for factor, selected in zip(before / measure(), self.norms):
-            for bucket, chosen in selected.items():
-                new[bucket] *= torch.where(chosen > 0, factor, 1.0).to(new[bucket].dtype)
+            for bucket in selected.keys() & new.keys():
+                new[bucket] += (bucket.state[key] - new[bucket]) * selected[bucket]
+        for factor, selected in zip(before / measure().clamp(min=1e-30), self.norms):
+            for bucket in selected.keys() & new.keys():
+                new[bucket] *= torch.where(selected[bucket] > 0, factor, 1.0).to(new[bucket].dtype)
         for bucket, values in new.items():
             bucket.shard.copy_(values)
             if "low_bits" in bucket.state:
@@ -2344,17 +2353,19 @@ class TrainData:
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int
                    ) -> tuple[np.ndarray, int]:
-    """Classes of the sampled softmax: all targets, then the next negatives of a sweep, in ascending order.
+    """Classes of the sampled softmax, sorted: all targets, and other classes that fill up to num_classes.
 
-    The sweep visits all classes in the fixed order of SWEEP_STEP, from offset on. Returns (classes (C,), new
-    offset). Source: record 92.
+    A sweep is a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between
+    neighbors. It starts at offset. A call draws more classes than it needs, and the next call starts after
+    them. If it draws too few, it takes evenly spaced ones. Returns (classes (C,), new offset). Source:
+    record 92.
     """
     is_target = np.zeros(vocab_size, dtype=bool)
     is_target[targets] = True
     num_missing = num_classes - int(is_target.sum())
     if num_missing < 0:
         raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has "
-                       f"num_classes={num_classes}: give --stages more num_classes, or a shorter seq_len")
+                       f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
     if num_missing:
         num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
         drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
@@ -3639,24 +3650,26 @@ class RowSparseGradient:
 
 
 def can_shard(group: Group, rt: Runtime) -> bool:
-    """Whether a table of this group is never replicated, see ShardedTable."""
+    """Whether tables of this group are divided among the ranks. See ShardedTable."""
     return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
 
 
 class ShardedTable(Bucket):
     """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
 
-    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
+    A rank stores R/N rows and one extra row at the end. Padding points to it, and no update changes it.
+    Source: record 92.
     """
 
-    ROWS_AT_ONCE = 2**17  # most rows of one call of the update rule
-    PIECE_BYTES = 2 * 10**9  # of a checkpoint file. A larger table has several
+    ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
+    PIECE_BYTES = 2 * 10**9  # largest size of one checkpoint file. A larger table has several files
 
     def _store(self) -> None:
         ((name, param),) = self.params.items()
         self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
         self.is_dry = False  # updates change nothing, for the warm-up
-        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
+        # One entry per update: the old values of the rows that it changed. None: no snapshot needs them. The
+        # first entry belongs to update number `first_undo`
         self.undo: deque | None = None
         self.first_undo = 0
 
@@ -3666,7 +3679,7 @@ class ShardedTable(Bucket):
         rows, grad = self.sparse.wait()  # (n,), (n, D)
         if timer:
             timer.enter("optimizer")
-        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # few sizes, so few are compiled
+        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # a power of 2: few shapes compile
         padding = -len(rows) % size
         rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
         tensors, replaced = [self.shard, *self.state.values()], []
@@ -3674,7 +3687,7 @@ class ShardedTable(Bucket):
             new = [tensor[part] for tensor in tensors]
             if self.undo is not None and not self.is_dry:
                 replaced.append((part, [x.clone() for x in new]))
-            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
+            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)  # changes `new` in place
             for tensor, values in zip(tensors, new) if not self.is_dry else ():
                 tensor[part] = values
         if replaced:
@@ -3688,7 +3701,7 @@ class ShardedTable(Bucket):
         self.needs_gather = False  # forward fetches the rows that it needs
 
     def mark(self) -> int:
-        """Number of this moment for take_back()."""
+        """Record updates from now on. Returns a mark. take_back(mark) restores the present rows."""
         self.undo = deque() if self.undo is None else self.undo
         return self.first_undo + len(self.undo)
 
@@ -3700,7 +3713,7 @@ class ShardedTable(Bucket):
                     tensor[part] = values
 
     def forget(self, mark: int | None) -> None:
-        """Free what take_back() of earlier marks needs. None: of all marks."""
+        """Delete the records before this mark. None: delete all, and stop recording."""
         if mark is None:
             self.undo = None
         while self.undo and self.first_undo < mark:
@@ -3720,7 +3733,7 @@ class ShardedTable(Bucket):
         return slice(low - first, high - first), slice(low - start, high - start)
 
     def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows first..end-1 of values or state, from all ranks. Each byte has one rank that adds it to 0."""
+        """Rows first..end-1 of values or state. Ranks add zero bytes for rows of others, so sums are exact."""
         shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
         (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
         rows[part] = shard[own]
@@ -4877,12 +4890,14 @@ def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, 
 
 
 class ClassSweeps:
-    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
+    """One sweep through the classes for each place of a sequence in its step. See choose_classes().
 
-    So they are equal for any number of ranks, and a resumed run reads the targets again.
+    A sweep depends on the targets at its place in all earlier steps. So it is equal for any number of ranks.
+    A resumed run reads these targets again.
     """
 
     def __init__(self, data: TrainData, first_step: int):
+        """first_step: the first step of the sweeps. It is 0 for training, also in a resumed run."""
         self.data, self.vocab_size = data, data.cfg.padded_vocab_size
         stages = data.schedule.stages
         num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
