@@ -1970,7 +1970,7 @@ class Averages:
                 bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
     def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
-        """Map each bucket with parameters of `parts` to multipliers of its shard: weight, or 0 for others."""
+        """Map each bucket with parameters of `parts` to multipliers of its shard: weight, else 0."""
         names = {bucket: {name: weight * any(f".{part}." in f".{name}." for part in parts.split())
                           for name in bucket.params} for bucket in buckets}
         return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
@@ -3733,7 +3733,7 @@ class ShardedTable(Bucket):
         return slice(low - first, high - first), slice(low - start, high - start)
 
     def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows first..end-1 of values or state. Ranks add zero bytes for rows of others, so sums are exact."""
+        """Rows first..end-1 of values or state. Ranks add zeros to the rows of others, so sums are exact."""
         shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
         (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
         rows[part] = shard[own]
