@@ -148,7 +148,8 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
     flex_row = rows["flex_attention"]
     flex_row = flex_row._replace(fast={**flex_row.fast, "attention": attend_flex_on_copies})
     monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, "flex_attention": flex_row})
-    layers = (gpt.LayerSpec("long", False, 0), *[gpt.LayerSpec("short", True, 0, 0)] * num_segments)
+    others = [gpt.LayerSpec("short", value_embed=0, skip_from=0)] * num_segments
+    layers = (gpt.LayerSpec("long", mlp=False, value_embed=0), *others)
     cfg = smoke_config(
         num_layers=len(layers), layers=layers, num_value_embeds=1, model_dim=32, num_heads=2, head_dim=16, seq_len=512
     )

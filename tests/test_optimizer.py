@@ -393,6 +393,31 @@ def test_without_the_fast_form_a_table_has_an_ordinary_gradient(shards):
     assert all(torch.equal(param, params[1][name]) for name, param in params[0].items())
 
 
+# ---- averages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 14])
+def test_averages_are_of_steps_of_the_run(shards, num_steps):
+    """Also in a run that ends before the first counted step of an average. The norms stay, and averages are no zeros."""
+    changes = dict(preset="smoke_frontier", num_iterations=num_steps, extension_steps=0, untie_frac=1.0)
+    trainer, step, close = make_trainer(shards, **changes)
+    for _ in range(num_steps):
+        step()
+    trainer.optimizer.finish()
+    named = dict(trainer.model.named_parameters())
+    before = {name: param.detach().clone() for name, param in named.items()}
+    trainer.optimizer.apply_averages()
+    close()
+    assert [name for name, param in named.items() if not param.isfinite().all()] == []
+    for part in ("head", "qk", "up_down"):
+        ours, theirs = ([params[name].norm() for name in params if part in name] for params in (named, before))
+        assert torch.stack(ours).norm().item() == pytest.approx(torch.stack(theirs).norm().item(), rel=1e-5)
+    for name in ("value_embeds.0", "value_embeds.1"):
+        assert (named[name] - before[name]).norm() <= before[name].norm() / 2
+    if num_steps == 14:  # the last step alone has counted at least once
+        assert [name for name in named if ".qk" in name and torch.equal(named[name], before[name])] == []
+
+
 # ---- tied tables ---------------------------------------------------------------------------------------------------
 
 

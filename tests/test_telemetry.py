@@ -194,6 +194,16 @@ def test_groups_without_an_update_are_left_out(shards, here):
     assert all(norm > 0 for line in lines[1:] for group in line["groups"].values() for norm in group.values())
 
 
+@pytest.mark.parametrize("fast", ["auto", "off"])
+def test_no_number_of_a_table_is_zero_instead(shards, here, fast):
+    """The recipe with all mechanisms, with a sharded and with an ordinary n-gram table. What is not measured is left out."""
+    args = ["--num_iterations=8", "--val_loss_every=0", "--telemetry_every=4", "--warmup_iterations=0", f"--fast={fast}"]
+    run(shards, *args, preset=["--preset=smoke_frontier", "--device=cpu", "--save_model=off"])
+    for line in measured_lines():
+        assert {"ngram", "value_embed"} <= set(line["groups"])
+        assert [(group, name) for group, norms in line["groups"].items() for name, norm in norms.items() if norm == 0] == []
+
+
 def test_fractions_of_fp8():
     """The largest value of e4m3 is 448 and the smallest is 2^-9. Half of the smallest is rounded to zero."""
     x = torch.tensor([0.0, 1.0, 449.0, -1000.0, 2.0**-11, 448.0, 2.0**-9, -(2.0**-11)])

@@ -247,6 +247,47 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
     close()
 
 
+def test_two_snapshots_of_a_sharded_table_return_exactly(shards):
+    """In the recipe with all mechanisms. The later one first, then the earlier one, which frees the updates after it.
+
+    After each restore the steps repeat their losses, and the table its rows, their state and the averages.
+    """
+    trainer, step, close = make_trainer(shards, preset="smoke_frontier", untie_frac=1.0)
+    close()
+    (table,) = trainer.optimizer.tables
+
+    def train(first, last):
+        batches = gpt.Prefetcher(gpt.TrainData(trainer.cfg, trainer.schedule).batches(trainer.rt, first, last),
+                                 trainer.rt.device)
+        losses = [trainer.train_step(batches, trainer.schedule.at(step)).item() for step in range(first, last)]
+        batches.executor.shutdown(cancel_futures=True)
+        return losses, copy()
+
+    def copy():
+        trainer.optimizer.finish()
+        return [tensor.clone() for tensor in (*trainer.tensors(), table.shard, *table.state.values())]
+
+    train(0, 2)
+    early, state_early = trainer.snapshot(), copy()
+    losses_early, state_late = train(2, 8)
+    late = trainer.snapshot()
+    losses_late, end = train(8, 14)
+    assert any("average0" in bucket.state for bucket in trainer.optimizer.buckets)
+    for snapshot, state, first, last, losses, after in (
+        (late, state_late, 8, 14, losses_late, end),
+        (early, state_early, 2, 8, losses_early, state_late),
+    ):
+        trainer.restore(snapshot)
+        assert all(map(torch.equal, copy(), state)) and trainer.optimizer.step_count == first
+        again, made = train(first, last)
+        assert again == losses and all(map(torch.equal, made, after))
+    late = trainer.snapshot()
+    trainer.forget(late)
+    assert not table.undo and table.first_undo == late.marks[0]
+    trainer.forget(None)
+    assert table.undo is None
+
+
 def test_a_resumed_run_of_another_length_stays_tied_or_untied(shards):
     """12 steps, of which 6 are tied.
 
