@@ -55,8 +55,14 @@ OTHER_VALUES = dict(
     lr_warmup_frac=[0.5],
     momentum_cooldown_steps=[3],
     grad_grid=[0.25],
-    bigram_rows=[100],
+    ngram_rows=[100],
+    ngram_order=[2, 3],
+    short_qk_dim=[0, 8],
+    mudd_groups=[1, 2],
+    max_attention_len=[0, 64],
+    late_start=[0.0, 1.0],
     value_gate_dim=[4],
+    **{f"{name}_late_every": [4, 8] for name in gpt.TRACK_1_GROUPS},
 )
 
 
