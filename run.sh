@@ -4,6 +4,9 @@
 # Set up and run a tool:  ./run.sh records/replay.py --random=1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+if [[ ! . -ef $OLDPWD ]]; then
+  echo "run.sh: it works in its own folder, $PWD: relative paths start there, and not in $OLDPWD" >&2
+fi
 
 has() {  # has PYTHON [PACKAGE...]: whether this interpreter can train and has the packages
   "$1" - "${@:2}" >/dev/null 2>&1 <<'PY'

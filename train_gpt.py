@@ -3,7 +3,7 @@
 
 Result card
     track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, target loss 3.28. Not yet run on 8xH100
-    frontier  record 89: 636 M parameters, 338.8 M tokens, target loss 3.28. Not yet run on 8xH100
+    frontier  record 92: 292 M parameters and a table of n-grams, 328.7 M tokens. Not yet run on 8xH100
     laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
 
 Launch
@@ -18,8 +18,8 @@ Part one, the recipe. It decides the loss and the time.
     CONFIG           options, and the layers, stages and parameter groups of both recipes
     MODEL            GPT, Segment, Block, Attention, MLP, Head, and the scalars of a layer
     OPERATIONS       each operation as its equation
-    UPDATE RULES     Muon, NorMuon, Hyperball, Adam
-    OPTIMIZER        buckets: reduce-scatter, update, all-gather
+    UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
+    OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
     TRAINING         one step, the timed loop, the whole run
@@ -44,6 +44,7 @@ import datetime
 import difflib
 import errno
 import functools
+import gc
 import glob
 import hashlib
 import importlib.util
@@ -66,8 +67,9 @@ import threading
 import time
 import traceback
 import typing
+import unicodedata
 import zipfile
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -267,7 +269,8 @@ class ModelConfig:
                          choices=("off", "before", "after_attention"))
     residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
     smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
-    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none", 0)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
+                             "fewer if they do not fit in GPU memory", -1)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3)
     gate_hidden: int = option(64, "hidden channels of the token gates", 1)
     mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096)
@@ -346,6 +349,8 @@ class TrainConfig:
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
     val_windows: tuple[int, ...] = option(
         (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
+    val_mask: str = option("off", "at the end also measure the loss without tokens that the tokenizer never "
+                           "emits after the previous token (record 91). Needs vocab_file", choices=ON_OFF)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
@@ -509,7 +514,6 @@ FRONTIER_GROUPS = dict(
     residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
     mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
     gate=Group(lr=0.008, betas=(0.9, 0.99), weight_decay=0.008 * 0.005, every=2),
-    gain=Group(lr=0.1, every=2),
 )
 
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
@@ -519,7 +523,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0, num_value_embeds=4,
         value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
         attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
-        smear="on", ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        smear="on", ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
         tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
         softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_mlp="auto", matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -586,10 +590,12 @@ class GPT(nn.Module):
         self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
-        self.ngram = None
+        self.ngram, self.ngram_rows = None, cfg.ngram_rows
         if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
+            if cfg.ngram_rows < 0:
+                self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0]
             is_sharded = can_shard(cfg.groups["ngram"], rt)
-            rows = -(-cfg.ngram_rows // rt.world_size) + 1 if is_sharded else cfg.ngram_rows
+            rows = -(-self.ngram_rows // rt.world_size) + 1 if is_sharded else self.ngram_rows
             zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
             self.ngram = parameter(zeros, "ngram", is_table=True)
         if not self.embed.is_meta:
@@ -631,7 +637,7 @@ class GPT(nn.Module):
         ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
         x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
-            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.cfg.ngram_rows,
+            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.ngram_rows,
                                           self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
             y = ops.embedding(rows.flatten(), self.ngram).to(self.dtype)  # (n * T, D)
             y = y * F.embedding(sign_rows.flatten(), self.ngram_signs).to(self.dtype)
@@ -992,12 +998,12 @@ class Head(nn.Module):
         # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
         # The softmax over fewer classes is not corrected.
         losses, num_sequences = [], len(classes)
-        for x, targets, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
+        for part, wanted, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
             places = torch.full_like(self.prefix_tokens, -1)  # (V,) of the classes among the C logits
             places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
-            targets = places[targets.clamp(min=0)].masked_fill(targets < 0, -1)
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
             weight = F.embedding(rows, self.weight)  # (C, D)
-            losses.append(ops.head_loss(x, weight, targets, loss_weights, self.softcap))
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
         return torch.stack(losses).sum()
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -1133,6 +1139,7 @@ def output_std(cfg: Config, part: str) -> float:
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
 NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
+NGRAM_ROWS = 84_602_880, 42_301_440, 21_150_720, 5_287_680, 1_321_920, 377_280  # record 92, and less
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
@@ -1753,82 +1760,6 @@ class Bucket:
             self.state[key].copy_(self.comm.local_shard(full))
 
 
-def can_shard(group: Group, rt: Runtime) -> bool:
-    """Whether a table of this group is never replicated, see ShardedTable."""
-    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
-
-
-class ShardedTable(Bucket):
-    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
-
-    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
-    """
-
-    ROWS_AT_ONCE = 16_384  # rows of one call of the update rule
-
-    def _store(self) -> None:
-        ((name, param),) = self.params.items()
-        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
-        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
-        self.undo: deque | None = None
-        self.first_undo = 0
-
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
-        if timer:
-            timer.enter("communication")
-        rows, grad = self.sparse.wait()  # (n,), (n, D)
-        if timer:
-            timer.enter("optimizer")
-        padding = -len(rows) % self.ROWS_AT_ONCE
-        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
-        tensors, replaced = [self.shard, *self.state.values()], []
-        for part, part_grad in zip(rows.split(self.ROWS_AT_ONCE), grad.split(self.ROWS_AT_ONCE)):
-            new = [tensor[part] for tensor in tensors]
-            if self.undo is not None:
-                replaced.append((part, [x.clone() for x in new]))
-            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
-            for tensor, values in zip(tensors, new):
-                tensor[part] = values
-        if self.undo is not None:
-            self.undo.append(replaced)
-        if timer:
-            timer.add_norms(self, grad, None)
-        self.clear()
-        self.needs_gather = True
-
-    def start_gather(self) -> None:
-        self.needs_gather = False  # forward fetches the rows that it needs
-
-    def mark(self) -> int:
-        """Number of this moment for take_back()."""
-        self.undo = deque() if self.undo is None else self.undo
-        return self.first_undo + len(self.undo)
-
-    def take_back(self, mark: int) -> None:
-        """Undo all updates since mark() returned this number."""
-        while self.first_undo + len(self.undo) > mark:
-            for part, old in self.undo.pop():
-                for tensor, values in zip([self.shard, *self.state.values()], old):
-                    tensor[part] = values
-
-    def forget(self, mark: int | None) -> None:
-        """Free what take_back() of earlier marks needs. None: of all marks."""
-        if mark is None:
-            self.undo = None
-        while self.undo and self.first_undo < mark:
-            self.undo.popleft()
-            self.first_undo += 1
-
-    def full_tensor(self, key: str) -> Tensor:
-        tensor = self.shard if key == "" else self.state[key]
-        return self.comm.gather_shards(tensor[:-1])[: self.sparse.num_rows]
-
-    def load(self, key: str, full: Tensor) -> None:
-        shard = self.shard if key == "" else self.state[key]
-        part = full[self.comm.rank * (len(shard) - 1) :][: len(shard) - 1]
-        shard[: len(part)].copy_(part)
-
-
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
@@ -1867,7 +1798,7 @@ class Optimizer:
             if param.spec.is_table and "sparse_embedding" in rt.fast:
                 bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
                 if bucket in self.tables:
-                    kind, num_rows = SparseRows, cfg.ngram_rows
+                    kind, num_rows = SparseRows, model.ngram_rows
                 param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
                                                          cfg.grad_grid, hook)
                 continue
@@ -2003,12 +1934,13 @@ class Average(typing.NamedTuple):
     parts: str  # the parameters with one of these words in their names
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
-    rate: float
+    rate: float  # in a run of AVERAGES_STEPS steps. Inversely proportional to the steps of other runs
     weight: float  # 1: the average replaces the parameter
     last_rate: float | None = None  # of the run's last step. None: rate
     num_last: int = 1  # final steps that always count
 
 
+AVERAGES_STEPS = 1194
 VO = "attention.v attention.v_proj attention.proj"
 AVERAGES = (  # record 92, in the order in which they are applied. The first steps are 895, 945, 947 and 897
     Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -2046,8 +1978,8 @@ class Averages:
             is_final = step > last - average.num_last
             if step < first or (step - first) % average.every and not is_final:
                 continue
-            rate = 1.0 if step == first else average.rate
-            rate = average.last_rate if step == last and average.last_rate else rate
+            rate = average.last_rate if step == last and average.last_rate else average.rate
+            rate = 1.0 if step == first else min(1.0, rate * AVERAGES_STEPS / self.num_steps)
             for bucket in set(selected) & set(updated):
                 bucket.state[key].lerp_(bucket.read_shard(), rate)
 
@@ -2236,6 +2168,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % seq_len
 
+    @functools.cache  # without short_qk_dim all layers share their tables
     def make_rope(kind: str, is_paired: bool) -> Rope:
         at = positions[:, None]  # (T, P), P = 2 for paired layers
         at = 2 * at + torch.arange(2, device=rt.device) if is_paired else at
@@ -2249,10 +2182,8 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
         return Rope(*(x.to(dtype).contiguous() for x in rope))
 
-    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
-    if not cfg.short_qk_dim:  # long and short layers share their tables
-        shared = {is_paired: make_rope("long", is_paired) for _, is_paired in kinds}
-    ropes = {kind: make_rope(*kind) if cfg.short_qk_dim else shared[kind[1]] for kind in sorted(kinds)}
+    kinds = sorted({(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"})
+    ropes = {kind: make_rope(kind[0] if cfg.short_qk_dim else "long", kind[1]) for kind in kinds}
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=rt.device)  # (K/2,) pairs
     is_fixed = is_fixed.repeat(2) if cfg.rotary_pairs == "halves" else is_fixed.repeat_interleave(2)  # (K,)
     windows = state.windows
@@ -2436,37 +2367,6 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
     return np.flatnonzero(is_target), offset
 
 
-class ClassSweeps:
-    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
-
-    So they are equal for any number of ranks, and a resumed run reads the targets again.
-    """
-
-    def __init__(self, data: TrainData, first_step: int):
-        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
-        stages = data.schedule.stages
-        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
-        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
-        self.next_steps = [first_step] * num_slots
-
-    def choose(self, step: int, slot: int) -> Tensor:
-        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
-        for earlier in range(self.next_steps[slot], step):
-            self._visit(earlier, slot)
-        self.next_steps[slot] = step + 1
-        return torch.from_numpy(self._visit(step, slot))
-
-    def _visit(self, step: int, slot: int) -> np.ndarray | None:
-        data, schedule = self.data, self.data.schedule
-        stage = schedule.stages[schedule.find_stage(step)[0]]
-        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
-            return None
-        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-        classes, self.offsets[slot] = choose_classes(
-            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
-        return classes
-
-
 def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max_attention_len: int = 0
                ) -> Batch:
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
@@ -2517,76 +2417,11 @@ class ValData:
         return make_batch(sequences, self.bos, self.cfg.document_mask == "on")
 
 
-class Prefetcher:
-    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
-
-    DEPTH = 4
-
-    def __init__(self, batches: Iterator[Batch], device: torch.device):
-        self.batches, self.device = batches, device
-        self.executor = ThreadPoolExecutor(1, "prefetch")
-        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
-
-    def _build(self) -> Batch | None:
-        batch = next(self.batches, None)
-        if batch is None or self.device.type != "cuda":
-            return batch
-        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
-        return Batch(*(t if t is None else t.pin_memory() for t in batch))
-
-    def __next__(self) -> Batch:
-        batch = self.pending.popleft().result()
-        assert batch is not None, "there are no more planned batches"
-        self.pending.append(self.executor.submit(self._build))
-        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
-
 # ==== TRAINING =============================================================================================
 # One step, the timed loop of all steps, and the whole run. The clock stops during validation. Callbacks
 # (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
-
-
-@dataclass
-class Progress:
-    """State of a run except its tensors."""
-
-    step: int = 0
-    tokens: int = 0
-    train_time: float = 0.0  # seconds on the clock
-    resumed_at: list[int] = dataclasses.field(default_factory=list)
-    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
-    loss_ema: float = math.nan  # telemetry
-    measured_step: int = 0  # last step that telemetry measured
-    num_actions: int = 0  # rollbacks by the guard
-    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
-    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
-    lr_scale: float = 1.0  # the guard's learning-rate factor
-    lr_scale_until: int = 0  # first step without lr_scale
-
-
-@dataclass
-class TrainClock:
-    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
-
-    device: torch.device
-    seconds: float  # before `started`
-    started: float  # time of the last start, lap or end of a pause
-
-    def read(self) -> float:
-        return self.seconds + time.perf_counter() - self.started
-
-    def lap(self) -> float:
-        """Synchronize and return the exact seconds."""
-        now = clock(self.device)
-        self.seconds, self.started = self.seconds + now - self.started, now
-        return self.seconds
-
-    @contextmanager
-    def paused(self):
-        self.seconds += clock(self.device) - self.started
-        yield
-        self.started = clock(self.device)
 
 
 class Snapshot(typing.NamedTuple):
@@ -2684,6 +2519,8 @@ class Trainer:
         if not self.cfg.warmup_iterations:
             return
         saved, num_batches = self.snapshot(), min(self.rt.world_size, val_data.num_batches)
+        for table in self.optimizer.tables:
+            table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
             self.inspect = inspect
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
@@ -2695,6 +2532,8 @@ class Trainer:
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         self.restore(saved)
         self.forget(None)
+        for table in self.optimizer.tables:
+            table.is_dry = False
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
@@ -2754,7 +2593,7 @@ class Trainer:
                     optimizer.finish()
                     log.flush_losses()
                     progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(progress.step, *collect_state(self))
+                    checkpoints.save(self)
                     if status:
                         stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
         optimizer.apply_averages()
@@ -2820,7 +2659,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         setup_start = time.perf_counter()
         train_data = TrainData(cfg, Schedule(cfg))
         val_data = ValData(cfg, train_data.bos)
-        token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
+        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
+        token_ids = read_vocabulary(cfg) if needs_ids else {}
         data_setup_s = round(time.perf_counter() - setup_start, 2)
         saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
     if saved and saved.result:
@@ -2849,6 +2689,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
+        gc.freeze()  # the garbage collector ignores all objects of the setup
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
@@ -2859,6 +2700,9 @@ def train(cfg: Config, argv: list[str]) -> None:
             rt.comm.barrier()
             rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
+            if cfg.val_mask == "on":
+                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
+                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
             stop.collect()
             is_saved = checkpoints.finish(trainer)
             log.finish({**setup, **measure_run(trainer, log)})
@@ -3681,7 +3525,7 @@ if triton is not None:
             tl.store(out8_ptr + here, total.to(out8_ptr.dtype.element_ty))
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
-# Few rows of value and bigram embeddings have a gradient. Each rank sums the gradients of each row and sends
+# Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends
 # (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
 # of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
 
@@ -3794,6 +3638,101 @@ class RowSparseGradient:
             self.sums[rows] = self.sums[rows] + sums
 
 
+def can_shard(group: Group, rt: Runtime) -> bool:
+    """Whether a table of this group is never replicated, see ShardedTable."""
+    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
+
+
+class ShardedTable(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
+
+    Each rank has R/N rows and a last one, which padding reads and nobody changes. Source: record 92.
+    """
+
+    ROWS_AT_ONCE = 2**17  # most rows of one call of the update rule
+    PIECE_BYTES = 2 * 10**9  # of a checkpoint file. A larger table has several
+
+    def _store(self) -> None:
+        ((name, param),) = self.params.items()
+        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        self.is_dry = False  # updates change nothing, for the warm-up
+        # For snapshots: the rows before each update since number `first_undo`. None: there is no snapshot
+        self.undo: deque | None = None
+        self.first_undo = 0
+
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+        if timer:
+            timer.enter("communication")
+        rows, grad = self.sparse.wait()  # (n,), (n, D)
+        if timer:
+            timer.enter("optimizer")
+        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # few sizes, so few are compiled
+        padding = -len(rows) % size
+        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
+        tensors, replaced = [self.shard, *self.state.values()], []
+        for part, part_grad in zip(rows.split(size), grad.split(size)):
+            new = [tensor[part] for tensor in tensors]
+            if self.undo is not None and not self.is_dry:
+                replaced.append((part, [x.clone() for x in new]))
+            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)
+            for tensor, values in zip(tensors, new) if not self.is_dry else ():
+                tensor[part] = values
+        if replaced:
+            self.undo.append(replaced)
+        if timer:
+            timer.add_norms(self, grad, None)
+        self.clear()
+        self.needs_gather = True
+
+    def start_gather(self) -> None:
+        self.needs_gather = False  # forward fetches the rows that it needs
+
+    def mark(self) -> int:
+        """Number of this moment for take_back()."""
+        self.undo = deque() if self.undo is None else self.undo
+        return self.first_undo + len(self.undo)
+
+    def take_back(self, mark: int) -> None:
+        """Undo all updates since mark() returned this number."""
+        while self.first_undo + len(self.undo) > mark:
+            for part, old in self.undo.pop():
+                for tensor, values in zip([self.shard, *self.state.values()], old):
+                    tensor[part] = values
+
+    def forget(self, mark: int | None) -> None:
+        """Free what take_back() of earlier marks needs. None: of all marks."""
+        if mark is None:
+            self.undo = None
+        while self.undo and self.first_undo < mark:
+            self.undo.popleft()
+            self.first_undo += 1
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Ranges (first, end) of rows, each with at most PIECE_BYTES of values and state."""
+        row_bytes = sum(x[0].nbytes for x in (self.shard, *self.state.values()))
+        size, num_rows = max(1, self.PIECE_BYTES // row_bytes), self.sparse.num_rows
+        return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+    def _overlap(self, first: int, end: int) -> tuple[slice, slice]:
+        """This rank's part of the table's rows first..end-1, as slices of these rows and of the shard."""
+        start, num_rows = self.comm.rank * (len(self.shard) - 1), len(self.shard) - 1
+        low, high = max(first, start), max(first, start, min(end, start + num_rows))
+        return slice(low - first, high - first), slice(low - start, high - start)
+
+    def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows first..end-1 of values or state, from all ranks. Each byte has one rank that adds it to 0."""
+        shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
+        (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
+        rows[part] = shard[own]
+        self.comm.all_reduce(rows.view(torch.uint8))
+        return rows
+
+    def load(self, key: str, rows: Tensor, first: int = 0) -> None:
+        """Set values or state from rows of full_tensor()."""
+        part, own = self._overlap(first, first + len(rows))
+        (self.shard if key == "" else self.state[key])[own] = rows[part]
+
+
 class SparseRows(RowSparseGradient):
     """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
 
@@ -3893,6 +3832,7 @@ def explain_memory(cfg: Config):
             raise
         smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
                                 for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
+        smaller = max(smaller, *(stage.seq_len or 0 for stage in cfg.stages), 0)
         seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
                          f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
@@ -3911,6 +3851,7 @@ class Runtime:
     compile_mode: str = "default"
     fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
     fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
+    ngram_rows: int = 0  # for --ngram_rows=-1. 0: the record's number
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
@@ -4018,13 +3959,34 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
             lines.append(f"--{name}={getattr(cfg, name)} has no effect on one rank")
     if "fp8_head" not in fp8 and cfg.fp8_head_amax != preset["fp8_head_amax"]:
         lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
+    ngram_rows = cfg.ngram_rows
+    if cfg.ngram_rows < 0:
+        ngram_rows = choose_ngram_rows(cfg, rt)
+        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}"
+                     f"{PUBLISHED_LOSSES.get(ngram_rows, '')}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
-        peak_flops=peak_flops, notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+        ngram_rows=ngram_rows, peak_flops=peak_flops,
+        notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+
+
+# Loss of record 92's recipe with fewer rows of the table, two runs of its author each
+PUBLISHED_LOSSES = {NGRAM_ROWS[2]: ". Published losses: 3.2825 and 3.2863",
+                    NGRAM_ROWS[-1]: ". Published losses: 3.3149 and 3.3152"}
+
+
+def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
+    """The largest table of NGRAM_ROWS whose rows, moments and 40 GiB of other memory fit on all GPUs."""
+    if rt.device.type == "cpu":
+        return NGRAM_ROWS[-1]
+    row_bytes = cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize + 8
+    memory = torch.cuda.get_device_properties(rt.device).total_memory - 40 * 2**30
+    return next((rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size), NGRAM_ROWS[-1])
 
 
 def describe_choices(rt: Runtime) -> dict:
-    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8))
+    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8),
+                ngram_rows=rt.ngram_rows)
 
 
 def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
@@ -4042,7 +4004,7 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
         kept["fast"] = ",".join(kept["fast"]) or "off"
     if "fp8" in kept:
         kept |= {name: "on" if name in kept["fp8"] else "off" for name in FP8_FORMS}
-    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") == "auto"}
+    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") in ("auto", -1)}
     reason = "another device"
     if parts.get("machine.device") == rt.device.type:
         try:
@@ -4058,7 +4020,7 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
                                           *rt.notes))
 
 
-CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str])
+CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str], ngram_rows=int)
 
 
 def raise_file_limit() -> None:
@@ -4244,6 +4206,30 @@ class Stop:
             hint = "lower the learning rates, and " if status == self.GUARD else ""
             remedy = f"{hint}continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
         raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
+
+
+@dataclass
+class TrainClock:
+    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
+
+    device: torch.device
+    seconds: float  # before `started`
+    started: float  # time of the last start, lap or end of a pause
+
+    def read(self) -> float:
+        return self.seconds + time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Synchronize and return the exact seconds."""
+        now = clock(self.device)
+        self.seconds, self.started = self.seconds + now - self.started, now
+        return self.seconds
+
+    @contextmanager
+    def paused(self):
+        self.seconds += clock(self.device) - self.started
+        yield
+        self.started = clock(self.device)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
 # Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
@@ -4791,6 +4777,159 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
         stack.append(text)
     return torch.from_numpy(prefixes)
 
+
+def list_merges(text: bytes, ids: dict[bytes, int]) -> list[tuple[bytes, bytes, int, bool, bool]]:
+    """Merges of byte-pair encoding within a token: (left, right, id of the result, is it first, is it last).
+
+    The pair whose result has the lowest id merges first, the leftmost of equal ones.
+    """
+    pieces, merges = [text[i : i + 1] for i in range(len(text))], []
+    while True:
+        results = [ids.get(left + right, math.inf) for left, right in itertools.pairwise(pieces)]
+        if not results or min(results) == math.inf:
+            return merges
+        i = results.index(min(results))
+        left, right = pieces[i : i + 2]
+        merges.append((left, right, results[i], i == 0, i + 2 == len(pieces)))
+        pieces[i : i + 2] = [left + right]
+
+
+def classify_character(text: bytes, is_last: bool) -> str:
+    """Class of the first or last character of a token: space, number, letter, other, or a part of one."""
+    for n in range(1, min(4, len(text)) + 1):
+        with suppress(UnicodeDecodeError):
+            char = (text[-n:] if is_last else text[:n]).decode()[-1 if is_last else 0]
+            if char.isspace() and not "\x1c" <= char <= "\x1f":
+                return "space"
+            return {"N": "number", "L": "letter"}.get(unicodedata.category(char)[0], "other")
+    return "part"
+
+
+def ends_in_contraction(text: bytes) -> bool:
+    """Whether a token ends in 's, 't, ... after nothing, a letter or a number. Any token can follow it."""
+    found = re.search(rb"'(s|t|re|ve|m|ll|d)$", text)
+    before = text[: found.start()] if found else b""
+    return bool(found) and (not before or classify_character(before, True) in ("letter", "number"))
+
+
+def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+    """Bits (V, V/8), uint8: bit x of row p is set if the tokenizer never emits token x directly after p.
+
+    If a merge joins the last piece of p with the first piece of x while both exist, the pair would have been
+    merged. The pre-tokenizer prevents merges in some cases. Source: record 91, 2026-08-06.
+    """
+    # For each piece: the tokens that have it as last (first) piece, and the span of merges in which they do
+    lasts, firsts, rules = defaultdict(list), defaultdict(list), []
+    for text, i in ids.items():
+        merges = list_merges(text, ids)
+        rules += [(*merges[-1][:2], i)] if merges else []
+        for pieces, is_last in ((firsts, False), (lasts, True)):
+            if is_last and ends_in_contraction(text) or not text:
+                continue
+            changes = [(left + right, result + (not is_last)) for left, right, result, first, last in merges
+                       if (last if is_last else first)]
+            history = [(text[-1:] if is_last else text[:1], 0), *changes]
+            ends = [*(start for _, start in changes), 2**31]
+            kind = classify_character(text, is_last)
+            for (piece, start), end in zip(history, ends):
+                if start < end and (is_last or kind != "part"):
+                    is_special = kind == ("other" if is_last else "letter")
+                    pieces[piece].append((i, start, end, kind == "space", is_special))
+    lasts, firsts = ({piece: np.array(rows, dtype=np.int64).T for piece, rows in pieces.items()}
+                     for pieces in (lasts, firsts))
+    bits = np.zeros((vocab_size, vocab_size // 8), dtype=np.uint8)
+    for left, right, merge in tqdm(rules, desc="impossible tokens", leave=False,
+                                   disable=not has_progress_bar()):
+        if left not in lasts or right not in firsts:
+            continue
+        before, after = (rows[:, (rows[1] <= merge) & (merge < rows[2])]
+                         for rows in (lasts[left], firsts[right]))
+        # The pre-tokenizer separates a space from a space, and a letter from another character before it
+        for is_space, is_other in itertools.product((0, 1), repeat=2):
+            rows = before[0, (before[3] == is_space) & (before[4] == is_other)]
+            columns = after[0, (after[3] & is_space | after[4] & is_other) == 0]
+            places, inverse = np.unique(columns >> 3, return_inverse=True)
+            values = np.zeros(len(places), dtype=np.uint8)
+            np.bitwise_or.at(values, inverse, (1 << (columns & 7)).astype(np.uint8))
+            bits[np.ix_(rows, places)] |= values
+    return torch.from_numpy(bits)
+
+
+@torch.no_grad()
+def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
+    """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
+    model, comm, device = trainer.model.eval(), trainer.rt.comm, trainer.rt.device
+    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(device)
+    state, total = trainer.schedule.at(trainer.cfg.num_iterations), torch.zeros((), dtype=torch.float64)
+    step_inputs = trainer.get_step_inputs(state, data.batch_tokens, trainer.cfg.val_seq_len)
+    for first in range(0, data.num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
+        index = first + comm.rank
+        tokens, targets, doc_ids, _ = data.batch(min(index, data.num_batches - 1))
+        tokens, targets, doc_ids = (x.to(device) for x in (tokens, targets, doc_ids))
+        x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+        for part, before, target in zip(*(x.split(LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
+            is_impossible = bits[before.long(), :, None] >> torch.arange(8, device=device) & 1  # (T, V/8, 8)
+            logits = model.head.compute_logits(part).masked_fill(is_impossible.flatten(1) > 0, -60.0)
+            loss = F.cross_entropy(logits, target, reduction="sum").double().cpu()
+            total += loss * (index < data.num_batches)
+    model.train()
+    return comm.all_reduce(total.to(device)).item() / (data.num_batches * data.batch_tokens)
+
+
+class ClassSweeps:
+    """The sweeps through the classes, one for each sequence of a step. They depend only on earlier targets.
+
+    So they are equal for any number of ranks, and a resumed run reads the targets again.
+    """
+
+    def __init__(self, data: TrainData, first_step: int):
+        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
+        stages = data.schedule.stages
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
+        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
+        self.next_steps = [first_step] * num_slots
+
+    def choose(self, step: int, slot: int) -> Tensor:
+        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
+        for earlier in range(self.next_steps[slot], step):
+            self._visit(earlier, slot)
+        self.next_steps[slot] = step + 1
+        return torch.from_numpy(self._visit(step, slot))
+
+    def _visit(self, step: int, slot: int) -> np.ndarray | None:
+        data, schedule = self.data, self.data.schedule
+        stage = schedule.stages[schedule.find_stage(step)[0]]
+        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
+            return None
+        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
+        classes, self.offsets[slot] = choose_classes(
+            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
+        return classes
+
+
+class Prefetcher:
+    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
+
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
+        return Batch(*(t if t is None else t.pin_memory() for t in batch))
+
+    def __next__(self) -> Batch:
+        batch = self.pending.popleft().result()
+        assert batch is not None, "there are no more planned batches"
+        self.pending.append(self.executor.submit(self._build))
+        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
+
 # ==== PRESETS AND ABLATIONS ================================================================================
 # Presets for small machines and for the medium track, and the mechanisms of --without. To add a preset or a
 # mechanism, add a row.
@@ -4896,8 +5035,7 @@ PRESETS |= {
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
             mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
-            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
-            gain=Group(lr=0.1, every=2)),
+            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2)),
         num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
         momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
         state_dtype="float32", max_attention_len=192, stages=(
@@ -5090,8 +5228,8 @@ def list_rules(name: str) -> tuple[str, ...]:
 
 OPTIONS = list_options()
 RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
-           "bigram_rows": "ngram_rows", "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
-           "document_rows": "document_start"}
+           "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
+           "document_rows": "document_start", "bigram_rows": "ngram_rows", "bigram": "ngram"}
 PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
 # {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
 FOREIGN_OPTIONS = {
@@ -5161,6 +5299,16 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
         "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
     "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
+    "late_start": (lambda cfg: any(group.late_every > group.every for group in cfg.groups.values()),
+                   "a group with another late_every, for example --ngram_late_every"),
+    **{f"{group}_late_every": (lambda cfg: cfg.late_start < 1, "--late_start below 1")
+       for group in TRACK_1_GROUPS},
+    "ngram_order": (lambda cfg: cfg.ngram_rows != 0, "--ngram_rows"),
+    "short_qk_dim": (has_layers(attention="short"), "short layers"),
+    "short_attention_scale": (lambda cfg: cfg.short_qk_dim > 0, "--short_qk_dim"),
+    "mudd_groups": (lambda cfg: any(spec.mudd_out for spec in cfg.layers), "a layer with mudd_out"),
+    "max_attention_len": (lambda cfg: cfg.max_attention_len < max(
+        stage.seq_len for stage in cfg.full_stages), "fewer tokens than seq_len"),
     "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
     "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
                     "layers with gates_from"),
@@ -5187,8 +5335,8 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
                     "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
     "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
-    "vocab_file": (lambda cfg: any(stage.has_prefix_target for stage in cfg.stages),
-                   "a prefix_weight in --stages"),
+    "vocab_file": (lambda cfg: cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages),
+                   "a prefix_weight in --stages, or --val_mask=on"),
     "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
         stage.max_doc_len is None for stage in cfg.stages),
                     "--sequence_start=document and a stage without a max_doc_len"),
@@ -5515,7 +5663,8 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     if cfg.attention_gate_dim > cfg.model_dim:
         yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
                f"{cfg.model_dim}")
-    if 0 < cfg.ngram_rows < 3 * (cfg.ngram_order - 1) or cfg.ngram_rows % (cfg.ngram_order - 1):
+    if cfg.ngram_rows > 0 and (cfg.ngram_rows < 3 * (cfg.ngram_order - 1)
+                               or cfg.ngram_rows % (cfg.ngram_order - 1)):
         yield (f"--ngram_rows={cfg.ngram_rows} is too small for a hash table, or odd with trigrams: give 0, "
                "or thousands")
     yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
@@ -5856,6 +6005,14 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_script(folder: Path, name: str) -> None:
@@ -6209,10 +6366,29 @@ class RunLog:
 # Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
 # METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
 
-CHECKPOINT_FORMAT = "train_gpt 8"
+@dataclass
+class Progress:
+    """State of a run except its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
+    loss_ema: float = math.nan  # telemetry
+    measured_step: int = 0  # last step that telemetry measured
+    num_actions: int = 0  # rollbacks by the guard
+    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
+    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
+    lr_scale: float = 1.0  # the guard's learning-rate factor
+    lr_scale_until: int = 0  # first step without lr_scale
+
+
+CHECKPOINT_FORMAT = "train_gpt 9"
 METADATA_TYPES = dict(
     run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
-    corpus_fingerprint=str, choices=CHOICE_TYPES, resumed_from=dict, optimizer_steps=int, is_tied=bool,
+    corpus_fingerprint=str, choices=CHOICE_TYPES, tables=dict, resumed_from=dict, optimizer_steps=int,
+    is_tied=bool,
     bos=int, progress=typing.get_type_hints(Progress), val_points=list[list[float]],
     train_points=list[list[float]])
 
@@ -6285,6 +6461,16 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
                               f"{str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}): continue it with the "
                               "train_gpt_*.py beside its log, or start anew without --resume")
         metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
+        pieces = {}  # of large tables, in the order of their rows
+        for name, digest in metadata["tables"].items():
+            if not path.with_name(name).exists():
+                raise OSError(f"{name} is missing beside it")
+            if is_checked and hash_file(path.with_name(name)) != digest:
+                raise OSError(f"{name} is damaged: its SHA-256 differs")
+            piece = torch.load(path.with_name(name), map_location="cpu", mmap=True, weights_only=True)
+            for key, rows in piece.items():
+                pieces.setdefault(key, []).append(rows)
+        tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
         for name, kind in METADATA_TYPES.items():
             if not has_type(metadata[name], kind):
                 raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
@@ -6448,6 +6634,8 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
     optimizer.finish()
     trainer.scales.finish()
     for bucket in optimizer.buckets:
+        if bucket in optimizer.tables and len(bucket.pieces()) > 1:  # Checkpoints.write_pieces()
+            continue
         for key in ("", *(() if only_model else bucket.state)):
             full = bucket.full_tensor(key)  # (M, ...)
             for name, param in bucket.params.items() if rt.is_main else ():
@@ -6486,6 +6674,19 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
     optimizer.set_tied(metadata["is_tied"])
     for bucket in optimizer.buckets:
         for key in ("", *bucket.state):
+            if bucket in optimizer.tables:
+                (name,), shard = bucket.params, bucket.state.get(key, bucket.shard)
+                entry = f"{name}/{key}".removesuffix("/")
+                if rt.is_main and not problem:
+                    problem = check_entry(tensors, entry, (bucket.sparse.num_rows, shard.size(1)))
+                held = tensors.pop(entry, None)
+                for first, end in bucket.pieces():
+                    rows = shard.new_zeros(end - first, shard.size(1))
+                    if rt.is_main and not problem:
+                        rows.copy_(held[first:end])
+                    rt.comm.broadcast(rows)
+                    bucket.load(key, rows, first)
+                continue
             full = bucket.full_tensor(key).clone()
             for name, param in bucket.params.items() if rt.is_main else ():
                 part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
@@ -6534,14 +6735,39 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
-    def save(self, step: int, state: dict, copies: dict[str, HostCopy], name: str | None = None) -> None:
-        """Write the results of collect_state() in the background. The default name is step_<step>.pt."""
+    def save(self, trainer: Trainer, only_model: bool = False) -> None:
+        """Write step_<step>.pt, or model.pt, in the background. All ranks must call it."""
         self.wait()
+        step = trainer.progress.step
+        path = self.folder / ("model.pt" if only_model else f"step_{step:06d}.pt")
+        state, copies = collect_state(trainer, only_model)
+        tables = self.write_pieces(trainer, path, only_model)
         metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
-                        train_points=self.log.losses.points)
+                        train_points=self.log.losses.points, tables=tables)
         if copies:  # on rank 0
-            path = self.folder / (name or f"step_{step:06d}.pt")
             self.writing = self.executor.submit(self._write, path, step, json.dumps(metadata), copies)
+
+    def write_pieces(self, trainer: Trainer, path: Path, only_model: bool) -> dict[str, str]:
+        """Write each large table as files <path>_table<k>.pt, before the file that lists them.
+
+        Returns their SHA-256 by name. All ranks must call it. Training waits, as no memory holds the table.
+        """
+        hashes = {}
+        for table in (table for table in trainer.optimizer.tables if len(table.pieces()) > 1):
+            (name,), keys = table.params, ("", *(() if only_model else table.state))
+            for first, end in table.pieces():
+                rows = {f"{name}/{key}".removesuffix("/"): table.full_tensor(key, first, end)
+                        for key in keys}
+                file = path.with_name(f"{path.stem}_table{len(hashes)}.pt")
+                hashes[file.name] = ""
+                with suppress(OSError, RuntimeError):  # without a hash _write() reports the failure
+                    if trainer.rt.is_main:
+                        self.folder.mkdir(parents=True, exist_ok=True)
+                        self.lock = self.lock or lock_run(self.folder)
+                        rows = {key: value.cpu() for key, value in rows.items()}
+                        write_atomic(file, functools.partial(torch.save, rows))
+                        hashes[file.name] = hash_file(file)
+        return hashes
 
     def wait(self) -> bool:
         """Wait for the last checkpoint. False if it was not written."""
@@ -6551,7 +6777,7 @@ class Checkpoints:
         """Write model.pt without optimizer state. False if model.pt or the last checkpoint failed."""
         is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
         if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
-            self.save(trainer.progress.step, *collect_state(trainer, only_model=True), name="model.pt")
+            self.save(trainer, only_model=True)
         return self.wait() and is_saved
 
     def _write(self, path: Path, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
@@ -6559,11 +6785,16 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or lock_run(self.folder)
+            for name in [name for name, digest in json.loads(metadata)["tables"].items() if not digest]:
+                raise OSError(f"{name} was not written")
             content = dict(format=CHECKPOINT_FORMAT, metadata=metadata,
                            tensors={name: copy.read() for name, copy in copies.items()})
             write_atomic(path, lambda file: torch.save(content, file))
             for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
                 old.unlink(missing_ok=True)  # killed processes leave .partial files
+            for old in self.folder.glob("step_*_table*.pt"):
+                if not (self.folder / f"{old.stem.partition('_table')[0]}.pt").exists():
+                    old.unlink()
         except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
@@ -6701,13 +6932,14 @@ class Telemetry:
 def check_ranks(optimizer: Optimizer) -> None:
     """Raise RunError on every rank if a rank's parameters differ from rank 0's in any bit."""
     optimizer.finish()
+    buckets = [bucket for bucket in optimizer.buckets if bucket not in optimizer.tables]
     digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
-               for bucket in optimizer.buckets]
+               for bucket in buckets]
     hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
     hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
     for rank, i in (hashes != hashes[0]).nonzero().tolist():
         raise RunError(f"after step {optimizer.step_count} rank {rank} and rank 0 differ in the values "
-                       f"of {optimizer.buckets[i].name}: a collective went wrong, or a GPU is faulty")
+                       f"of {buckets[i].name}: a collective went wrong, or a GPU is faulty")
 
 
 LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
@@ -6911,7 +7143,8 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
 
 def find_model(folder: Path, prefix: str) -> Path:
     """The model or checkpoint that was written last, among the files folder/prefix*."""
-    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)]
+    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)
+             if "_table" not in path.name]
     if not paths:
         raise InputError(f"--sample: {folder} has no model: train one first, or name a file")
     path = max(paths, key=lambda path: path.stat().st_mtime)
@@ -6932,6 +7165,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
         check_config(cfg)
         rt = start_runtime(cfg, is_alone=True)
         rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+        rt = dataclasses.replace(rt, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
         with torch.device("meta"):
             model = GPT(cfg, rt)
         params = dict(model.named_parameters())

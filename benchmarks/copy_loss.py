@@ -67,10 +67,10 @@ def main() -> int:
     paths = parser.parse_args().checkpoints
 
     def body() -> int:
-        print("| checkpoint | step | loss | on repeats (share) | on the rest |")
-        print("|---|---:|---:|---:|---:|")
+        head = "| checkpoint | step | loss | on repeats (share) | on the rest |\n|---|---:|---:|---:|---:|\n"
         for path in paths:
             step, loss, share, repeated, others = split_loss(path)
+            print(head if path is paths[0] else "", end="")
             print(f"| {path.parent.name} | {step} | {loss:.3f} | {repeated:.3f} ({share:.0%}) | "
                   f"{others:.3f} |", flush=True)
         return 0

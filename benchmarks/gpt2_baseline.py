@@ -84,6 +84,21 @@ def average_loss(loss_of: Callable[[Tensor], Tensor], tokens: np.ndarray, contex
     return sum(loss_of(part).item() * len(part) for part in parts) / len(rows)
 
 
+def check_sizes(args: Namespace, cfg: gpt.Config, most_tokens: int) -> None:
+    """Raise InputError for sizes that do not fit. most_tokens: of a sequence, for these data."""
+    if cfg.model_dim % args.num_heads:
+        raise gpt.InputError(f"--num_heads={args.num_heads} does not divide the width {cfg.model_dim}: "
+                             "give another number, or another --options=--model_dim=N")
+    if args.context > args.tokens_per_step:
+        raise gpt.InputError(f"--context={args.context} is more than --tokens_per_step="
+                             f"{args.tokens_per_step}: give a smaller one or a larger step")
+    if args.context > most_tokens:
+        raise gpt.InputError(f"--context={args.context} is more than the data allow: "
+                             f"give at most {most_tokens}")
+    if args.beta2 >= 1:
+        raise gpt.InputError(f"--beta2={args.beta2:g} is too large: give a number below 1")
+
+
 def measure(args: Namespace) -> int:
     """Train for the given seconds or steps, validate on the tokens of the preset, print a line."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
@@ -91,6 +106,7 @@ def measure(args: Namespace) -> int:
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     gpt.make_corpus(cfg, rt)
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
+    check_sizes(args, cfg, min(len(train) - 2, len(val) - 1))
     torch.manual_seed(cfg.seed)
     rng = np.random.default_rng(cfg.seed)
     model = PlainGPT(cfg, args.context, args.num_heads)

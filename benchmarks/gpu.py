@@ -168,7 +168,7 @@ def tune(day: Day) -> dict:
     done = day.run("benchmarks/tune.py", *day.options, *few, f"--seconds={max(1, day.left() - 45):.0f}",
                    f"--json={path}")
     if done.returncode:
-        return dict(ok=False, error=done.stderr[-1500:])
+        return dict(ok=False, error=(done.stderr + done.stdout)[-1500:])
     result = json.loads(path.read_text())
     return dict(ok=all(row["verdict"] != "refused" for row in result["alternatives"]), tuned=result,
                 report=done.stdout)

@@ -54,6 +54,14 @@ Words = tuple[str, ...]  # an alternative: NAME=value for the environment, --opt
 class Failed(Exception):
     """A worker gave no answer, for the reason in the text."""
 
+    verdict = "failed"
+
+
+class Late(Failed):
+    """A worker gave no answer before the time was up."""
+
+    verdict = "no verdict"
+
 
 def parse_words(text: str) -> Words:
     words = tuple(re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), word)
@@ -66,6 +74,9 @@ def parse_words(text: str) -> Words:
 
 def names(words: Words) -> set[str]:
     return {word.partition("=")[0] for word in words}
+
+
+UNTIMED = {Late.verdict, "not tried"}  # the time was up
 
 
 class Worker:
@@ -85,13 +96,15 @@ class Worker:
         """Read its next answer. Failed if it ends. After these seconds it is terminated."""
         start, timer = monotonic(), threading.Timer(max(0.0, seconds), self.process.terminate)
         timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self.process.stdout.readline()
+        finally:  # after Ctrl-C the interpreter would wait for the timer
+            timer.cancel()
         if line:
             return json.loads(line)
         self.process.wait()
         if monotonic() - start >= seconds:
-            raise Failed("the time was up")
+            raise Late("the time was up")
         self.errors.seek(0)
         text, last = self.errors.read(), f"ended with status {self.process.returncode}"
         said = re.findall(r"tune\.py: error: (.*)", text)  # the error line, or the last line of a traceback
@@ -104,8 +117,10 @@ class Worker:
             print(num_steps, file=self.process.stdin, flush=True)
         return self.read(seconds)["seconds_per_token"]
 
-    def close(self) -> None:
-        """End the process and wait until its memory is free."""
+    def close(self, error: type | None = None, *_) -> None:
+        """End the process and wait until its memory is free. After an error do not wait for its turn."""
+        if error:
+            self.process.terminate()
         with suppress(OSError):
             self.process.stdin.close()
         try:
@@ -222,7 +237,8 @@ class Tuner:
             self.plain = self.launch(())
             self.facts = self.plain.read(self.left())
         except Failed as error:
-            raise gpt.InputError(f"the plain config fails: {error}") from None
+            more = f": give more than --seconds={args.seconds:g}" if isinstance(error, Late) else ""
+            raise gpt.InputError(f"the plain config fails: {error}{more}") from None
         seconds = self.facts["step_seconds"]
         self.num_steps = round(TURN_SECONDS / seconds)  # of a turn
         schedule = gpt.Schedule(step.shorten(self.cfg, NUM_STEPS))
@@ -239,7 +255,7 @@ class Tuner:
     def launch(self, words: Words) -> Worker:
         """Start a worker, which ends with the stack."""
         worker = Worker(self.options, words, self.env)
-        self.stack.callback(worker.close)
+        self.stack.push(worker.close)
         return worker
 
     def measure(self, wave: list[Words]) -> list[dict]:
@@ -251,7 +267,7 @@ class Tuner:
             try:
                 row["loss"] = worker.read(self.left() - self.reserve - self.race_s)["loss"]
             except Failed as error:
-                row.update(verdict="failed", reason=str(error))
+                row.update(verdict=error.verdict, reason=str(error))
                 continue
             difference = row["loss"] - self.facts["loss"]
             most = TOLERANCE[self.facts["dtype"]] * abs(self.facts["loss"])
@@ -279,14 +295,18 @@ class Tuner:
                     tokens[worker] = worker.take_turn(self.num_steps, timeout)
                 except Failed as error:
                     whose = "in parallel the plain config failed: " if worker is self.plain else ""
-                    return dict(verdict="failed", reason=f"{whose}{error}")
+                    return dict(verdict=error.verdict, reason=f"{whose}{error}")
             ratios.append(tokens[other] / tokens[self.plain])
             self.plain_tokens.append(tokens[self.plain])
             if number and (self.left() < 0 or number > 1 and min(ratios) > 1.1):  # it cannot win
                 break
         low, ratio, high = common.find_quartiles(ratios)
+        timed = dict(ratio=ratio, quartiles=[low, high], rounds=len(ratios))
+        if self.left() < 0 and len(ratios) < self.args.rounds:
+            return dict(**timed, verdict=Late.verdict,
+                        reason=f"the time was up after {len(ratios)} of {self.args.rounds} rounds")
         verdict = "faster" if high < FASTER else "slower" if low > SLOWER else "no difference"
-        return dict(ratio=ratio, quartiles=[low, high], rounds=len(ratios), verdict=verdict)
+        return dict(**timed, verdict=verdict)
 
 
 def list_turn(schedule: gpt.Schedule, every: int, most: int) -> list[int]:
@@ -337,7 +357,9 @@ def tune(args: Namespace, options: list[str]) -> dict:
         if chosen:
             tuner.reserve = tuner.race_s = 0.0
             together = tuner.measure([sum(chosen, ())])[0]
-            if together["verdict"] != "faster":  # then only the best one
+            if together["verdict"] == Late.verdict:
+                chosen, together = chosen[:1], None
+            elif together["verdict"] != "faster":  # then only the best one
                 chosen = chosen[:1] if len(chosen) > 1 else []
         else:
             chosen = combine(rows)
@@ -348,6 +370,12 @@ def tune(args: Namespace, options: list[str]) -> dict:
                     tuner.plain_tokens or [tuner.facts["seconds_per_token"]]),
                 seconds=round(monotonic() - tuner.start), alternatives=rows, chosen=sum(chosen, ()),
                 together=together)
+
+
+def is_open(result: dict) -> bool:
+    """Whether the time was up before the first verdict."""
+    verdicts = {row["verdict"] for row in result["alternatives"]}
+    return bool(verdicts) and verdicts <= UNTIMED
 
 
 def format_report(result: dict) -> str:
@@ -375,15 +403,19 @@ def format_report(result: dict) -> str:
     command = shlex.join([*(word for word in chosen if not word.startswith("--")), "./run.sh",
                           *result["options"], *(word for word in chosen if word.startswith("--"))])
     last = f"To paste{'' if together else ' (no time was left for a second measurement)'}: {command}"
-    if not chosen:
-        last = "Nothing is faster than the plain config" + (" in a second measurement." if together else ".")
+    if is_open(result):
+        last = "No verdict: the time was not enough for one alternative. Give more with --seconds."
+    elif not chosen:
+        is_partial = any(row["verdict"] in UNTIMED for row in result["alternatives"])
+        last = (f"Nothing{' that was timed' * is_partial} is faster than the plain config"
+                f"{' in a second measurement' if together else ''}.")
     elif together and together["verdict"] != "faster":
         last = f"The combined winners: {together['verdict']}. So only the best one. {last}"
     return "\n".join([*lines, "", last])
 
 
 def main() -> int:
-    """Parse, measure and print. Bad input ends with status 2 and one line."""
+    """Parse, measure and print. Bad input ends with status 2 and one line. Without a verdict it is 1."""
     if sys.argv[1:2] == ["--worker"]:
         return gpt.run_guarded(lambda: work(sys.argv[2:]), "tune.py")
     parser = Parser(__doc__)
@@ -403,7 +435,7 @@ def main() -> int:
             gpt.check_writable(args.json.parent, "choose another folder")
         result = tune(args, options)
         common.write_report(format_report(result), result, args.json)
-        return 0
+        return int(is_open(result))
 
     return gpt.run_guarded(body, "tune.py")
 

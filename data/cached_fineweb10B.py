@@ -22,6 +22,7 @@ from records.common import ROOT, Parser, find_launcher, require_packages
 
 with require_packages():
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from tqdm import tqdm
 
     import train_gpt as gpt
@@ -47,6 +48,11 @@ def download(name: str, folder: Path, repository: dict) -> None:
         hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
                         **repository)
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            shards = f". Its training shards are 1 to {NUM_SHARDS}" * (repository is REPOSITORY)
+            raise gpt.InputError(f"{name} does not exist in {repository['repo_id']} on the hub (404)"
+                                 f"{shards}: ask for fewer, check HF_ENDPOINT, or train without a download: "
+                                 "./run.sh --preset=laptop") from None
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
                              "check the network or proxy and repeat the command, which keeps complete "

@@ -97,8 +97,9 @@ def read_files(files: list[Path], label: str) -> Iterator[bytes]:
             yield content
 
 
-def read_texts(paths: list[Path], skipped: Counter) -> Iterator[tuple[str, bytes]]:
+def read_texts(paths: list[Path], skipped: Counter, foreign: Counter) -> Iterator[tuple[str, bytes]]:
     """(name, content) of each text file in files and folders. Counts skipped entries by their reason.
+    Counts bytes that are not UTF-8 by their file.
 
     A file with a NUL byte is not UTF-8 text. It is skipped in a folder and refused if paths has it.
     """
@@ -108,6 +109,8 @@ def read_texts(paths: list[Path], skipped: Counter) -> Iterator[tuple[str, bytes
             skipped["empty"] += 1
         elif b"\0" not in content:
             is_empty = False
+            if number := count_foreign(content):
+                foreign[file] = number
             yield name, content
         elif file in paths:
             raise gpt.InputError(f"{file} has a NUL byte, so it is not UTF-8 text: convert it (for example "
@@ -118,6 +121,23 @@ def read_texts(paths: list[Path], skipped: Counter) -> Iterator[tuple[str, bytes
         reason = format_skipped(skipped) or "no files"
         raise gpt.InputError(f"{' '.join(map(str, paths))} has no text ({reason}): give files or folders of "
                              "UTF-8 text")
+
+
+def count_foreign(content: bytes) -> int:
+    """The number of bytes that are not UTF-8."""
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return len(content) - len(content.decode(errors="ignore").encode())
+    return 0
+
+
+def format_foreign(foreign: Counter, is_kept: bool) -> str:
+    """A line that names the first file, the number of further ones, and all of their bytes."""
+    more, number = len(foreign) - 1, sum(foreign.values())
+    files = f"{next(iter(foreign))}{f' and {more} more' * bool(more)}"
+    return (f"{files}: {number:,} byte{'s are' if number > 1 else ' is'} not UTF-8 and "
+            f"{'kept' if is_kept else 'replaced by U+FFFD'}. iconv converts a file of another encoding")
 
 
 def format_skipped(skipped: Counter) -> str:
@@ -221,11 +241,12 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     splits = split_documents(texts, encode, bos, doc_bytes)
     sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
     if min(sizes.values()) <= gpt.BLOCK:
-        can_shrink = sum(sizes.values()) > 2 + 4 * gpt.BLOCK  # enough text with --doc_bytes=1
+        needed = 2 * doc_bytes + 4 * gpt.BLOCK
+        smaller = min(doc_bytes - 1, (sum(sizes.values()) - 4 * gpt.BLOCK) // 2)  # this text suffices for it
         raise gpt.InputError(
             f"{source} has {sum(sizes.values())} tokens, too few for training and validation with documents "
-            f"of {doc_bytes} bytes: give more text ({2 * doc_bytes + 4 * gpt.BLOCK} tokens always suffice)"
-            f"{' or a smaller --doc_bytes' if can_shrink else ''}")
+            f"of {doc_bytes} byte{'s' * (doc_bytes > 1)}: give more text "
+            f"({needed} tokens always suffice){f' or --doc_bytes={smaller}' if smaller > 0 else ''}")
     info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
                 files=[], fingerprint="")
     with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
@@ -370,8 +391,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.paths:
             check_out(args.out, args.paths)
         encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
-        skipped = Counter()
-        texts = read_texts(args.paths, skipped) if args.paths else read_torch_source()
+        skipped, foreign = Counter(), Counter()
+        texts = read_texts(args.paths, skipped, foreign) if args.paths else read_torch_source()
         source = " ".join(map(str, args.paths)) or torch_source_name()
         out = args.out or Path(gpt.EMBEDDED_CORPUS)
         with lock_folder(out):
@@ -382,6 +403,8 @@ def main(argv: list[str] | None = None) -> int:
             print(format_skipped(skipped))
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
+        if foreign:
+            print(format_foreign(foreign, is_kept=args.tokenizer == "bytes"))
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
         needed = gpt.Schedule(gpt.make_config({"preset": "track_1"})).count_tokens()
@@ -390,9 +413,13 @@ def main(argv: list[str] | None = None) -> int:
         cfg = gpt.make_config({"preset": preset})
         seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
         val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-        sequences = max(1, (tokens["train"] - 1) // cfg.seq_len)  # of one epoch, rounded down
-        epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * cfg.seq_len))
-        more = f"--epochs={epochs} " if epochs > cfg.epochs else ""
+        train_len = cfg.seq_len
+        while train_len >= tokens["train"]:  # a step stays a whole number of packed sequences
+            train_len //= 2
+        sequences = (tokens["train"] - 1) // train_len  # of one epoch
+        epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * train_len))
+        more = f"--seq_len={train_len} " if train_len < cfg.seq_len else ""
+        more += f"--epochs={epochs} " if epochs > cfg.epochs else ""
         # A step of a small preset has too few sequences for several ranks
         launcher = find_launcher(is_alone=preset != "track_1")
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"

@@ -55,6 +55,11 @@ def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jo
     return folder
 
 
+def keep_seeds(record: results.Record, seeds: int) -> results.Record:
+    """A record without the seeds that only an earlier call asked for."""
+    return record._replace(results=[result for result in record.results if result["seed"] < seeds])
+
+
 def main() -> None:
     """Run the missing seeds and print the table."""
     parser = Parser(__doc__)
@@ -83,12 +88,13 @@ def main() -> None:
             for seed in range(args.seeds) for name in ("nothing", *names)]
     results.run_missing(runs, lambda label: results.find_done(folder / label.removeprefix("--without=")),
                         source, "ablate.py", jobs=args.jobs)
-    base = results.read_record(folder / "nothing")
+    base, *others = (keep_seeds(results.read_record(folder / name), args.seeds)
+                     for name in ("nothing", *names))
     summary = results.summarize(list(base.losses.values()))
     spread = f" +- {summary.sd:.4f}" if summary.n > 1 else ""
     print(f"{args.preset}: loss {summary.mean:.4f}{spread} over {summary.n} seed{'s' * (summary.n > 1)}\n")
     print("| without | loss changes by | 95 % interval | n | Holm's p | it |\n|---|---|---|---|---|---|")
-    effects = [results.compare(results.read_record(folder / name), base) for name in names]
+    effects = [results.compare(other, base) for other in others]
     rows = sorted(zip(names, effects, results.holm(effects)), key=lambda row: -row[1].mean)
     for name, effect, p in rows:
         interval, shown = (f"{effect.low:+.4f} to {effect.high:+.4f}", f"{p:.2g}") if p <= 1 else ("", "")

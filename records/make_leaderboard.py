@@ -441,12 +441,17 @@ def main() -> int:
     for line in refused:
         results.leave_out(line)
     results.write_file(args.records_dir / "README.md", text.encode())
+    records = results.read_track("*", args.records_dir, lambda line: None)
+    written = [f"{args.records_dir / 'README.md'} ({len(records)} records and rungs)"]
     if picture:
         plot.plot_ladder(*picture, args.records_dir / "ladder")
         results.write_file(args.readme, replace_marked(args.readme.read_text(), lines).encode())
-    blocks = read_blocks(results.read_track("*", args.records_dir, lambda line: None), lambda line: None)
+        written += [str(args.readme), f"{args.records_dir / 'ladder'}.svg and .png"]
+    blocks = read_blocks(records, lambda line: None)
     if blocks:
         plot.plot_times(blocks[1], args.records_dir / "frontier")
+        written.append(f"{args.records_dir / 'frontier'}.svg and .png")
+    print("written:", ", ".join(written))
     return 1 if refused else 0
 
 

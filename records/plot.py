@@ -114,20 +114,28 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
     save(figure, out)
 
 
-def read_events(path: Path, kind: str) -> list[dict]:
-    """The events of a kind in the jsonl of a run. RecordError if there are none."""
+def read_events(path: Path) -> dict[str, list[dict]]:
+    """The events in the jsonl of a run, by kind."""
+    found = {"telemetry": [], "validation": []}
     try:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read as the jsonl of a run ({error})") from None
-    found = [event for event in events if event.get("event") == kind]
-    if not found:
-        raise RecordError(f"{path} has no {kind}: give the jsonl of a run with --telemetry_every")
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            found.setdefault(event["event"], []).append(event)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} cannot be read as the jsonl of a run ({type(error).__name__}: {error}): "
+                          "give the jsonl of a run with --telemetry_every") from None
     return found
 
 
 def plot_runs(paths: list[Path], out: Path) -> None:
-    """Telemetry of runs: four panels for each run, with common scales."""
+    """Telemetry of runs: four panels for each run, with common scales. Runs without it are left out."""
+    events = {path: read_events(path) for path in paths}
+    paths = [path for path in events if events[path]["telemetry"]]
+    if not paths:
+        raise RecordError(f"{', '.join(map(str, events))}: no telemetry: give the jsonl of a run with "
+                          "--telemetry_every")
+    for path in events.keys() - paths:
+        results.leave_out(f"{path} has no telemetry: it is written with --telemetry_every")
     figure, rows = plt.subplots(2 * len(paths), 2, figsize=(8, 5.6 * len(paths)), squeeze=False,
                                 layout="constrained")
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
@@ -137,11 +145,11 @@ def plot_runs(paths: list[Path], out: Path) -> None:
         for panel, start in zip(panels, first if index else ()):  # before drawing
             panel.sharex(start)
             panel.sharey(start)
-        measured, validations = (read_events(path, kind) for kind in ("telemetry", "validation"))
+        measured, validations = events[path]["telemetry"], events[path]["validation"]
         steps = [event["step"] for event in measured]
         losses.plot(steps, [event["loss_ema"] for event in measured], color=BLUE, label="training")
-        losses.plot(*zip(*((event["step"], event["val_loss"]) for event in validations)), ".-", color=RED,
-                    label="validation")
+        losses.plot([event["step"] for event in validations], [event["val_loss"] for event in validations],
+                    ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):
             for group, colour in zip(measured[0]["groups"], itertools.cycle(COLOURS)):
                 panel.plot(steps, [event["groups"][group][key] for event in measured], color=colour,

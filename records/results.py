@@ -115,7 +115,8 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
     refuse() gets a line for each result that does not fit the rest. If it returns, the result is left out.
     """
     script, kept, paths = find_script(folder), {}, sorted(folder.glob("*.json"))
-    digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.exists() else None
+    has_script = script.exists() and script != ROOT / "train_gpt.py"  # that one lies above logs/
+    digest = hashlib.sha256(script.read_bytes()).hexdigest() if has_script else None
     for path in paths if digest else ():
         try:
             result = read_result(path)
@@ -127,7 +128,7 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
         else:
             kept[path.name] = result
     if not kept:
-        raise RecordError(f"{folder} holds no result: give the folder of a run with --record, or of a rung")
+        raise RecordError(f"{folder} {explain_no_result(folder)}")
     by_seed: dict[int, dict] = {}
     for result in kept.values():
         first = by_seed.setdefault(result["seed"], result)
@@ -135,6 +136,21 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
             warn(f"warning: {folder} has two losses of seed {result['seed']}, {first['final_val_loss']!r} "
                  f"and {result['final_val_loss']!r}: the first one counts")
     return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(kept) - len(by_seed))
+
+
+def explain_no_result(folder: Path) -> str:
+    """The reason why a path is no record folder, with a remedy."""
+    below = next((path.parent for path in sorted(folder.glob("*/*.json"))), None)
+    if folder.is_file() and Path(folder.resolve().parent, "train_gpt.py").exists():
+        return f"is a file: give its folder, {folder.parent}"
+    if folder.suffix == ".json" and folder.is_file() or list(folder.glob("*_seed*_*.json")):
+        return ("is of runs without --record, which keep no script: start a run with --record=NAME, and "
+                "give its folder")
+    if not folder.exists():
+        return "does not exist: give the folder of a run with --record, or of a rung"
+    if below:
+        return f"holds no result itself: give a folder in it, for example {below}"
+    return "holds no result: give the folder of a run with --record, or of a rung"
 
 
 def find_misfit(name: str, result: dict, kept: dict[str, dict], digest: str) -> str:

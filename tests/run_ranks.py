@@ -129,6 +129,12 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
     return notes
 
 
+def copy_parameters(trainer: gpt.Trainer) -> dict[str, torch.Tensor]:
+    """Copies of all parameters by name, with the rows of all ranks of a sharded table."""
+    params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    return params | {table.name: table.full_tensor("").clone() for table in trainer.optimizer.tables}
+
+
 def equality(out: str, cases: str, num_threads: str = "1") -> None:
     """Train the steps of each case. Rank 0 saves the parameters, the bytes sent by each rank, and the overlap."""
     torch.set_num_threads(int(num_threads))
@@ -165,7 +171,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         rt.comm.all_reduce(counts)
         gpt.check_ranks(trainer.optimizer)
         results[name] = dict(
-            params={n: p.detach().clone() for n, p in trainer.model.named_parameters()},
+            params=copy_parameters(trainer),
             sent=(counts[:, 0] / steps).tolist(),
             reported=(counts[:, 1] / steps).tolist(),
             rows=(counts[:, 2] / steps).tolist(),
@@ -240,23 +246,39 @@ def scale_steps(out: str, changes: str) -> None:
 def rows(out: str) -> None:
     """Save the row-sparse gradient of a table (37, 6), gathered from its shards, and the dense gradient of all tokens.
 
-    Each rank has two micro-batches. Gradients are multiples of 1/16, so sums do not depend on their order.
+    Each rank has two micro-batches. Gradients are multiples of 1/16, so sums do not depend on their order. Also save
+    the gradient of an equal sharded table, and by rank whether its forward pass has the rows of the whole table.
     """
     num_ranks = int(os.environ["WORLD_SIZE"])
     changes = dict(preset="smoke", device="cpu", seq_len=128, tokens_per_step=128 * num_ranks)
     rt = gpt.start_runtime(gpt.make_config(changes))
-    param = gpt.parameter(torch.zeros(37, 6, dtype=torch.float64), "value_embed", is_table=True)
+    whole = torch.arange(37 * 6).view(37, 6).double()
+    param = gpt.parameter(whole.clone(), "value_embed", is_table=True)
     bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
-    param.sparse_grad, dense = gpt.RowSparseGradient(bucket.shard, 6, rt.comm), torch.zeros(37, 6, dtype=torch.float64)
+    param.sparse_grad, dense = gpt.RowSparseGradient(bucket.shard, 37, 6, rt.comm), torch.zeros(37, 6, dtype=torch.float64)
+    per_rank = -(-37 // num_ranks)
+    part = torch.zeros(per_rank + 1, 6, dtype=torch.float64)  # and a row of padding
+    own = whole[rt.rank * per_rank :][:per_rank]
+    part[: len(own)] = own
+    sharded = gpt.parameter(part, "ngram", is_table=True)
+    table = gpt.ShardedTable([("ngram", sharded)], "ngram", gpt.Group(rule="row_adam"), rt, False)
+    sharded.sparse_grad, is_fetched = gpt.SparseRows(table.shard, 37, 6, rt.comm), True
     torch.manual_seed(rt.rank)
     for least in (0, 20 + rt.rank):  # in the second micro-batch rank 0 receives no rows
         tokens = torch.cat((torch.randint(least, 30, (50,)), torch.tensor([36, least, 36])))
         grad = torch.randint(-99, 99, (len(tokens), 6)) / 16.0
         gpt.sparse_embedding(tokens, param).backward(grad.double())
+        fetched = gpt.sparse_embedding(tokens, sharded)
+        is_fetched &= torch.equal(fetched, whole[tokens])
+        fetched.backward(grad.double())
         dense.index_add_(0, tokens, grad.double())
-    dense, shards = rt.comm.all_reduce(dense), rt.comm.gather_shards(param.sparse_grad.wait().view(-1, 6))
+    found, sums = sharded.sparse_grad.wait()
+    full = torch.zeros(per_rank + 1, 6, dtype=torch.float64).index_add_(0, found, sums)
+    dense, shards, full = rt.comm.all_reduce(dense), *map(
+        rt.comm.gather_shards, (param.sparse_grad.wait().view(-1, 6), full[:-1]))
+    is_fetched = rt.comm.gather_shards(torch.tensor([int(is_fetched)]))
     if rt.is_main:
-        torch.save((shards, dense), out)
+        torch.save((shards, full, dense, is_fetched), out)
     rt.comm.barrier()
     dist.destroy_process_group()
 

@@ -56,11 +56,14 @@ def make_dense_mask(build, doc_ids, window):
 def test_attention_equals_the_definition_forward_and_backward(
     num_tokens, window, mean_length, build, attend, num_rows
 ):
-    """Of one packed sequence and of two. Sequences that are shorter than the window are one block."""
+    """Of one packed sequence and of two. Sequences that are shorter than the window are one block.
+
+    Values have other channels than queries and keys.
+    """
     row_len = num_tokens // num_rows
     doc_ids = make_doc_ids(num_tokens, mean_length) + torch.arange(num_tokens).int() // row_len
     mask = brute_force_mask(doc_ids, window)
-    ours = [torch.randn(num_tokens, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    ours = [torch.randn(num_tokens, 2, width, dtype=torch.float64, requires_grad=True) for width in (16, 16, 24)]
     naive = [x.detach().clone().requires_grad_() for x in ours]
     made = make_dense_mask(build, doc_ids, window)
     if build is gpt.make_mask:
@@ -120,6 +123,7 @@ def test_flex_attention_equals_the_definition(num_tokens, window, mean_length):
     """Not compiled, with the blocks and the mask function that training gives it."""
     doc_ids = make_doc_ids(num_tokens, mean_length)
     q, k, v = torch.randn(3, num_tokens, 2, 16, dtype=torch.float64)
+    v = v[..., :8]
     mask = gpt.build_block_mask(doc_ids, torch.tensor(window))
     expected = attend_naive(q, k, v, brute_force_mask(doc_ids, window))
     assert torch.allclose(gpt.attend_flex(q, k, v, mask), expected, atol=1e-12)
@@ -183,13 +187,13 @@ def test_flex_and_dense_agree_and_the_graphs_serve_all_windows(num_segments, mon
 def test_rotary_keeps_norms_and_depends_on_distance_alone(pairs):
     cfg = smoke_config(rotary_pairs=pairs)
     state = gpt.Schedule(cfg).at(0)
-    rope = gpt.make_step_inputs(state, 64, 64, make_runtime(), cfg).rope
+    rope = gpt.make_step_inputs(state, 64, 64, make_runtime(), cfg).ropes["long", False]
     x = torch.randn(2, 1, 1, 32).expand(64, 2, 1, 1, 32)  # equal q and k at every position
     rotated = gpt.rotate(x, rope.cos, rope.sin, pairs)
     y = rotated[:, :, 0, 0]  # (64, 2, 32)
     assert torch.allclose(y[:, 1].norm(dim=-1), x[0, 1].norm().expand(64), rtol=1e-5)
     assert torch.allclose(
-        y[:, 0].norm(dim=-1), state.softmax_scale * x[0, 0].norm().expand(64), rtol=1e-5
+        y[:, 0].norm(dim=-1), state.rope["long"].softmax_scale * x[0, 0].norm().expand(64), rtol=1e-5
     )
     back = gpt.rotate(rotated, rope.cos, rope.sin, pairs, inverse=True)[:, 1, 0, 0]  # keys have no softmax scale
     assert torch.allclose(back, x[:, 1, 0, 0], atol=1e-5)
@@ -202,7 +206,7 @@ def test_rotary_keeps_norms_and_depends_on_distance_alone(pairs):
 
 def test_positions_start_anew_with_each_packed_sequence():
     cfg = smoke_config()
-    cos = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).rope.cos
+    cos = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 128, 64, make_runtime(), cfg).ropes["long", False].cos
     assert torch.equal(cos[:64], cos[64:]) and not torch.equal(cos[1], cos[2])
 
 
@@ -261,7 +265,7 @@ def test_small_rotary_tables_equal_the_expanded_ones(pairs, form):
     cfg = smoke_config(rotary_pairs=pairs, qk_norm="off", **shape)
     rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
     state, model = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.GPT(cfg, rt)
-    assert state.softmax_scale != cfg.attention_scale
+    assert state.rope["long"].softmax_scale != cfg.attention_scale
     small, large = (
         gpt.make_step_inputs(state, 96, 48, dataclasses.replace(rt, use_compile=is_compiled), cfg)
         for is_compiled in (True, False)
@@ -275,24 +279,44 @@ def test_small_rotary_tables_equal_the_expanded_ones(pairs, form):
     for step_inputs in (small, large):
         model.run_layers(torch.zeros(96, dtype=torch.int32), torch.zeros(96, dtype=torch.int32), step_inputs)
     positions, heads = torch.arange(96.0).double() % 48, torch.arange(4.0).double()
-    for name, turned, same, place in (
-        ("rope", seen[0], seen[2], positions[:, None] + 0 * heads),  # (T, H)
-        ("paired_rope", seen[1], seen[3], 2 * positions[:, None] + heads % 2),
+    for kind, turned, same, place in (
+        (("long", False), seen[0], seen[2], positions[:, None] + 0 * heads),  # (T, H)
+        (("short", True), seen[1], seen[3], 2 * positions[:, None] + heads % 2),
     ):
-        tables, expanded = (getattr(step_inputs, name) for step_inputs in (small, large))
-        parities = 2 if name == "paired_rope" else 1
-        assert all(table.shape == (96, parities, 8) for table in tables)
-        again = gpt.expand_rope(tables, small.softmax_scale, pairs)
-        assert all(table.shape == (96, 2, 4 // parities, parities, 32) for table in expanded)
+        tables, expanded = (step_inputs.ropes[kind] for step_inputs in (small, large))
+        (frequencies, softmax_scale), parities = state.rope[kind[0]], 2 if kind[1] else 1
+        assert all(table.shape == (96, parities, 8) for table in tables[:2])
+        again = gpt.expand_rope(tables, 32, pairs)
+        assert all(table.shape == (96, 2, 4 // parities, parities, 32) for table in expanded[:2])
         assert all(torch.allclose(a, b, rtol=0, atol=1e-15) for a, b in zip(again, expanded))
         assert torch.allclose(turned, same, rtol=0, atol=1e-14)
-        angle = place[..., None] * torch.tensor(state.frequencies)  # (T, H, K/2)
+        angle = place[..., None] * torch.tensor(frequencies)  # (T, H, K/2)
         a, b = qk.chunk(2, -1) if pairs == "halves" else (qk[..., ::2], qk[..., 1::2])
         z = torch.complex(a, b) * torch.exp(-1j * angle)[:, None]
         parts = (z.real, z.imag)
         expected = torch.cat(parts, -1) if pairs == "halves" else torch.stack(parts, -1).flatten(-2)
-        expected[:, 0] *= state.softmax_scale
+        expected[:, 0] *= softmax_scale
         assert torch.allclose(turned, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_narrow_heads_of_short_layers_rotate_whole(is_compiled, is_paired):
+    """short_qk_dim: each pair of channels rotates, with the frequencies and the softmax scale of short layers."""
+    torch.manual_seed(0)
+    layers = gpt.LayerSpec("long"), gpt.LayerSpec("short", paired=is_paired)
+    cfg = smoke_config(num_layers=2, layers=layers, rotary_pairs="adjacent", short_qk_dim=16, short_attention_scale=0.3)
+    rt = make_runtime(dtype=torch.float64, use_compile=is_compiled)
+    rope = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 96, 48, rt, cfg).ropes["short", is_paired]
+    rope = gpt.expand_rope(rope, 16, "adjacent") if is_compiled else rope
+    parities = 2 if is_paired else 1
+    x = torch.randn(96, 2, 2 // parities, parities, 16, dtype=torch.float64)
+    ours = gpt.rotate(x, rope.cos, rope.sin, "adjacent")
+    position = (torch.arange(96) % 48).double()[:, None] * parities + torch.arange(parities)  # (T, P)
+    angle = position[..., None] * 1024.0 ** -torch.linspace(0, 1, 8, dtype=torch.float64)  # (T, P, K/2)
+    z = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.exp(-1j * angle)[:, None, None]
+    expected = torch.view_as_real(z).flatten(-2) * torch.tensor([0.3, 1.0]).double().view(2, 1, 1, 1)
+    assert torch.allclose(ours, expected, rtol=0, atol=1e-7)  # 0.3 is rounded to float32
 
 
 # ---- choice of attention -------------------------------------------------------------------------------------------

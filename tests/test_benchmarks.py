@@ -1,5 +1,6 @@
 """Benchmarks end to end and the calculation of their figures. comm.py end to end is in test_distributed.py."""
 
+import argparse
 import hashlib
 import json
 import re
@@ -86,6 +87,10 @@ def test_step_makes_do_without_shards(tmp_path):
     (gpu, "--parts=", "nothing is no part"),
     (gpu, "--seconds=0", "0 is not a number of at least 1"),
     (gpt2_baseline, "--options='a", "--options: invalid split value"),
+    (gpt2_baseline, "--context=10000000", "--context=10000000 is more than --tokens_per_step=4096: give a smaller one or a"),
+    (gpt2_baseline, "--num_heads=3", "--num_heads=3 does not divide the width 128: give another number"),
+    (gpt2_baseline, "--beta2=1.5", "--beta2=1.5 is too large: give a number below 1"),
+    (copy_loss, "missing.pt", "missing.pt cannot be read as a checkpoint (it does not exist in"),
     (gpt2_baseline, "--steps=0", "0 is not a whole number of at least 1"),
     (gpt2_baseline, "--options=--model_dims=4", "--model_dims is not an option: did you mean --model_dim"),
     (cpu_ablation, "--num_steps=some", "some is not a whole number of at least 1"),
@@ -381,6 +386,13 @@ def test_comm_does_not_time_compilation(clock, tmp_path):
     finally:
         dist.destroy_process_group()
     assert seconds == pytest.approx([0.1, 0.1]) and sent["mb"] == 0
+
+
+def test_the_baseline_refuses_sequences_longer_than_the_data():
+    args = argparse.Namespace(num_heads=4, context=512, tokens_per_step=4096, beta2=0.9)
+    gpt2_baseline.check_sizes(args, smoke_config(), 512)
+    with pytest.raises(gpt.InputError, match="--context=512 is more than the data allow: give at most 511"):
+        gpt2_baseline.check_sizes(args, smoke_config(), 511)
 
 
 def test_the_baseline_reads_all_shards(shards):

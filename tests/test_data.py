@@ -499,5 +499,8 @@ def test_a_file_that_the_hub_does_not_have(tmp_path, hub, missing, complete):
     del hub.files[path]
     done = download(hub, tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
-    assert f"error: {missing} cannot be downloaded from the hub" in done.stderr and "404" in done.stderr
+    repository = "openai-community/gpt2" if missing == "vocab.json" else "kjj0/fineweb10B-gpt2"
+    assert f"error: {missing} does not exist in {repository} on the hub (404)" in done.stderr
+    assert ("Its training shards are 1 to 103: ask for fewer" in done.stderr) == (missing != "vocab.json")
+    assert "check the network" not in done.stderr
     assert list_downloads(tmp_path) == complete

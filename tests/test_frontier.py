@@ -254,6 +254,7 @@ def set_averages(monkeypatch):
     """The counted steps and rates of the reference's miniature."""
     s, steps = SHAPE, SHAPE.steps
     tail, bank = gpt.AVERAGES[0], gpt.AVERAGES[1].parts
+    monkeypatch.setattr(gpt, "AVERAGES_STEPS", steps)
     monkeypatch.setattr(gpt, "AVERAGES", (
         tail._replace(start=(s.tail_ema_from - 1) / steps, rate=1 - (1 - s.tail_ema_rate) ** 2, last_rate=s.tail_ema_rate),
         gpt.Average(bank, s.tail_avg_from / steps, 4, s.tail_avg_rate, 1.0, num_last=0),

@@ -86,8 +86,8 @@ def spoil_gradient(patch, value=float("nan")):
 def poison_batch(patch):
     real = gpt.TrainData.batch
 
-    def batch(self, indices):
-        made = real(self, indices)
+    def batch(self, indices, *args):
+        made = real(self, indices, *args)
         if indices.start == FAULT - 1 and len(self.sequences) == 300:  # one packed sequence a step
             noise = np.random.default_rng(0)
             return gpt.make_batch(noise.integers(0, 256, (1, len(made.inputs) + 1)), gpt.BYTE_BOS)

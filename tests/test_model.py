@@ -110,8 +110,7 @@ def test_the_model_is_the_recipe(step, changes, fast):
         tokens[:-1],
         doc_ids,
         dict(zip(("long", "short"), state.windows)),
-        state.frequencies,
-        state.softmax_scale,
+        *state.rope["long"],  # short layers have equal frequencies and softmax scales
     )
     x = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))[0]
     assert torch.allclose(
@@ -144,7 +143,8 @@ def test_norm_and_rotary_and_their_gradient(pairs, has_norm, is_paired, norm_rot
     torch.manual_seed(0)
     cfg = smoke_config(rotary_pairs=pairs, num_heads=2, layers=(gpt.LayerSpec(paired=is_paired),), num_layers=1)
     inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 12, 12, make_runtime(dtype=torch.float64), cfg)
-    cos, sin = inputs.paired_rope if is_paired else inputs.rope
+    cos, sin, softmax_scale = inputs.ropes["short", is_paired]
+    assert softmax_scale == 0.1
     shape = (12, 2, 1, 2, 32) if is_paired else (12, 2, 2, 1, 32)
     x, grad = torch.randn(2, *shape, dtype=torch.float64)
     x.requires_grad_()
@@ -184,11 +184,11 @@ def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
     before = embed.detach().clone()
     inputs = trainer.get_step_inputs(trainer.schedule.at(0), 2048, 512)
     model.is_tied = False
-    loss = model(*first, inputs)
+    loss = model(*first[:3], inputs)
     parts = torch.autograd.grad(loss, (embed, head))
     assert all(part.abs().sum() > 0 for part in parts)
     model.is_tied = True
-    tied_loss = model(*first, inputs)
+    tied_loss = model(*first[:3], inputs)
     unused, whole = torch.autograd.grad(tied_loss, (embed, head), allow_unused=True)
     assert unused is None and torch.allclose(whole, sum(parts), rtol=1e-5, atol=1e-5) and tied_loss == loss
     grad = sum(parts) * gpt.GRAD_TOKENS / 2048
@@ -281,7 +281,7 @@ def make_block(**gains):
     torch.manual_seed(0)
     block, x = gpt.Block(cfg, 0, gpt.layer_scalars(cfg, 0)), torch.randn(16, 64)
     scalars = dict(resid=torch.ones(16, 1), x0=torch.zeros(16, 1))
-    return block, lambda: block(x, dict(x0=x), scalars, None, None, None, None, gpt.Operations()) - x
+    return block, lambda: block(x, dict(x0=x), scalars, None, None, None, gpt.Operations()) - x
 
 
 @pytest.mark.recipe
@@ -369,3 +369,38 @@ def test_a_stage_has_the_targets_with_weights(form):
     head.eval()  # validation uses only the next token, in every stage
     head(x.detach(), targets, rich, weights[1], noting)
     assert torch.equal(given[0], targets[None])
+
+
+@pytest.mark.parametrize("form", ["plain", "head_loss"])
+def test_the_sampled_loss_is_over_the_classes_of_each_sequence(form):
+    """Cross-entropy over the logits of its classes, without targets that are no class. All classes: the whole loss."""
+    torch.manual_seed(0)
+    cfg = smoke_config(stages=(gpt.Stage(1, 128, 64, loss_weights="1 0.5"),), num_layers=1)
+    rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
+    model, state = gpt.GPT(cfg, rt), gpt.Schedule(cfg).at(0)
+    head, num_classes = model.head, cfg.padded_vocab_size
+    head.weight.data = torch.randn(*head.weight.shape, dtype=torch.float64)
+    inputs = gpt.make_step_inputs(state, 64, 32, rt, cfg)
+    x = gpt.rms_norm(torch.randn(64, cfg.model_dim, dtype=torch.float64)).requires_grad_()
+    targets, weights = torch.randint(256, (64,)), torch.tensor(state.loss_weights).double()
+
+    def differentiate(loss):
+        return loss.detach(), *torch.autograd.grad(loss, (x, head.weight))
+
+    whole = differentiate(head(x, targets, inputs, weights, model.ops))
+    ours = differentiate(head(x, targets, inputs, weights, model.ops, torch.arange(num_classes).expand(2, -1)))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, whole))
+
+    classes = torch.stack([torch.randperm(num_classes)[:90].sort().values for _ in range(2)])
+    logits, exact, num_left_out = head.compute_logits(x), 0, 0
+    for i, chosen in enumerate(classes):
+        places = {int(label): place for place, label in enumerate(chosen)}
+        for t in range(32 * i, 32 * i + 32):
+            for weight, ahead in zip(weights, (0, 1)):
+                place = places.get(int(targets[t + ahead])) if t % 32 + ahead < 32 else None
+                num_left_out += place is None
+                if place is not None:
+                    exact = exact - weight * logits[t, chosen].log_softmax(-1)[place]
+    assert 1 < num_left_out < 127
+    ours = differentiate(head(x, targets, inputs, weights, model.ops, classes))
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, differentiate(exact)))

@@ -99,6 +99,32 @@ def test_a_learning_rate_for_the_first_matrix_of_the_mlp():
         assert torch.allclose(twice[0], 2 * once[0], atol=1e-6) and torch.equal(twice[1], once[1])
 
 
+def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
+    """Every second step, and from step 8 on every sixth, with the cubes of both betas and three times the decay.
+
+    Bias corrections count updates. Row Adam's time is the sum of -log(beta2) over all updates.
+    """
+    group = dict(head_every=2, head_late_every=6, head_lr=0.1, head_betas=(0.8, 0.9), head_weight_decay=0.3)
+    cfg = smoke_config(num_iterations=20, late_start=0.4, cooldown_frac=0.0, **group)
+    model = Ends()
+    optimizer, schedule = gpt.Optimizer(model, cfg, make_runtime()), gpt.Schedule(cfg)
+    assert optimizer.late_step == 8
+    bucket, steps, num_updates, time = optimizer.bucket_of["head.weight"], [], 0, 0.0
+    for step in range(20):
+        optimizer.step_count = step
+        is_due = optimizer.is_due(bucket)
+        steps += [step] if is_due else []
+        optimizer.step_count, power = step + 1, 3 if step >= 8 else 1  # as in Optimizer.step()
+        num_updates, time = num_updates + is_due, time - is_due * power * np.log(0.9)
+        assert bucket.group.count_updates(step + 1, 8) == num_updates
+        if is_due:
+            args, betas = optimizer.make_args(bucket, schedule.at(step)), (0.8**power, 0.9**power)
+            ours = (*args.betas, args.bias_correction1, args.bias_correction2, args.decay_time, args.weight_decay[0])
+            expected = (*betas, 1 - betas[0]**num_updates, 1 - betas[1]**num_updates, time, 0.1 * 0.3 * power)
+            assert [x.item() for x in ours] == pytest.approx(expected, rel=1e-6)
+    assert steps == [1, 3, 5, 7, 11, 17]
+
+
 class Scalars(Ends):
     """Parameters of one group, in one bucket."""
 
@@ -223,7 +249,7 @@ def test_a_row_sparse_gradient_equals_the_dense_one():
     torch.manual_seed(0)
     param, rt = gpt.parameter(torch.randn(37, 6, dtype=torch.float64), "value_embed", is_table=True), make_runtime()
     bucket = gpt.Bucket([("table", param)], "value_embed", gpt.Group(), rt, False)
-    param.sparse_grad = gpt.RowSparseGradient(bucket.shard, 6, rt.comm)
+    param.sparse_grad = gpt.RowSparseGradient(bucket.shard, 37, 6, rt.comm)
     dense, total = param.detach().clone().requires_grad_(), torch.zeros(37, 6, dtype=torch.float64)
     for rows in ([36, 0, 36, 0, 0, *torch.randint(3, 30, (90,)).tolist()], [36, 36, 5, 36]):
         rows = torch.tensor(rows, dtype=torch.int32)[torch.randperm(len(rows))]
@@ -240,13 +266,103 @@ def test_a_row_sparse_gradient_equals_the_dense_one():
     assert not param.sparse_grad.wait().any()
 
 
+class Table(Ends):
+    """An n-gram table (37, 6). With its fast form on one rank it has a row of padding."""
+
+    def __init__(self, fast):
+        super().__init__()
+        values = torch.randn(37, 6, generator=torch.Generator().manual_seed(0))
+        self.ngram = gpt.parameter(F.pad(values, (0, 0, 0, 1)) if fast else values, "ngram", is_table=True)
+
+
+def make_table(fast):
+    cfg = smoke_config(ngram_rows=37, ngram_rule="row_adam", ngram_betas=(0.0, 0.9), ngram_weight_decay=0.1, ngram_every=2,
+                       ngram_lr=0.1, ngram_late_every=4, late_start=0.3, grad_grid=0.0, decay="cautious")
+    rt = make_runtime(fast=frozenset({"sparse_embedding"} if fast else ()))
+    model = Table(fast)
+    return model, gpt.Optimizer(model, cfg, rt), gpt.Schedule(cfg)
+
+
+def train_table(model, optimizer, schedule, steps):
+    """Steps with different rows, of which two have row 0 and none have rows 30 to 36."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        rows = torch.randint(1, 30, (12,), generator=generator)
+        rows[0] *= step not in (1, 6)
+        grad = torch.randn(12, 6, generator=generator)
+        lookup = gpt.sparse_embedding if optimizer.tables else gpt.embedding
+        lookup(rows, model.ngram).backward(grad)
+        optimizer.step(schedule.at(step))
+
+
+def test_a_sharded_table_is_updated_like_an_ordinary_one(monkeypatch):
+    """Parameters and state after each update, in parts of 8 rows. Padding and rows that nobody reads stay as they were."""
+    monkeypatch.setattr(gpt.ShardedTable, "ROWS_AT_ONCE", 8)
+    (ours, sharded, schedule), (plain, dense, _) = make_table(True), make_table(False)
+    (table,), bucket = sharded.tables, dense.bucket_of["ngram"]
+    assert isinstance(table, gpt.ShardedTable) and not dense.tables and table.state.keys() == bucket.state.keys()
+    start = plain.ngram.detach().clone()
+    for step in range(12):
+        train_table(ours, sharded, schedule, [step])
+        train_table(plain, dense, schedule, [step])
+        assert torch.allclose(ours.ngram[:37], plain.ngram, rtol=0, atol=1e-6)
+        for key, state in table.state.items():
+            assert torch.allclose(state[:37], bucket.state[key], rtol=1e-5, atol=1e-7), key
+            assert torch.equal(table.full_tensor(key), state[:37])
+    assert not ours.ngram[37].any() and torch.equal(ours.ngram[30:37], start[30:])
+    assert (ours.ngram != F.pad(start, (0, 0, 0, 1))).any(1).sum() > 25 and (ours.ngram[0] != start[0]).all()
+
+
+def test_a_sharded_table_returns_to_its_marks():
+    """take_back() undoes the updates after a mark, bit for bit. forget() frees the updates before a mark, or all."""
+    model, optimizer, schedule = make_table(True)
+    (table,) = optimizer.tables
+    marks, copies = [], []
+    for steps in (range(2), range(2, 4), range(4, 8)):
+        train_table(model, optimizer, schedule, steps)
+        marks.append(table.mark())
+        copies.append([table.shard.clone(), *(state.clone() for state in table.state.values())])
+    assert marks == [0, 1, 2] and len(table.undo) == 2  # the first mark begins the list of updates
+
+    def is_at(i):
+        return all(map(torch.equal, [table.shard, *table.state.values()], copies[i]))
+
+    train_table(model, optimizer, schedule, range(8, 12))
+    assert len(table.undo) == 3 and not is_at(2)
+    table.take_back(2)
+    assert is_at(2) and len(table.undo) == 2
+    table.forget(1)
+    assert (table.first_undo, len(table.undo)) == (1, 1)
+    table.take_back(1)
+    assert is_at(1) and table.mark() == 1
+    table.forget(None)
+    train_table(model, optimizer, schedule, range(8, 12))
+    assert table.undo is None
+
+
+def test_a_sharded_table_loads_what_it_saves():
+    """Values and state."""
+    (_, optimizer, _), (model, other, schedule) = make_table(True), make_table(True)
+    train_table(model, other, schedule, range(12))
+    (table,), (trained,) = optimizer.tables, other.tables
+    for key in ("", *table.state):
+        full = trained.full_tensor(key)
+        assert len(full) == 37 and not torch.equal(table.full_tensor(key), full)
+        table.load(key, full)
+        assert torch.equal(table.full_tensor(key), full)
+
+
 def test_ranks_share_a_table_that_does_not_divide(tmp_path):
-    """37 rows on 3 ranks. Each rank has the sums of its 13 rows over the tokens of all ranks."""
+    """37 rows on 3 ranks. Each rank has the sums of its 13 rows over the tokens of all ranks.
+
+    A sharded table has equal sums, and its rows are fetched from their owners.
+    """
     ends, _, errors = run_ranks("rows", 3, tmp_path / "rows.pt")
     assert all(status == 0 for status, _ in ends), errors[-2000:]
-    ours, dense = torch.load(tmp_path / "rows.pt", weights_only=True)
-    assert ours.shape == (39, 6) and torch.equal(ours[:37], dense) and not ours[37:].any()
-    assert dense[0].any() and dense[36].any()
+    ours, sharded, dense, is_fetched = torch.load(tmp_path / "rows.pt", weights_only=True)
+    for sums in (ours, sharded):
+        assert sums.shape == (39, 6) and torch.equal(sums[:37], dense) and not sums[37:].any()
+    assert dense[0].any() and dense[36].any() and is_fetched.tolist() == [1, 1, 1]
 
 
 def test_a_table_refuses_an_ordinary_gradient(shards):
@@ -292,7 +408,7 @@ def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
         head.data.copy_(embed.data)
         batch = gpt.TrainData(cfg, schedule).batch(range(2))
         step_inputs = gpt.make_step_inputs(schedule.at(0), 1024, 512, make_runtime(), cfg)
-        model(*batch, step_inputs).backward()
+        model(*batch[:3], step_inputs).backward()
         grads[is_tied] = head.grad, embed.grad
         model.zero_grad()
 

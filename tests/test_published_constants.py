@@ -368,7 +368,7 @@ def test_the_medium_track():
     assert (cfg.max_doc_len, cfg.cooldown_frac, cfg.final_lr_frac, cfg.fp8_head) == (4096, 0.7, 0.1, "off")
     rates = [cfg.groups[name].lr * train[-1].lr_factor for name in ("matrix", "head", "embed", "value_embed")]
     assert rates == [0.025, 0.003, 0.3, 0.6]  # the first three are from record 2
-    scales = [scale for _, scale in gpt.Schedule(cfg).rope_settings]
+    scales = [ropes["long"].softmax_scale for ropes in gpt.Schedule(cfg).ropes]
     assert len(set(scales[:4])) == 4 and len(set(scales[3:])) == 1  # YaRN stops at 13 blocks
     assert gpt.derived_numbers(cfg, 8)["num_params"] == (
         7 * 50_304 * 1024 + 16 * (4 + 8) * 1024**2 + 16 * 8 * 16 + 16 * 2 + 3 + 16 + 10

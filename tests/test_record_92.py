@@ -356,7 +356,7 @@ def as_record_89(shape, p, tokens):
             at += size
             if new_name == "end":                   # the same for all groups
                 w2[output] = w2[output] + p["end.groups"][int(output[1:]), :1]
-        outputs = [(c if c[1:].isdigit() or c == "skip" else "%s.%d" % (c.replace("bigram", "ngram"), layer),
+        outputs = [(c if c[0] in "mn" or c == "skip" else "%s.%d" % (c.replace("bigram", "ngram"), layer),
                     size) for layer, c, size, _ in r89.outputs_of(name, r89.Shape(64, D, H, K, 8, 9))]
         old[name + ".w1"] = p[new_name + ".w1"]
         old[name + ".w2"] = torch.cat([w2.get(c, torch.zeros(size, shape.gate_hidden, dtype=F64))
@@ -453,6 +453,9 @@ def test_packing():
     second = document(30, 7) + [bos] + document(40, 7) + document(20, 2)
     assert call == [(first, [3, 8, 10, 15, 16]), (second, [5, 7, 8, 13, 15, 16])]
     assert len(list(r92.packed_batches(shape, [shard, shard]))) == 2
+    tail = [*document(0, 9), *document(10, 4), *document(20, 6)]           # used up to its last token
+    one = [(document(0, 7) + document(10, 4) + document(20, 6), [5, 7, 11, 16])]
+    assert list(r92.packed_batches(replace(shape, ranks=1), [tail])) == [one]
     assert r92.validation_boundaries(shape, shard[:-1]) == [2, 5, 14, 21, 33, 34, 54, 62, len(shard) - 1]
 
 

@@ -527,6 +527,26 @@ def test_the_name_of_a_picture_keeps_its_dots(name, stem, real_record, tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{stem}.png", f"{stem}.svg"]
 
 
+TELEMETRY = dict(event="telemetry", step=2, loss_ema=1.0, groups=dict(matrix=dict(grad_norm=1.0, update_ratio=1.0)),
+                 seconds=dict(optimizer=1.0))
+
+
+def test_runs_without_telemetry_are_left_out_of_a_picture(tmp_path, tool):
+    """A run that was stopped before its first validation is drawn."""
+    has, lacks, damaged = (tmp_path / f"{name}.jsonl" for name in ("has", "lacks", "damaged"))
+    has.write_text(json.dumps(TELEMETRY) + "\n")
+    lacks.write_text('{"event": "validation", "step": 2, "val_loss": 1.0}\n')
+    damaged.write_text("3\n")
+    status, out, err = tool(plot, lacks, has, f"--out={tmp_path}/x")
+    assert status == 0 and out == f"{tmp_path}/x.png and {tmp_path}/x.svg\n"
+    assert err == f"plot.py: left out: {lacks} has no telemetry: it is written with --telemetry_every\n"
+    status, out, err = tool(plot, lacks, f"--out={tmp_path}/y")
+    assert (status, out, err.count("\n")) == (2, "", 1) and not (tmp_path / "y.svg").exists()
+    assert f"{lacks}: no telemetry: give the jsonl of a run with --telemetry_every" in err
+    status, _, err = tool(plot, has, damaged, f"--out={tmp_path}/y")
+    assert status == 2 and err.count("\n") == 1 and "damaged.jsonl cannot be read as the jsonl of a run (TypeError" in err
+
+
 def test_a_picture_that_cannot_be_written(real_record, tmp_path, tool):
     """A missing folder, and a limit of 10,000 bytes: the old picture is kept."""
     status, _, err = tool(plot, real_record, f"--out={tmp_path}/no/such/x")
@@ -553,6 +573,14 @@ def test_tokens_are_counted_by_the_script_that_ran(folder, tokens):
     counted = plot.count_tokens(record.folder, record.results[0])
     steps = [step for step, _, _ in record.results[0]["val_points"]]
     assert counted == pytest.approx([step / steps[-1] * tokens / 1e6 for step in steps])
+
+
+def test_the_leaderboard_says_what_it_has_written(make_record, tmp_path, tool):
+    folder, readme = make_record("a", [1.0, 1.1]), tmp_path / "main.md"
+    readme.write_text("\n".join(make_leaderboard.MARKS))
+    status, out, err = tool(make_leaderboard, f"--records_dir={tmp_path}", f"--readme={readme}")
+    assert (status, out, err) == (0, f"written: {tmp_path}/README.md (1 records and rungs)\n", "")
+    assert folder.name in (tmp_path / "README.md").read_text()
 
 
 def test_the_leaderboard_is_up_to_date(tmp_path):
@@ -644,7 +672,8 @@ def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
     readme = tmp_path / "README.md"
     readme.write_text("\n".join(make_leaderboard.MARKS))
     args = f"--records_dir={tmp_path}/records", f"--readme={readme}"
-    assert tool(make_leaderboard, *args) == (0, "", "")
+    said = f"written: {tmp_path}/records/README.md (3 records and rungs), {readme}, {tmp_path}/records/ladder.svg and .png\n"
+    assert tool(make_leaderboard, *args) == (0, said, "")
     before = (tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes()
     trial = json.loads(sorted((folder / "muon").glob("*.json"))[0].read_text())
     trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = trial["final_val_loss"] = 7
@@ -757,6 +786,28 @@ def test_a_replay_compares_losses_and_machines(real_record, tool, monkeypatch):
     other["choices"] = {**result.get("choices", {}), "dtype": dtypes[chosen]}
     assert replay.find_differences(other) == f"dtype in use was {dtypes[chosen]}, here {chosen}"
     assert tool(replay)[0] == 2
+
+
+def test_a_path_that_is_no_record_leads_on(make_record, tmp_path, tool):
+    """A run in logs/, also beside this checkout's script, a file of a record, a folder of records, and nothing."""
+    folder, logs = make_record("a", [1.0]), tmp_path / "logs"
+    logs.mkdir()
+    run = shutil.copy(folder / "0.json", logs / "20261124-113814_seed0_6e28.json")
+    for path in (run, logs):
+        status, out, err = tool(replay, path)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"{path} is of runs without --record, which keep no script: start a run with --record=NAME" in err
+    assert f"0.json is a file: give its folder, {folder}\n" in tool(replay, folder / "0.json")[2]
+    assert f"holds no result itself: give a folder in it, for example {folder}\n" in tool(replay, folder.parent)[2]
+    assert "none does not exist: give the folder of a run with --record" in tool(replay, tmp_path / "none")[2]
+
+
+def test_the_logs_of_this_checkout_are_no_record(make_record, tmp_path, monkeypatch):
+    """Its script is the one that ran them."""
+    folder = make_record("a", [1.0], script=ROOT / "train_gpt.py")
+    monkeypatch.setattr(results, "ROOT", folder.resolve())
+    with pytest.raises(results.RecordError, match="holds no result"):
+        results.read_record(folder)
 
 
 def test_options_that_a_replay_drops():
@@ -901,6 +952,16 @@ def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
     helps, hurts = out.splitlines()[-2:]
     assert helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
     assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
+
+
+def test_an_ablation_uses_the_seeds_asked_for(make_ablation, tmp_path, tool):
+    """An earlier call left three."""
+    make_ablation(dict(nothing=1.0, softcap=2.0))
+    args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
+    _, out, _ = tool(ablate, *args, "--seeds=2")
+    assert "over 2 seeds\n" in out and "| 2 | " in out.splitlines()[-1]
+    _, out, _ = tool(ablate, *args, "--seeds=1")
+    assert "loss 1.0000 over 1 seed\n" in out and out.endswith("| softcap | +1.0000 |  | 1 |  | one seed: no test possible |\n")
 
 
 def test_an_ablation_refuses_runs_of_another_kind(make_ablation, tmp_path, tool):

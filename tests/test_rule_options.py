@@ -18,10 +18,13 @@ def options_of(preset: str, **overrides) -> dict:
     (dict(matrix_rule="normuonh", zero_init="off"), "zero_init=off has no effect.*output_gain=off"),
     (dict(tokens_per_param=8.0), "no effect without --depth"),
     (dict(matrix_rule="muons"), "matrix_rule=muons is not one of muon, normuon, muonh"),
+    (dict(matrix_rule="row_adam"), "matrix_rule=row_adam is not one of muon, .*, adamw: "),
+    (dict(ngram_rows=512, ngram_rule="muon"), "ngram_rule=muon is not one of adamw, row_adam: "),
+    (dict(head_every=2, head_late_every=3), "head_late_every=3 is not a multiple of head_every=2"),
     (dict(depth=-4), "depth=-4 is too small"),
     (dict(num_layers=0, matrix_rule="muonh"), "num_layers=0 is too small")])
 def test_options_that_do_nothing_or_cannot_be_are_refused(changes, complaint):
-    """The last three are refused before other options are computed from them."""
+    """An unknown rule, depth=-4 and num_layers=0 are refused before other options are computed from them."""
     with pytest.raises(gpt.InputError, match=complaint):
         smoke_config(**changes)
 
@@ -125,8 +128,9 @@ def test_a_rule_has_a_default_learning_rate():
     def rate(preset, **options):
         return gpt.make_config({"preset": preset, **options}).groups["matrix"].lr
 
-    rates = {name: rate("laptop_32", matrix_rule=name) for name in gpt.RULES}
-    assert rates == {name: rule.lr for name, rule in gpt.RULES.items()}
+    rules = gpt.list_choices(gpt.OPTIONS["matrix_rule"])
+    rates = {name: rate("laptop_32", matrix_rule=name) for name in rules}
+    assert rates == {name: gpt.RULES[name].lr for name in rules}
     assert rates["muon"] == rates["normuon"] == 0.05
     assert rate("laptop_32", matrix_rule="muonh", num_layers=48) == rates["muonh"] / 4
     assert rate("laptop_32", matrix_rule="muon", num_layers=48) == rates["muon"]

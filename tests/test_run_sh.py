@@ -14,7 +14,7 @@ def test_a_process_count_that_is_none(count, tmp_path):
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")  # its folder has no .venv either
     done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), "--preset=quick"], capture_output=True, text=True,
-                          env={"PATH": str(tmp_path), "NPROC": count})
+                          cwd=tmp_path, env={"PATH": str(tmp_path), "NPROC": count})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("run.sh: error: NPROC=") and "give NPROC=1 or more, or leave it out" in done.stderr
 
@@ -30,11 +30,13 @@ def calls_of(tmp_path):
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
 
-    def run(*args, nproc="4"):
+    def run(*args, nproc="4", cwd=tmp_path):
         notes.write_text("")
         done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), *args], capture_output=True, text=True,
-                              env={"PATH": str(tmp_path), "NPROC": nproc})
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+                              env={"PATH": str(tmp_path), "NPROC": nproc}, cwd=cwd)
+        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stderr == ("" if cwd.samefile(tmp_path) else f"run.sh: it works in its own folder, {tmp_path}: "
+                               f"relative paths start there, and not in {cwd}\n")
         return notes.read_text().splitlines()
 
     return run
@@ -54,13 +56,21 @@ def test_tools_and_tests_are_started(calls_of, tmp_path):
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
 
 
+def test_a_call_from_another_folder_says_where_relative_paths_start(calls_of, tmp_path):
+    """The fixture checks the line. A link to the folder is no other folder."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in ("elsewhere", "link"):
+        assert calls_of("--preset=quick", nproc="1", cwd=tmp_path / folder) == ["|train_gpt.py --preset=quick"]
+
+
 def test_a_tool_that_does_not_exist_is_named():
-    done = subprocess.run([ROOT / "run.sh", "config/train_gpt2.py"], capture_output=True, text=True)
+    done = subprocess.run([ROOT / "run.sh", "config/train_gpt2.py"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.startswith("run.sh: error: config/train_gpt2.py does not exist: tools are")
 
 
 def test_a_tool_takes_no_number_of_processes():
-    done = subprocess.run([ROOT / "run.sh", "benchmarks/comm.py"], capture_output=True, text=True,
+    done = subprocess.run([ROOT / "run.sh", "benchmarks/comm.py"], capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, "NPROC": "2"})
     assert done.returncode == 2 and done.stderr.startswith("run.sh: error: NPROC=2 is for training runs")
 
@@ -74,7 +84,7 @@ def test_two_processes_train(tmp_path, shards):
         capture_output=True, text=True, env={**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert ", 2 x cpu, " in done.stdout and "step:2/2 val_loss:" in done.stdout
-    done = subprocess.run([ROOT / "run.sh", "--preset=nope"], capture_output=True, text=True,
+    done = subprocess.run([ROOT / "run.sh", "--preset=nope"], capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, "NPROC": "2"})
     assert done.returncode == 2 and done.stderr.startswith("train_gpt.py: error: --preset=nope is not a preset")
 

@@ -30,8 +30,10 @@ def test_the_last_validation_has_windows_of_its_own_or_those_of_the_last_stage(s
     assert (schedule.at(1669).windows, schedule.at(1670).windows) == ((1408, 640), (1664, 768))
     same = gpt.Schedule(gpt.make_config({"preset": "track_1", "val_windows": ()}))
     last, final = same.at(1669), same.at(1670)
-    assert (final.windows, final.softmax_scale) == (last.windows, last.softmax_scale)
-    assert last.windows == (1408, 640) and np.array_equal(final.frequencies, last.frequencies)
+    assert final.windows == last.windows == (1408, 640)
+    for kind in ("long", "short"):
+        assert final.rope[kind].softmax_scale == last.rope[kind].softmax_scale
+        assert np.array_equal(final.rope[kind].frequencies, last.rope[kind].frequencies)
 
 
 def test_windows_are_the_records(schedule):
@@ -40,11 +42,12 @@ def test_windows_are_the_records(schedule):
 
 
 def test_softmax_scale_grows_as_published(schedule):
-    assert [round(scale, 4) for _, scale in schedule.rope_settings] == [0.1, 0.1169, 0.1275, 0.1318]
+    for kind in ("long", "short"):
+        assert [round(ropes[kind].softmax_scale, 4) for ropes in schedule.ropes] == [0.1, 0.1169, 0.1275, 0.1318]
 
 
 def test_yarn_by_hand(schedule):
-    first, second = schedule.rope_settings[0][0], schedule.rope_settings[1][0]
+    first, second = (schedule.ropes[stage]["long"].frequencies for stage in (0, 1))
     assert np.allclose(first[:32], (1 / 1024) ** np.linspace(0, 1, 32)) and not first[32:].any()
     for j in range(64):
         rotations = 3 * 128 * first[j] / (2 * math.pi)
@@ -53,6 +56,23 @@ def test_yarn_by_hand(schedule):
     assert second[0] == first[0] and second[31] == pytest.approx(
         first[31] * 3 / 7
     )  # fast ones stay, slow ones stretch
+
+
+def test_yarn_of_narrow_heads_by_hand():
+    """All 8 pairs rotate. The windows of short layers are 48, 96 and 480, and then 160, by the limit of YaRN."""
+    stages = (gpt.Stage(1, 512, 48), gpt.Stage(1, 512, 96), gpt.Stage(1, 512, 480))
+    cfg = smoke_config(stages=stages, short_qk_dim=16, short_attention_scale=0.2, yarn_max_window=160)
+    ropes, window = gpt.Schedule(cfg).ropes, 48
+    frequencies, scale = [1024 ** (-j / 7) for j in range(8)], 0.2
+    for setting, new in zip(ropes, (48, 96, 160)):
+        stretch = window / new
+        for j in range(8):
+            g = min(max((window * frequencies[j] / (2 * math.pi) - 1) / 31, 0), 1)
+            frequencies[j] *= stretch + g * (1 - stretch)
+        scale, window = scale * (1 - 0.2 * math.log(stretch)), new
+        assert setting["short"].frequencies == pytest.approx(frequencies, rel=1e-12)
+        assert setting["short"].softmax_scale == pytest.approx(scale, rel=1e-12)
+        assert setting["long"].softmax_scale == 0.1 and setting["long"].frequencies.shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -115,31 +135,31 @@ def test_stages_may_change_batch_length_and_learning_rate():
         gpt.Stage(3, 64, 64),
     )
     schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "stages": stages, "cooldown_frac": 0.5}))
-    assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
-    assert schedule.count_tokens() == 4 * 1024 + 8 * 2048
-    assert factor(schedule, 0) == 0.5 and factor(schedule, 4) == 1
+    assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 3), (3, 12)]  # 12 / 4 = 3
+    assert schedule.count_tokens() == 3 * 1024 + 9 * 2048
+    assert factor(schedule, 0) == factor(schedule, 2) == 0.5 and factor(schedule, 3) == 1
 
 
-LRS = dict(matrix=0.05, embed=0.6, value_embed=0.6, head=0.008, scalar=0.04, residual=0.04, mix=0.008, gate=0.008,
+LRS = dict(matrix=0.05, embed=0.6, value_embed=0.6, ngram=0.6, head=0.008, scalar=0.04, residual=0.04, mix=0.008, gate=0.008,
            gain=0.1)  # of record 32
 MOMENTUM = (0.85, 0.95, 300, 0)  # from, to, steps of the rise, last steps of the fall
 FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of all groups, of matrices, final value
     track_1=dict(ends=(557, 1114, 1670), falls=(0.5, 0.5, 0.1)),
-    frontier=dict(ends=(423, 847, 1270, 1285), extension=15, peaks=(1, 1.52, 1.73, 1.73), falls=(0.6, 0.6, 0.15),
-                  momentum=(0.85, 0.95, 300, 50), decay_follows_lr=True,
-                  lrs=dict(matrix=0.023, embed=0.008, value_embed=0.6, head=0.008),
-                  decays=dict(matrix=0.0276, embed=0.006, head=0.006, value_embed=0.015, gate=0.00004),
-                  targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), (0.25, 0)),
-                           ((1, 1),), ((1, 1),))),
-    laptop=dict(ends=(241, 481, 720), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
-                lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3)),
-    smoke_frontier=dict(ends=(6, 10, 12), extension=2, peaks=(1, 1.5, 1), falls=(0.6, 0.6, 0.15),
-                        momentum=(0.85, 0.95, 4, 4), decay_follows_lr=True,
-                        lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.072),
-                        targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1),), ((1, 1),))),
+    frontier=dict(ends=(320, 681, 965, 1107, 1174, 1194), extension=20, falls=(940 / 1174, 940 / 1174, 0.3),
+                  peaks=(1, 1.52, 1.73, 1.73, 1.73 * (20 / 24) ** 0.5, 1), momentum=(0.85, 0.93, 240, 50),
+                  decay_follows_lr=True, lrs=dict(matrix=0.023, embed=0.008, value_embed=0.56, ngram=0.56, head=0.008),
+                  decays=dict(matrix=0.05175, embed=0.006, head=0.006, value_embed=0.014, ngram=0.014, gate=0.00004),
+                  targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), [0.2, 0.15, 0.1, 0.05]),
+                           *[((1, 1),)] * 4)),
+    laptop=dict(ends=(240, 480, 720), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
+                lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3, ngram=0.3)),
+    smoke_frontier=dict(ends=(6, 12, 14), extension=2, peaks=(1, 1.5, 1), falls=(0.8, 0.8, 0.3),
+                        momentum=(0.85, 0.93, 4, 4), decay_follows_lr=True,
+                        lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.135, ngram=0.01),
+                        targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), [0.5, 0.25]), ((1, 1),))),
     muonh=dict(ends=(557, 1114, 1670), falls=(0.3, 1.0, 0.0),
                lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, head=0.004)),
-    track_2=dict(ends=(626, 1251, 1876, 2501, 3126, 3751, 4376, 5001, 5626, 6251, 6876, 7500),
+    track_2=dict(ends=(625, 1250, 1875, 2500, 3125, 3750, 4375, 5000, 5625, 6250, 6875, 7500),
                  peaks=(1, 1.52, 1.73, *[2] * 9), falls=(0.7, 0.7, 0.1),
                  lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, head=0.0015)),
 )
@@ -147,7 +167,7 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
 
 def written_out(step, ends, falls, extension=0, peaks=(), momentum=MOMENTUM, decay_follows_lr=False, lrs=(),
                 decays=(), targets=()):
-    """(learning rates, weight decays, momentum, loss weights) at a step."""
+    """(learning rates, weight decays, momentum, loss weights) at a step. Weights in a list have equal parts of a stage."""
     num_steps, scheduled = ends[-1], ends[-1] - extension
     stage = sum(step >= end for end in ends[:-1])  # the last stage, too, for the final validation
     start = ends[stage - 1] if stage else 0
@@ -165,8 +185,10 @@ def written_out(step, ends, falls, extension=0, peaks=(), momentum=MOMENTUM, dec
     low, high, rise, fall = momentum
     t = min(step / rise if rise else 1, (num_steps - step) / fall if fall else 1, 1)
     ramps = targets[stage] if targets else ((1, 1),)
-    part = (step - start) / (ends[stage] - start)
-    return lr, decay, low + t * (high - low), tuple(a + part * (b - a) for a, b in ramps)
+    done, length = step - start, ends[stage] - start
+    weights = tuple(x[min(done * len(x) // length, len(x) - 1)] if isinstance(x, list) else x[0] + done / length * (x[1] - x[0])
+                    for x in ramps)
+    return lr, decay, low + t * (high - low), weights
 
 
 @pytest.mark.parametrize("preset", FORMULAS)
@@ -185,41 +207,62 @@ def test_every_step_is_the_formula(preset):
 
 
 def test_frontier_at_known_steps():
-    """By hand. The fall begins at step 0.4 * 1270 = 508 and takes 762 steps."""
+    """By hand. The fall begins at step 1174 - 940 = 234 and takes 940 steps."""
     cfg = gpt.make_config({"preset": "frontier"})
-    at = gpt.Schedule(cfg).at
-    assert [name for name, group in cfg.groups.items() if group.is_due(700)] == ["matrix"]
-    assert all(group.is_due(701) for group in cfg.groups.values())
-    assert (at(0).lr["head"], at(422).lr["head"]) == (0.008, 0.008)
-    assert at(423).lr["head"] == at(508).lr["head"] == pytest.approx(0.008 * 1.52, rel=1e-12)
-    t = (1270 - 701) / 762
-    for name, lr in (("head", 0.008), ("embed", 0.008), ("value_embed", 0.6), ("matrix", 0.023)):
-        assert at(701).lr[name] == pytest.approx(lr * (1.52 * t + 0.15 * (1 - t)), rel=1e-12)
-    assert at(701).lr["head"] == pytest.approx(0.009384042, rel=1e-6)
-    assert at(701).weight_decay["head"] == pytest.approx(0.006 * (1.52 * t + 0.15 * (1 - t)), rel=1e-12)
-    assert [at(step).lr["head"] for step in (1270, 1284, 1285)] == [0.008 * 0.15] * 3
-    assert at(701).loss_weights == pytest.approx((1, 0.5 * (847 - 701) / 424, 0.25 * (847 - 701) / 424))
+    at, late = gpt.Schedule(cfg).at, cfg.step_at(cfg.late_start)
+    assert late == 336
+
+    def names_due(step):
+        return [name for name, group in cfg.groups.items() if group.is_due(step, late)]
+
+    tables = ["value_embed", "ngram"]
+    assert names_due(334) == names_due(700) == ["matrix"] and names_due(335) == names_due(703) == list(cfg.groups)
+    assert names_due(701) == [name for name in cfg.groups if name not in tables]
+    assert at(0).lr["head"] == 0.008 and at(234).lr["head"] == pytest.approx(0.008, rel=1e-12)
+    for step, peak in ((319, 1), (320, 1.52), (701, 1.73), (1107, 1.73 * (5 / 6) ** 0.5)):
+        t = (1174 - step) / 940
+        for name, lr in (("head", 0.008), ("embed", 0.008), ("value_embed", 0.56), ("ngram", 0.56), ("matrix", 0.023)):
+            assert at(step).lr[name] == pytest.approx(lr * (peak * t + 0.3 * (1 - t)), rel=1e-12)
+    assert at(701).lr["head"] == pytest.approx(0.00815651064, rel=1e-6)
+    t = (1174 - 701) / 940
+    assert at(701).weight_decay["head"] == pytest.approx(0.006 * (1.73 * t + 0.3 * (1 - t)), rel=1e-12)
+    assert [at(step).lr["head"] for step in (1174, 1193, 1194)] == [0.008 * 0.3] * 3
+    assert [at(step).loss_weights[2] for step in (320, 410, 411, 500, 501, 590, 591, 680)] == [
+        0.2, 0.2, 0.15, 0.15, 0.1, 0.1, 0.05, 0.05]
+    assert at(500).loss_weights[:2] == pytest.approx((1, 0.5 * (681 - 500) / 361))
+    assert [at(step).stage.num_classes for step in (0, 680, 681, 964, 965, 1106, 1107, 1174)] == [
+        10_240, 10_240, 14_336, 14_336, 24_576, 24_576, None, None]
 
 
 def test_adam_groups_of_frontier_are_updated_in_odd_steps():
     """At step 700 only matrices move. At step 701 the head moves by its learning rate, times Adam's direction.
 
-    Its moments begin at zero, so that is 0.5 / sqrt(0.05). The bias corrections of 351 updates are 1.
+    Its moments begin at zero, so that is 0.5 / sqrt(0.05). The bias corrections of 351 updates are 1. Value embeddings
+    move at step 703, with the betas of two updates.
     """
     cfg = gpt.make_config({"preset": "frontier"})
     model, schedule = Ends(), gpt.Schedule(cfg)
     model.matrix = gpt.parameter(torch.ones(4, 8), "matrix")
+    model.table = gpt.parameter(torch.zeros(3), "value_embed")
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    optimizer.step_count, t = 700, (1270 - 701) / 762
-    for step, distance in ((700, 0.0), (701, 0.008 * (1.52 * t + 0.15 * (1 - t)) * 0.5 / 0.05**0.5)):
+    optimizer.step_count = 700
+
+    def rate(step):
+        t = (1174 - step) / 940
+        return 1.73 * t + 0.3 * (1 - t)
+
+    head = 0.008 * rate(701) * 0.5 / 0.05**0.5
+    table = 0.56 * rate(703) * (1 - 0.75**2) / (1 - 0.95**2) ** 0.5
+    for step, distances in ((700, (0.0, 0.0)), (701, (head, 0.0)), (702, (head, 0.0)), (703, (None, table))):
         before = model.matrix.detach().clone()
         for param in model.parameters():
-            gradient = torch.ones_like(param)  # of the two steps together
+            gradient = torch.ones_like(param)  # of all steps since the last update together
             param.grad = gradient if param.grad is None else param.grad + gradient
         optimizer.step(schedule.at(step))
         assert not torch.equal(model.matrix, before)
-        for param in (model.head.weight, model.embed):
-            assert param.tolist() == pytest.approx([-distance] * 3, rel=1e-5)
+        for param, distance in zip((model.head.weight, model.table), distances):
+            assert distance is None or param.tolist() == pytest.approx([-distance] * 3, rel=1e-5)
+        assert torch.equal(model.embed, model.head.weight)
 
 
 def lr_factors(cfg, group, *steps):
@@ -256,7 +299,8 @@ def test_yarn_stops_where_it_is_told():
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 192, 64), gpt.Stage(1, 256, 128))
     scales = {
         limit: [
-            scale for _, scale in gpt.Schedule(smoke_config(stages=stages, yarn_max_window=limit)).rope_settings
+            ropes["long"].softmax_scale
+            for ropes in gpt.Schedule(smoke_config(stages=stages, yarn_max_window=limit)).ropes
         ]
         for limit in (0, 32, 192)
     }

@@ -136,14 +136,16 @@ def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
     assert hashlib.sha256(b"1.txt").digest()[0] < 16
 
 
-@pytest.mark.parametrize("size, epochs", [(60_000, 100), (5_000, 260)])
-def test_the_printed_command_trains(size, epochs, tmp_path, capsys, monkeypatch):
-    """5,000 bytes are one document for validation and 2,953 tokens for training: two packed sequences per epoch, for 260 steps of two."""
+@pytest.mark.parametrize("size, epochs, doc_bytes", [
+    (60_000, 100, 2047), (5_000, 260, 2047), pytest.param(3_000, 1040, 2047, marks=pytest.mark.slow), (600, 2080, 44)])
+def test_the_printed_command_trains(size, epochs, doc_bytes, tmp_path, capsys, monkeypatch):
+    """5,000 bytes are one document for validation and 2,953 tokens for training: two packed sequences per epoch, for 260 steps of two.
+    With fewer tokens than one packed sequence, sequences are shorter."""
     monkeypatch.chdir(tmp_path)
-    said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine")
+    said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command)[0])
-    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520  # enough for the whole run
+    assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520 * 1024 // cfg.seq_len  # enough for the whole run
     assert gpt.main([*command, "--num_iterations=10", "--device=cpu"]) == 0
     assert "step:10/10 val_loss" in capsys.readouterr().out
 
@@ -201,6 +203,22 @@ def test_a_nul_byte_is_refused_in_a_named_file_and_skipped_in_a_folder(tmp_path,
     assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 60_030  # 30 documents, each with a BOS
 
 
+def test_bytes_that_are_not_utf_8_are_kept_and_named(tmp_path, capsys):
+    """One line names the first file, with the bytes of all. A file in UTF-8 is none of them."""
+    texts, out = tmp_path / "texts", tmp_path / "mine"
+    texts.mkdir()
+    write_book(texts / "a.txt", 60_000)
+    (texts / "b.txt").write_text("\N{LATIN SMALL LETTER E WITH ACUTE}" * 9)
+    assert "not UTF-8" not in make(capsys, texts, "--out", out)
+    (texts / "c.txt").write_bytes(b"caf\xe9")
+    assert f"{texts}/c.txt: 1 byte is not UTF-8 and kept. iconv converts" in make(capsys, texts, "--out", out)
+    (texts / "d.txt").write_bytes(b"na\xefve caf\xe9\n")
+    said = make(capsys, texts, "--out", out)
+    assert f"{texts}/c.txt and 1 more: 3 bytes are not UTF-8 and kept. " in said and said.count("\n") == 3
+    assert b"na\xefve caf\xe9\n" in b"".join(documents(out, "train") + documents(out, "val"))
+    assert " replaced by U+FFFD. " in text.format_foreign(text.Counter(a=2), is_kept=False)
+
+
 def test_too_little_text_leaves_nothing(tmp_path, capsys):
     (tmp_path / "note.txt").write_text("one line\n" * 9)
     said = make(capsys, tmp_path / "note.txt", "--out", tmp_path / "mine", status=2)
@@ -208,8 +226,11 @@ def test_too_little_text_leaves_nothing(tmp_path, capsys):
     assert said.endswith("give more text (4606 tokens always suffice)\n")
     (tmp_path / "longer.txt").write_text("one line\n" * 99)
     said = make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "mine", status=2)
-    assert said.endswith("give more text (4606 tokens always suffice) or a smaller --doc_bytes\n")
-    make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "small", "--doc_bytes=1")
+    assert said.endswith("give more text (4606 tokens always suffice) or --doc_bytes=190\n")
+    make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "small", "--doc_bytes=190")
+    (tmp_path / "shorter.txt").write_text("a line\n")
+    said = make(capsys, tmp_path / "shorter.txt", "--out", tmp_path / "mine", "--doc_bytes=1", status=2)
+    assert "with documents of 1 byte: give more text (514 tokens always suffice)\n" in said
     assert not (tmp_path / "mine").exists()
 
 

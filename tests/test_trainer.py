@@ -214,7 +214,7 @@ def test_a_snapshot_returns_exactly(shards):
     Three steps, because a zero head and zero output projections hold back gradients in the first ones.
     """
     trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
-    count, is_tied, before = snapshot = trainer.snapshot()
+    count, is_tied, before, _ = snapshot = trainer.snapshot()
     for _ in range(3):
         step()
     assert count == 0 and not is_tied and trainer.optimizer.step_count == 3
@@ -242,7 +242,7 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
             trainer.restore(snapshot)
             assert trainer.model.is_tied == was_tied and trainer.optimizer.step_count == count
             assert (trainer.optimizer.bucket_of["embed"] in trainer.optimizer.updated) == (not was_tied)
-            assert all(map(torch.equal, trainer.tensors(), snapshot[2]))
+            assert all(map(torch.equal, trainer.tensors(), snapshot.copies))
         assert losses[0] == losses[1]
     close()
 

@@ -5,15 +5,18 @@ import itertools
 import json
 import os
 import sys
+import threading
+import time
 from contextlib import ExitStack
 
 import pytest
-from conftest import ROOT, data_args, gpt, launch, smoke_config
+from conftest import ROOT, at_most, before_call, data_args, gpt, launch, smoke_config
 
 from benchmarks import tune
 
 TIMED = {"faster", "no difference", "slower"}
-STUB = """import json, os, sys
+STUB = """import json, os, sys, time
+time.sleep(float(os.environ.get("SLEEP", "0")))
 facts = dict(loss=1.0, step_seconds=0.1, seconds_per_token=1e-6, data="none", dtype="float32", fp8=[], compiles=False,
              threads=1, device="cpu", machine="a stub", room=1, environment=dict(os.environ), argv=sys.argv[1:])
 print(json.dumps(facts), flush=True)
@@ -101,6 +104,43 @@ def test_alternatives_without_time_are_not_tried(run_stubs, monkeypatch):
     verdicts = [row["verdict"] for row in result["alternatives"]]
     assert verdicts == ["no difference", "slower", "not tried", "not tried"]
     assert tune.format_report(result).count("not tried: the time was up") == 2
+
+
+@pytest.mark.parametrize("seconds, verdict, is_second, last", [
+    (350, "no verdict", False, "No verdict: the time was not enough"), (9000, "faster", True, "To paste: TOKEN=0.9e-6 "),
+    (1700, "faster", False, "To paste (no time was left for a second measurement): TOKEN=0.9e-6 ")])
+def test_too_few_rounds_are_no_verdict(run_stubs, monkeypatch, seconds, verdict, is_second, last):
+    """Each of the first six turns takes 100 s, so 350 s are enough for two of three rounds. Later turns take 300 s."""
+    now, turns = [0.0], iter([100.0] * 6 + [300.0] * 6)
+    monkeypatch.setattr(tune, "monotonic", lambda: now[0])
+    before_call(monkeypatch, tune.Worker, "take_turn", lambda *_: now.__setitem__(0, now[0] + next(turns)))
+    result = run_stubs(["TOKEN=0.9e-6"], seconds=seconds)
+    (row,), report = result["alternatives"], tune.format_report(result)
+    assert row["verdict"] == verdict and (result["together"] is not None) == is_second
+    assert ("no verdict: the time was up after 2 of 3 rounds" in report) == (seconds == 350)
+    assert report.splitlines()[-1].startswith(last)
+
+
+def test_an_interruption_waits_for_no_worker(run_stubs):
+    """The alternative does not answer for an hour. Its process and the timer of its time are ended."""
+    start, before = time.monotonic(), threading.enumerate()
+    with pytest.raises(TimeoutError), at_most(4):
+        run_stubs(["SLEEP=3600"])
+    seconds, left = time.monotonic() - start, [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.cancel()
+    assert seconds < 15 and not left
+
+
+@pytest.mark.parametrize("verdict, status, words", [
+    ("no difference", 0, "Nothing is faster than the plain config."),
+    ("not tried", 1, "No verdict: the time was not enough for one alternative. Give more with --seconds.")])
+def test_the_status_without_a_verdict(verdict, status, words, monkeypatch, capsys):
+    result = dict(machine="a stub", threads=1, dtype="float32", torch="2", data="none", seconds=9, loss=1.0, options=[],
+                  seconds_per_token=1e-6, alternatives=[tune.describe(("A=1",), verdict)], chosen=(), together=None)
+    monkeypatch.setattr(tune, "tune", lambda *_: result)
+    monkeypatch.setattr(sys, "argv", ["tune.py"])
+    assert tune.main() == status and capsys.readouterr().out.endswith(words + "\n")
 
 
 def test_workers_get_environment_and_options(run_stubs, monkeypatch):

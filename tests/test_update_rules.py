@@ -11,7 +11,8 @@ from torch import nn
 SPHERES = [name for name, rule in gpt.RULES.items() if rule.keeps_norm]
 BANDS = dict(newton_schulz=(0.6, 1.25), polar_express=(0.85, 1.15), six_maps=(0.99, 1.001), precise=(0.98, 1.001))
 MARGINS = dict(polar_express=1.02, six_maps=1.05)  # inputs are divided by this times their norm
-RULES_AND_METHODS = [(name, method) for name in gpt.RULES
+MATRIX_RULES = [name for name, rule in gpt.RULES.items() if not rule.row_state]  # row_adam is for tables only
+RULES_AND_METHODS = [(name, method) for name in MATRIX_RULES
                      for method in (BANDS if "muon" in name or name == "anvil" else ["newton_schulz"])]
 POLYNOMIALS = dict(  # as published, by Muon and by Polar Express. The last one is Newton-Schulz of order 5
     newton_schulz=[(3.4445, -4.7750, 2.0315)] * 5,
@@ -51,11 +52,11 @@ def equalize(singular, method):
     return values
 
 
-def update_by_hand(name, method, w, grads, lr, decay):
-    """W and the state after each gradient. One numpy matrix, in float64."""
+def update_by_hand(name, method, w, grads, lr, decay, by_row=False):
+    """W and the state after each gradient. One numpy matrix, in float64. by_row: rows of wide matrices, not columns."""
     rows, columns = w.shape
     m, v, slow, radius = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w), np.linalg.norm(w)
-    axis = 1 if rows >= columns else 0
+    axis = 1 if rows >= columns or by_row else 0
     seen = np.zeros_like(w).mean(axis, keepdims=True)
     for step, grad in enumerate(grads, 1):
         m, v, slow = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2, 0.98 * slow + 0.02 * grad
@@ -79,14 +80,15 @@ def update_by_hand(name, method, w, grads, lr, decay):
 
 
 @pytest.mark.parametrize("name, method", RULES_AND_METHODS)
-@pytest.mark.parametrize("shape", [(8, 8), (6, 14), (20, 5)], ids=["square", "wide", "tall"])
-def test_every_rule_against_float64(name, method, shape):
+@pytest.mark.parametrize("shape, by_row", [((8, 8), False), ((6, 14), False), ((20, 5), False), ((6, 14), True)],
+                         ids=["square", "wide", "tall", "wide by row"])
+def test_every_rule_against_float64(name, method, shape, by_row):
     """Two matrices, three updates in float32. Gradients have half their size, and grad_scale doubles them."""
     rng = np.random.default_rng(0)
     weights, grads = rng.standard_normal((2, *shape)), rng.standard_normal((3, 2, *shape))
-    references = [list(update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02)) for i in range(2)]
+    references = [list(update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02, by_row)) for i in range(2)]
     param, rule = torch.tensor(weights).float(), gpt.RULES[name]
-    state = rule.init_state(param)
+    state = rule.init_state(param, by_row=by_row)
     for step in range(3):
         args = make_args(0.05, 0.02, step + 1, grad_scale=2.0, polynomial=method)
         rule.update(param, torch.tensor(grads[step]).float() / 2, state, args)
@@ -235,6 +237,38 @@ def test_the_first_two_updates_of_the_optimizer_are_adams(every, fast):
             assert torch.allclose(param.double(), expected[name], atol=1e-6), f"{name}, update {t}"
 
 
+@pytest.mark.parametrize("cautious", [False, True])
+def test_row_adam_against_float64(cautious):
+    """Six updates, of which a row misses those without a gradient: its weights, and its second moment until it is read.
+
+    beta2 changes after three updates, from 0.9 to 0.81, as in a group with late_every.
+    """
+    rng, rule = np.random.default_rng(0), gpt.RULES["row_adam"]
+    param = torch.tensor(rng.standard_normal((5, 6))).float()
+    state = rule.init_state(param)
+    assert {key: x.shape for key, x in state.items()} == {"exp_avg_sq": (5, 1), "last_update": (5, 1)}
+    weight, mean_square, last = param.double().numpy(), np.zeros(5), np.zeros(5)
+    elapsed, power = 0.0, 1.0  # sum of -log(beta2), product of beta2
+    for step in range(6):
+        beta2 = 0.9 if step < 3 else 0.81
+        elapsed, power = elapsed - math.log(beta2), power * beta2
+        grad = rng.standard_normal((5, 6)) * (rng.random((5, 1)) < 0.6)
+        grad[4] = 0  # never read
+        for row in grad.any(1).nonzero()[0]:
+            mean_square[row] *= math.exp(last[row] - elapsed)  # once per update since the row was read
+            mean_square[row] += (1 - beta2) * ((2 * grad[row]) ** 2).mean()
+            last[row] = elapsed
+            update = 2 * grad[row] / (math.sqrt(mean_square[row]) + 1e-8) * math.sqrt(1 - power)
+            decay = 0.02 * (update * weight[row] > 0) if cautious else 0.02
+            weight[row] = weight[row] * (1 - decay) - 0.05 * update
+        args = make_args(0.05, 0.02, grad_scale=2.0, betas=(0.0, beta2), cautious=cautious,
+                         decay_time=torch.tensor(elapsed), bias_correction2=torch.tensor(1 - power))
+        rule.update(param, torch.tensor(grad).float(), state, args)
+        assert np.abs(param.numpy() - weight).max() < 2e-6
+        assert np.abs(state["exp_avg_sq"].ravel().numpy() - mean_square).max() < 2e-6
+    assert (last[:4] > 0).all() and len(set(last)) > 2 and not state["last_update"][4].any()
+
+
 @pytest.mark.parametrize("name", SPHERES)
 def test_norms_stay_for_a_thousand_steps(name):
     """In float32: each step rounds the norm by at most 2^-24 and sets it anew."""
@@ -368,10 +402,14 @@ LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, anvi
 
 
 def test_the_table():
-    assert list(gpt.RULES) == list(LRS) == list(gpt.list_choices(gpt.OPTIONS["matrix_rule"]))
+    assert list(gpt.RULES) == [*LRS, "row_adam"] and MATRIX_RULES == list(LRS)
+    assert list(gpt.list_choices(gpt.OPTIONS["matrix_rule"])) == MATRIX_RULES
+    assert list(gpt.list_choices(gpt.OPTIONS["ngram_rule"])) == ["adamw", "row_adam"]
     assert SPHERES == ["muonh", "normuonh", "adamh"]
-    assert [name for name, rule in gpt.RULES.items() if not rule.whole_matrix] == ["adamw"]
-    for name, rule in gpt.RULES.items():
+    assert [name for name, rule in gpt.RULES.items() if not rule.whole_matrix] == ["adamw", "row_adam"]
+    assert gpt.RULES["row_adam"].moments == () and not gpt.RULES["row_adam"].row_variance
+    for name in MATRIX_RULES:
+        rule = gpt.RULES[name]
         assert rule.row_variance == (name.startswith("nor") or name == "anvil")
         momentum = ("momentum", "slow_momentum") if name == "anvil" else ("momentum",)
         assert rule.moments == (("exp_avg", "exp_avg_sq") if name.startswith("adam") else momentum)

@@ -269,12 +269,17 @@ def values_are(value):
 class FakeBatches:
     """Batches of zeros, for Prefetcher and ValData."""
 
-    def __init__(self, batch_tokens: int, device: torch.device | str, num_batches: int = 0):
-        self.batch_tokens, self.device, self.num_batches = batch_tokens, device, num_batches
+    def __init__(self, batch_tokens: int, device: torch.device | str, num_batches: int = 0,
+                 stage: gpt.Stage | None = None):
+        self.batch_tokens, self.device, self.num_batches, self.classes = batch_tokens, device, num_batches, None
+        if stage and stage.num_classes:
+            sizes = batch_tokens // stage.seq_len, stage.num_classes
+            self.classes = torch.empty(sizes, dtype=torch.int64, device=device)
 
     def __next__(self) -> gpt.Batch:
         types = torch.int32, torch.int64, torch.int32
-        return gpt.Batch(*(torch.empty(self.batch_tokens, dtype=t, device=self.device) for t in types))
+        tensors = (torch.empty(self.batch_tokens, dtype=t, device=self.device) for t in types)
+        return gpt.Batch(*tensors, self.classes)
 
     def batch(self, _index: int) -> gpt.Batch:
         return next(self)
@@ -316,7 +321,8 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
     fp8 = [cfg.fp8_head != "off" and "fp8_head", wants_linear and "fp8_linear",
            cfg.fp8_mlp != "off" and "fp8_mlp"]
     rt = gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks), dtype=dtype, use_compile=use_compile, fast=fast,
-                     fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(), peak_flops=peak_flops)
+                     fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(), peak_flops=peak_flops,
+                     ngram_rows=gpt.choose_ngram_rows(cfg, gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks))))
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
@@ -356,7 +362,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         state = trainer.schedule.at(at)
         stage = dataclasses.replace(state.stage, tokens_per_step=micros * micro_tokens * num_ranks)
         for _ in range(cfg.adam_every):
-            trainer.train_step(FakeBatches(micro_tokens, DEVICE), state._replace(stage=stage))
+            trainer.train_step(FakeBatches(micro_tokens, DEVICE, stage=stage), state._replace(stage=stage))
 
     def validate(at: int) -> None:
         with values_are(1.0):
