@@ -141,7 +141,11 @@ def test_only_with_leaves_the_named_ones():
     newest = gpt.make_config({"preset": "frontier", "only_with": "muon,qk_norm"})
     assert newest.groups["matrix"].rule == "muon"
     assert (newest.softcap, newest.tie_head, newest.untie_frac) == (0.0, "on", 1.0)
-    assert set(newest.layers) == {gpt.LayerSpec("long")}
+    assert (newest.averages, newest.late_start, newest.slow_momentum_start) == ("off", 1.0, 1.0)
+    assert (newest.short_qk_dim, newest.mudd_groups, newest.max_attention_len) == (0, 1, 0)
+    assert (newest.x0_mix, newest.ngram_rows) == ("off", 0)  # so x0 and ngram of a layer have no effect
+    assert {dataclasses.replace(spec, x0=True, ngram=True) for spec in newest.layers} == {gpt.LayerSpec("long")}
+    assert {stage.num_classes for stage in newest.stages} == {None}
     assert gpt.make_config({"preset": "track_1", "without": "softcap", "softcap": 30.0}).softcap == 30
 
 
