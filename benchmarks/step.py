@@ -160,12 +160,17 @@ def count_graphs() -> int:
 
 
 def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Config:
-    """The config with shards of random tokens, enough for its steps. Each rank writes a pair."""
+    """The config with shards of random tokens, enough for its steps. Each rank writes a pair.
+
+    With a sampled loss there are fewer different tokens than classes, because all targets are classes.
+    """
     rng, bos = np.random.default_rng(0), cfg.vocab_size - 1
+    fewest = min(stage.num_classes or bos + 1 for stage in cfg.full_stages)
+    used = rng.permutation(bos)[: fewest - 1].astype(np.uint16)
     files = {}
     needed = 2 * gpt.Schedule(cfg).count_tokens() + 2 * cfg.seq_len
     for name, size in (("train", needed), ("val", cfg.val_tokens + 1)):
-        tokens = rng.integers(0, bos, size, dtype=np.uint16)
+        tokens = used[rng.integers(0, len(used), size)]
         tokens[:: cfg.max_doc_len] = bos
         path = Path(folder, f"{name}_{rt.rank}.bin")
         gpt.write_shard(path, tokens, cfg.vocab_size, bos)
@@ -176,7 +181,8 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
 def classify(name: str, shapes: list, cfg: gpt.Config) -> str:
     """The part of the model that calls an operator, from its name and the sizes of its operands."""
     sizes = {size for shape in shapes if isinstance(shape, (list, tuple)) for size in shape}
-    if cfg.padded_vocab_size in sizes and "embedding" not in name:
+    classes = {cfg.padded_vocab_size, *(stage.num_classes for stage in cfg.stages)}
+    if sizes & classes and "embedding" not in name:
         return "head and loss"
     if cfg.mlp_hidden in sizes:
         return "MLP"

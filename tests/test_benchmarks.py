@@ -215,6 +215,16 @@ def test_operators_are_told_by_their_sizes(name, shapes, part):
     assert step.classify(name, shapes, gpt.make_config({"preset": "laptop_32"})) == part
 
 
+def test_random_shards_have_fewer_tokens_than_classes(tmp_path):
+    """A sampled loss needs all targets of a sequence among its classes. The head is found by the number of classes."""
+    stages = (gpt.Stage(1, 64, 64, num_classes=192), gpt.Stage(1, 64, 64, num_classes=128))
+    cfg = step.use_random_shards(smoke_config(stages=stages), str(tmp_path), make_runtime())
+    batches = list(gpt.TrainData(cfg, gpt.Schedule(cfg)).batches(make_runtime(), 0, 12))
+    assert {batch.classes.size(1) for batch in batches} == {192, 128}
+    assert len(set(torch.cat([batch.targets for batch in batches]).tolist())) == 128  # with BOS
+    assert step.classify("aten::mm", [[512, 64], [64, 192]], cfg) == "head and loss"
+
+
 @pytest.mark.slow
 def test_the_gpu_day_is_rehearsed(tmp_path):
     """Every part of benchmarks/gpu.py on the CPU. The tests marked gpu are found and skipped without a GPU."""

@@ -179,6 +179,31 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
     assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, then two of 512 in each step
 
 
+def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
+    """Each sequence has all its targets among its classes. The other classes change from step to step."""
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, seq_len=256, num_classes=200),
+              gpt.Stage(1, 64, 64, num_classes=250), gpt.Stage(1, 64, 64, num_classes=384))  # fmt: skip
+
+    def collect(micro_batch_tokens: int, start: int, end: int, num_ranks: int = 1) -> list[list[int]]:
+        """Classes of the sequences of these steps, rank by rank."""
+        cfg = smoke_config(shards, stages=stages, micro_batch_tokens=micro_batch_tokens)
+        data, found = gpt.TrainData(cfg, gpt.Schedule(cfg)), []
+        for rank in range(num_ranks):
+            for batch in data.batches(make_runtime(rank, num_ranks), start, end, sweep_from=0):
+                rows = batch.classes.tolist() if batch.classes is not None else []
+                for row, targets in zip(rows, batch.targets.chunk(len(rows) or 1)):
+                    assert set(targets.tolist()) <= set(row) and row == sorted(row)
+                found += rows
+        return found
+
+    whole = [collect(2048, step, step + 1) for step in range(12)]  # a resumed run begins anywhere
+    assert [[len(row) for row in rows] for rows in whole] == [[200] * 4] * 4 + [[250] * 4] * 4 + [[]] * 4  # 384: all
+    assert all(rows[0] != rows[1] for rows in whole[:8]) and whole[0] != whole[1]
+    for micro_batch_tokens in (512, 1024, 2048):
+        assert collect(micro_batch_tokens, 0, 12) == sum(whole, [])
+        assert [collect(micro_batch_tokens, step, step + 1, num_ranks=2) for step in range(12)] == whole
+
+
 def test_too_few_tokens_say_how_many_and_what_to_do(shards):
     cfg = smoke_config(shards, num_iterations=1000)
     with pytest.raises(gpt.InputError, match=r"train_\*.bin is \d+ tokens short.*data/text.py"):

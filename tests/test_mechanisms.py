@@ -18,7 +18,7 @@ WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets a
     "decay": ("frontier", dict(matrix_weight_decay=0, embed_weight_decay=0, head_weight_decay=0,
                                value_embed_weight_decay=0, ngram_weight_decay=0, gate_weight_decay=0)),
     "cautious_decay": ("frontier", dict(decay="decoupled")),
-    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name != "matrix"}),
+    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name not in ("matrix", "gain")}),
     "late_period": ("frontier", dict(late_start=1.0)),
     "row_adam": ("frontier", dict(ngram_rule="adamw")),
     "low_bits": ("frontier", dict(matrix_dtype="float32")),
@@ -141,7 +141,11 @@ def test_only_with_leaves_the_named_ones():
     newest = gpt.make_config({"preset": "frontier", "only_with": "muon,qk_norm"})
     assert newest.groups["matrix"].rule == "muon"
     assert (newest.softcap, newest.tie_head, newest.untie_frac) == (0.0, "on", 1.0)
-    assert set(newest.layers) == {gpt.LayerSpec("long")}
+    assert (newest.averages, newest.late_start, newest.slow_momentum_start) == ("off", 1.0, 1.0)
+    assert (newest.short_qk_dim, newest.mudd_groups, newest.max_attention_len) == (0, 1, 0)
+    assert (newest.x0_mix, newest.ngram_rows) == ("off", 0)  # so x0 and ngram of a layer have no effect
+    assert {dataclasses.replace(spec, x0=True, ngram=True) for spec in newest.layers} == {gpt.LayerSpec("long")}
+    assert {stage.num_classes for stage in newest.stages} == {None}
     assert gpt.make_config({"preset": "track_1", "without": "softcap", "softcap": 30.0}).softcap == 30
 
 

@@ -55,8 +55,14 @@ OTHER_VALUES = dict(
     lr_warmup_frac=[0.5],
     momentum_cooldown_steps=[3],
     grad_grid=[0.25],
-    bigram_rows=[100],
+    ngram_rows=[100],
+    ngram_order=[2, 3],
+    short_qk_dim=[0, 8],
+    mudd_groups=[1, 2],
+    max_attention_len=[0, 64],
+    late_start=[0.0, 1.0],
     value_gate_dim=[4],
+    **{f"{name}_late_every": [4, 8] for name in gpt.TRACK_1_GROUPS},
 )
 
 
@@ -149,6 +155,14 @@ IDLE = [  # (preset, option without effect and further options, missing part)
     ("smoke", "--momentum_end=0.5 --matrix_rule=adamw", "a rule with momentum"),
     ("smoke", "--momentum_start=0.5 --without=muon", "a rule with momentum"),
     ("smoke", "--slow_momentum_start=0.5", "--matrix_rule=anvil"),
+    ("smoke", "--late_start=0.5", "a group with another late_every"),
+    ("smoke", "--embed_late_every=2", "--late_start below 1"),
+    ("smoke", "--ngram_rule=row_adam", "a parameter of group ngram"),
+    ("smoke", "--ngram_order=3", "--ngram_rows"),
+    ("smoke", "--short_qk_dim=16", "short layers"),
+    ("smoke", "--short_attention_scale=0.2", "--short_qk_dim"),
+    ("smoke", "--mudd_groups=2", "a layer with mudd_out"),
+    ("smoke", "--max_attention_len=512", "fewer tokens than seq_len"),
     ("laptop", "--max_doc_len=128", "--sequence_start=document"),
     ("laptop", "--momentum_start=0.5", "a rule with momentum, and --momentum_warmup_steps or"),
     ("laptop", "--momentum_warmup_steps=9", "a rule with momentum, and another --momentum_start"),
@@ -172,8 +186,9 @@ def test_options_without_effect_are_refused(preset, words, needed, capsys):
 
 
 def test_each_need_has_a_case():
-    """Except for stages, whose rows need a list in JSON, and for the parts that no preset lacks."""
-    shown = {words.split("=")[0][2:] for _, words, _ in IDLE}
+    """Except for stages, whose rows need a list in JSON, and for the parts that no preset lacks. One group stands for
+    all in late_every."""
+    shown = {words.split("=")[0][2:] for _, words, _ in IDLE} | {f"{name}_late_every" for name in gpt.TRACK_1_GROUPS}
     assert gpt.NEEDS.keys() - shown == {
         "embed_weight_decay", "embed_every", "mlp_up_lr_mul", "mlp_down_lr_mul", "seq_len"
     }  # fmt: skip
