@@ -162,7 +162,7 @@ def test_what_a_checkpoint_holds(shards, here):
     header = json.loads(Path("logs", f"{result['run_id']}.txt").read_text().split("\n=")[0])
     for other in (result, header):
         assert gpt.identify(metadata) == gpt.identify(other) and len(gpt.identify(metadata)) > 100
-    assert metadata["choices"] == dict(dtype="float32", compile=False, fast=metadata["choices"]["fast"], fp8=[])
+    assert metadata["choices"] == dict(dtype="float32", compile=False, fast=metadata["choices"]["fast"], fp8=[], ngram_rows=0)
 
 
 def test_the_two_highest_steps_are_kept_and_auto_starts_anew_without_any(shards, here, capsys):
@@ -681,7 +681,7 @@ def test_no_room_for_checkpoints(shards, here):
 
 def test_no_room_for_the_model(shards, here):
     """The result is complete, and status 1 says that model.pt is missing."""
-    done = run_limited(shards, 400_000, "--num_iterations=2", "--save_model=on")
+    done = run_limited(shards, 480_000, "--num_iterations=2", "--save_model=on")
     assert done.returncode == 1
     assert re.search(r"^no model: \S+ cannot be written \(File too large\)$", done.stdout, re.M)
     assert done.stderr == "train_gpt.py: error: the last checkpoint or model was not written, see above\n"
@@ -873,7 +873,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", ", not 'train_gpt 8'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", ", not 'train_gpt 9'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)
