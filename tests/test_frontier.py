@@ -35,6 +35,7 @@ def make_config(shape=SHAPE):
         for stage, (steps, counts) in enumerate(zip(shape.stage_steps, shape.candidates))
         for count in counts
     ]
+    thirds[-2] = thirds[-2][0], thirds[-2][1] + 1, thirds[-2][2]  # see Schedule: scheduled steps + 1
     ramps = ["1 0.5 0.25:0", "1 0.5:0", "1", "1", "1"]
     stages = tuple(
         gpt.Stage(
