@@ -158,10 +158,10 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
                         lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.135, ngram=0.01),
                         targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), [0.5, 0.25]), ((1, 1),))),
     muonh=dict(ends=(557, 1114, 1670), falls=(0.3, 1.0, 0.0),
-               lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, head=0.004)),
+               lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, ngram=0.3, head=0.004)),
     track_2=dict(ends=(626, 1251, 1876, 2501, 3126, 3751, 4376, 5001, 5626, 6251, 6876, 7500),
                  peaks=(1, 1.52, 1.73, *[2] * 9), falls=(0.7, 0.7, 0.1),
-                 lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, head=0.0015)),
+                 lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, ngram=0.3, head=0.0015)),
 )
 
 
