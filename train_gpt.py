@@ -489,14 +489,14 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_in="x_in,h7", mudd_out="x_in,h7,h9,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in"),
 )
 
-FRONTIER_STAGES = (  # the second row of 49,152 tokens has more classes, the third a smaller batch
+FRONTIER_STAGES = (  # the fourth row has more classes, and the fifth a smaller batch, for 67 steps
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights="1 0.5 0.25:0", prefix_weight="0.25", num_classes=10_240),
     Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52,
           seq_len=32_768, loss_weights="1 0.5:0", prefix_weight="0.2/0.15/0.1/0.05", num_classes=10_240),
     Stage(duration=284, window_long=1408, window_short=640, lr_factor=1.73, num_classes=14_336),
     Stage(duration=142, window_long=1408, window_short=640, lr_factor=1.73, num_classes=24_576),
-    Stage(duration=67, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
+    Stage(duration=68, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
           lr_factor=1.73 * (20 / 24) ** 0.5),
     Stage(duration=20, window_long=1664, window_short=768, tokens_per_step=131_072, seq_len=16_384),
 )
@@ -514,6 +514,7 @@ FRONTIER_GROUPS = dict(
     residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
     mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
     gate=Group(lr=0.008, betas=(0.9, 0.99), weight_decay=0.008 * 0.005, every=2),
+    gain=Group(lr=0.1, every=2),
 )
 
 # name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
@@ -2066,10 +2067,10 @@ class Schedule:
 
         # First step after each stage. The extension is the last stage
         durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
-        self.ends = [cfg.step_at(end / sum(durations)) for end in itertools.accumulate(durations)]
-        self.ends[-1] = self.scheduled_steps
+        ends = np.cumsum(durations) * (self.scheduled_steps + 1) / sum(durations)
+        self.ends = [math.ceil(end) for end in ends]
         if cfg.extension_steps:
-            self.ends.append(self.num_iterations)
+            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
 
         # Windows of each stage, and of the final validation
         self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
@@ -5050,7 +5051,8 @@ PRESETS |= {
             scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
             residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
             mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
-            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2)),
+            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
+            gain=Group(lr=0.1, every=2)),
         num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
         momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
         state_dtype="float32", max_attention_len=192, stages=(
@@ -5065,6 +5067,7 @@ PRESETS |= {
             matrix=Group(rule="normuonh", lr=0.02, betas=(0.9, 0.95)),
             embed=Group(lr=0.3),
             value_embed=Group(lr=0.3),
+            ngram=Group(lr=0.3),
             head=Group(lr=0.004)))),
     **{f"d{depth}": ("track_1", f"{depth} layers, other sizes follow from --depth", dict(depth=depth))
        for depth in (12, 24, 26)},
@@ -5078,6 +5081,7 @@ PRESETS |= {
             matrix=Group(rule="muon", lr=0.025 / 2, betas=(0.9, 0.95)),
             embed=Group(lr=0.3 / 2),
             value_embed=Group(lr=0.3),
+            ngram=Group(lr=0.3),
             head=Group(lr=0.003 / 2)),
         val_windows=(3456, 1408), stages=TRACK_2_STAGES)),
 }
@@ -5176,14 +5180,14 @@ def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
     decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # fixed below 8 layers, or it explodes
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
-    is_muon, keeps_norm = "muon" in rule, RULES[rule].keeps_norm
+    is_muon, keeps_norm = "muon" in rule or rule == "anvil", RULES[rule].keeps_norm
     recipe = flatten_groups(PRESETS["muonh"][2]) if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
         momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
         matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
-        embed_lr=0.3, value_embed_lr=0.15, head_lr=0.008)
+        embed_lr=0.3, value_embed_lr=0.15, ngram_lr=0.15, head_lr=0.008)
     rates = {name: recipe[name] * width_scale * batch_scale
-             for name in ("embed_lr", "value_embed_lr", "head_lr")}
+             for name in ("embed_lr", "value_embed_lr", "ngram_lr", "head_lr")}
     matrix_lr = (0.02 if is_muon else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
     return {**recipe, **rates, **dict(
         num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
@@ -5236,9 +5240,9 @@ def list_options() -> dict[str, Option]:
 
 
 def list_rules(name: str) -> tuple[str, ...]:
-    """Choices of --matrix_rule (rules of whole matrices, and adamw) or --ngram_rule (the other rules)."""
+    """Choices of --matrix_rule (rules without state per row) or --ngram_rule (without whole matrices)."""
     return tuple(key for key, rule in RULES.items()
-                 if key == "adamw" or (name == "matrix_rule") == rule.whole_matrix)
+                 if not (rule.row_state if name == "matrix_rule" else rule.whole_matrix))
 
 
 OPTIONS = list_options()
@@ -5601,12 +5605,12 @@ def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[Layer
 
 
 def choose_rule_options(preset: dict, values: dict) -> dict:
-    """Default options of --matrix_rule, unless the preset has this rule. muon and normuon count as equal.
+    """Default options of --matrix_rule, unless the preset has it. muon, normuon and anvil count as equal.
 
     Norm-preserving rules have smaller learning rates in deeper models (MuonH).
     """
     rule, preset_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
-    is_alike = rule == preset_rule or {rule, preset_rule} == {"muon", "normuon"}
+    is_alike = rule == preset_rule or {rule, preset_rule} <= {"muon", "normuon", "anvil"}
     options = dict(matrix_lr=preset["matrix_lr"]) if is_alike else rule_defaults(rule)
     if RULES[rule].keeps_norm:
         options["matrix_lr"] *= preset["num_layers"] / num_layers if is_alike else min(1, 12 / num_layers)
@@ -6838,6 +6842,7 @@ class StepTimer:
         self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
         self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device)
         self.updated: set[str] = set()  # groups with an update in this step
+        self.measured: set[str] = set()  # of these, groups with more than gradients measured
         self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
 
     def enter(self, part: str) -> None:
@@ -6854,6 +6859,7 @@ class StepTimer:
         if before is not None:
             momentum = next(iter(bucket.state.values()))
             tensors += [bucket.shard, bucket.shard.float() - before.float(), momentum]
+            self.measured.add(bucket.group_name)
         norms = [torch.linalg.vector_norm(x, dtype=at_least_fp32(x)) for x in tensors]
         squares = torch.stack(norms).square()
         squares[0] /= bucket.num_tokens**2
@@ -6935,8 +6941,9 @@ class Telemetry:
             progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
         progress.measured_step = progress.step
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
-        groups = {group: dict(grad_norm=grad, weight_norm=weight, update_ratio=update / max(weight, 1e-30),
-                              momentum_norm=momentum)
+        groups = {group: dict(grad_norm=grad) | (dict(
+                      weight_norm=weight, update_ratio=update / max(weight, 1e-30), momentum_norm=momentum)
+                      if group in timer.measured else {})
                   for group, (grad, weight, update, momentum) in zip(timer.rows, norms)
                   if group in timer.updated}
         self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),

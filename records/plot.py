@@ -13,6 +13,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import statistics
 import sys
 from datetime import date, timedelta
@@ -152,8 +153,8 @@ def plot_runs(paths: list[Path], out: Path) -> None:
                     ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):
             for group, colour in zip(measured[0]["groups"], itertools.cycle(COLOURS)):
-                panel.plot(steps, [event["groups"][group][key] for event in measured], color=colour,
-                           label=group)
+                values = [event["groups"][group].get(key, math.nan) for event in measured]
+                panel.plot(steps, values, color=colour, label=group)
             panel.set_yscale("log")
         for part, colour in zip(measured[0]["seconds"], itertools.cycle(COLOURS)):
             seconds.plot(steps, [1000 * event["seconds"][part] for event in measured], color=colour,

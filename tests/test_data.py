@@ -170,12 +170,12 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512, max_doc_len=50, seq_len=256), gpt.Stage(1, 64, 64))
     cfg = smoke_config(shards, stages=stages)
     data, sequences = all_sequences(cfg)
-    # 6 steps of 2 sequences, 6 steps of 4
-    assert [data.count_sequences(step) for step in range(13)] == [*range(0, 12, 2), *range(12, 37, 4)]
-    assert len(data.sequences) == 36
-    assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 12 + [256] * 24
-    assert [len(tokens) for tokens in sequences] == [257] * 12 + [513] * 24
-    batches = list(data.batches(make_runtime(), 5, 7))
+    # ceil(13 / 2) = 7 steps of 2 sequences, 5 steps of 4
+    assert [data.count_sequences(step) for step in range(13)] == [*range(0, 14, 2), *range(14, 35, 4)]
+    assert len(data.sequences) == 34
+    assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 14 + [256] * 20
+    assert [len(tokens) for tokens in sequences] == [257] * 14 + [513] * 20
+    batches = list(data.batches(make_runtime(), 6, 8))
     assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, then two of 512 in each step
 
 
@@ -197,8 +197,8 @@ def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
         return found
 
     whole = [collect(2048, step, step + 1) for step in range(12)]  # a resumed run begins anywhere
-    assert [[len(row) for row in rows] for rows in whole] == [[200] * 4] * 4 + [[250] * 4] * 4 + [[]] * 4  # 384: all
-    assert all(rows[0] != rows[1] for rows in whole[:8]) and whole[0] != whole[1]
+    assert [[len(row) for row in rows] for rows in whole] == [[200] * 4] * 5 + [[250] * 4] * 4 + [[]] * 3  # 384: all
+    assert all(rows[0] != rows[1] for rows in whole[:9]) and whole[0] != whole[1]
     for micro_batch_tokens in (512, 1024, 2048):
         assert collect(micro_batch_tokens, 0, 12) == sum(whole, [])
         assert [collect(micro_batch_tokens, step, step + 1, num_ranks=2) for step in range(12)] == whole

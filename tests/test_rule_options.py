@@ -102,7 +102,7 @@ def test_depth_with_the_muonh_recipe():
     recipe = gpt.flatten_groups(gpt.PRESETS["muonh"][2])
     for overrides in ({"preset": "muonh", "depth": 24}, {"preset": "d24", "matrix_rule": "normuonh"}):
         cfg = gpt.make_config(overrides)
-        values, scaled = gpt.flatten_groups(vars(cfg)), ("matrix_lr", "embed_lr", "value_embed_lr", "head_lr")
+        values, scaled = gpt.flatten_groups(vars(cfg)), ("matrix_lr", "embed_lr", "value_embed_lr", "ngram_lr", "head_lr")
         assert all(values[name] == value for name, value in recipe.items() if name not in scaled)
         assert (cfg.momentum_end, cfg.momentum_warmup_steps, cfg.lr_warmup_frac) == (0.95, 300, 0)
         assert values["matrix_lr"] == pytest.approx(0.02 * 2**0.5 / 2)

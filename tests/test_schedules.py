@@ -61,7 +61,7 @@ def test_yarn_by_hand(schedule):
 def test_yarn_of_narrow_heads_by_hand():
     """All 8 pairs rotate. The windows of short layers are 48, 96 and 480, and then 160, by the limit of YaRN."""
     stages = (gpt.Stage(1, 512, 48), gpt.Stage(1, 512, 96), gpt.Stage(1, 512, 480))
-    cfg = smoke_config(stages=stages, short_qk_dim=16, short_attention_scale=0.2, yarn_max_window=160)
+    cfg = smoke_config(stages=stages, num_layers=6, short_qk_dim=16, short_attention_scale=0.2, yarn_max_window=160)
     ropes, window = gpt.Schedule(cfg).ropes, 48
     frequencies, scale = [1024 ** (-j / 7) for j in range(8)], 0.2
     for setting, new in zip(ropes, (48, 96, 160)):
@@ -135,9 +135,9 @@ def test_stages_may_change_batch_length_and_learning_rate():
         gpt.Stage(3, 64, 64),
     )
     schedule = gpt.Schedule(gpt.make_config({"preset": "smoke", "stages": stages, "cooldown_frac": 0.5}))
-    assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 3), (3, 12)]  # 12 / 4 = 3
-    assert schedule.count_tokens() == 3 * 1024 + 9 * 2048
-    assert factor(schedule, 0) == factor(schedule, 2) == 0.5 and factor(schedule, 3) == 1
+    assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
+    assert schedule.count_tokens() == 4 * 1024 + 8 * 2048
+    assert factor(schedule, 0) == factor(schedule, 3) == 0.5 and factor(schedule, 4) == 1
 
 
 LRS = dict(matrix=0.05, embed=0.6, value_embed=0.6, ngram=0.6, head=0.008, scalar=0.04, residual=0.04, mix=0.008, gate=0.008,
@@ -151,17 +151,17 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
                   decays=dict(matrix=0.05175, embed=0.006, head=0.006, value_embed=0.014, ngram=0.014, gate=0.00004),
                   targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), [0.2, 0.15, 0.1, 0.05]),
                            *[((1, 1),)] * 4)),
-    laptop=dict(ends=(240, 480, 720), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
+    laptop=dict(ends=(241, 481, 720), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
                 lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3, ngram=0.3)),
-    smoke_frontier=dict(ends=(6, 12, 14), extension=2, peaks=(1, 1.5, 1), falls=(0.8, 0.8, 0.3),
+    smoke_frontier=dict(ends=(7, 12, 14), extension=2, peaks=(1, 1.5, 1), falls=(0.8, 0.8, 0.3),
                         momentum=(0.85, 0.93, 4, 4), decay_follows_lr=True,
                         lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.135, ngram=0.01),
                         targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), [0.5, 0.25]), ((1, 1),))),
     muonh=dict(ends=(557, 1114, 1670), falls=(0.3, 1.0, 0.0),
-               lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, head=0.004)),
-    track_2=dict(ends=(625, 1250, 1875, 2500, 3125, 3750, 4375, 5000, 5625, 6250, 6875, 7500),
+               lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, ngram=0.3, head=0.004)),
+    track_2=dict(ends=(626, 1251, 1876, 2501, 3126, 3751, 4376, 5001, 5626, 6251, 6876, 7500),
                  peaks=(1, 1.52, 1.73, *[2] * 9), falls=(0.7, 0.7, 0.1),
-                 lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, head=0.0015)),
+                 lrs=dict(matrix=0.0125, embed=0.15, value_embed=0.3, ngram=0.3, head=0.0015)),
 )
 
 
