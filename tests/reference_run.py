@@ -78,8 +78,8 @@ class Schedule:
         self.config, self.stages = config, config["stages"]
         self.steps = config["num_iterations"]
         total, done, self.first = sum(Fraction(s["duration"]) for s in self.stages), Fraction(0), []
-        for stage in self.stages:               # the stage of step s contains s / steps
-            self.first.append(math.ceil(self.steps * done / total))
+        for stage in self.stages:               # the stage of step s contains s / (steps + 1)
+            self.first.append(min(math.ceil((self.steps + 1) * done / total), self.steps))
             done += Fraction(stage["duration"])
         assert config["lr_warmup_frac"] == config["extension_steps"] == 0
 

@@ -236,8 +236,8 @@ def test_a_new_plan_that_repeats_tokens_says_so(shards, here, capsys):
     args = ["--val_loss_every=0", f"--stages={json.dumps(stages)}"]
     run(shards, "--num_iterations=8", "--checkpoint_every=6", *args)
     run(shards, "--num_iterations=16", f"--resume={find_step(6)}", *args)
-    # steps of 256 and 512 tokens: 4 and 2 before, 6 of the first kind now
-    assert "this run has trained on 2048 tokens, but its schedule plans 1536 before step 6, so tokens are repeated" in capsys.readouterr().out
+    # steps of 256 and 512 tokens: 5 and 1 before, 6 of the first kind now
+    assert "this run has trained on 1792 tokens, but its schedule plans 1536 before step 6, so tokens are repeated" in capsys.readouterr().out
 
 
 def test_an_older_checkpoint_of_a_run_begins_a_new_one(shards, here):

@@ -453,7 +453,7 @@ def test_print_schedule_obeys_options_and_needs_no_device(tmp_path):
     done = run_script(["--device=cuda", "--preset=smoke", "--num_iterations=3", "--head_lr=0.5", "--print_schedule"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and not list(tmp_path.iterdir())
     table = read_schedule(done.stdout)
-    assert list(table) == [0, 1, 2]  # three stages of one step
+    assert list(table) == [0, 1, 2]  # ceil(4 / 3) = 2, ceil(8 / 3) = 3
     assert table[0]["head"] == "0.5"
 
 

@@ -18,7 +18,7 @@ WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets a
     "decay": ("frontier", dict(matrix_weight_decay=0, embed_weight_decay=0, head_weight_decay=0,
                                value_embed_weight_decay=0, ngram_weight_decay=0, gate_weight_decay=0)),
     "cautious_decay": ("frontier", dict(decay="decoupled")),
-    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name not in ("matrix", "gain")}),
+    "adam_odd_steps": ("frontier", {f"{name}_every": 1 for name in gpt.TRACK_1_GROUPS if name != "matrix"}),
     "late_period": ("frontier", dict(late_start=1.0)),
     "row_adam": ("frontier", dict(ngram_rule="adamw")),
     "low_bits": ("frontier", dict(matrix_dtype="float32")),

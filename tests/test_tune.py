@@ -164,7 +164,7 @@ def test_workers_get_environment_and_options(run_stubs, monkeypatch):
     ("laptop", 99, list(range(20))),
     ("smoke_frontier", 1, [*range(4), *range(7, 11), *range(14, 18)]),  # tables are later updated each fourth step
     ("smoke_frontier", 20, [*range(4), *range(7, 11), *range(14, 18)]),
-    ("track_2", 1, [0, 2, 4, 5, 7, 9, 10, 12, 14, 15, 17, 19])])  # ceil(20 i / 12)
+    ("track_2", 1, [0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18])])  # ceil(21 i / 12)
 def test_a_turn_visits_all_stages(preset, num_steps, turn):
     cfg = tune.step.shorten(gpt.make_config({"preset": preset, "device": "cpu"}), tune.NUM_STEPS)
     assert tune.list_turn(gpt.Schedule(cfg), cfg.adam_every, num_steps) == turn
