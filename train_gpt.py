@@ -832,7 +832,9 @@ class Attention(nn.Module):
         self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
         v, proj = uniform((inner, dim), std).to(storage), uniform((dim, inner), out_std).to(storage)
         if inner == dim:
-            self.v_proj = parameter(torch.cat((v, proj)), "matrix")  # (2, D, D) values and output projection
+            v_proj = v.new_empty(2, dim, dim)  # torch.cat() of meta tensors imports the compiler
+            v_proj[0], v_proj[1] = v[0], proj[0]
+            self.v_proj = parameter(v_proj, "matrix")  # (2, D, D) values and output projection
         else:  # updated as if they were padded to (D, D), see ParamSpec
             self.v = parameter(v, "matrix", by_row=True)  # (1, inner, D)
             self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)  # (1, D, inner)
@@ -2024,6 +2026,8 @@ ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
 
 
 class RopeSetting(typing.NamedTuple):
+    """RoPE of one kind of layers in one stage."""
+
     frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token. 0: no rotation
     softmax_scale: float
 
@@ -2701,7 +2705,8 @@ def train(cfg: Config, argv: list[str]) -> None:
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
-        gc.freeze()  # the garbage collector ignores all objects of the setup
+        gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
+        stack.callback(gc.unfreeze)
         if cfg.checkpoint_every or cfg.time_limit:
             make_staging(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
@@ -3675,6 +3680,7 @@ class ShardedTable(Bucket):
         self.first_undo = 0
 
     def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+        """Wait for the gradients, update the rows that have one, clear the gradients."""
         if timer:
             timer.enter("communication")
         rows, grad = self.sparse.wait()  # (n,), (n, D)
@@ -5107,7 +5113,7 @@ MECHANISMS: dict[str, dict] = {
     "momentum_cooldown": dict(momentum_cooldown_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "polar_express": dict(orthogonalize="newton_schulz"),
-    "variance": dict(matrix_rule=lambda rule: rule.removeprefix("nor")),
+    "variance": dict(matrix_rule=lambda rule: "muon" if rule == "anvil" else rule.removeprefix("nor")),
     "slow_momentum": dict(slow_momentum_start=1.0),
     "averages": dict(averages="off"),
     "decay": {f"{name}_weight_decay": 0.0 for name in TRACK_1_GROUPS},

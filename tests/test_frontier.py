@@ -503,11 +503,8 @@ def test_fp8_of_the_mlp():
     assert torch.equal(mlp(x, model.eval_ops), plain(x, gpt.Operations()))  # validation is in bfloat16
 
 
-ABSENT = {"variance"}  # not in this recipe
-
-
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
-@pytest.mark.parametrize("mechanism", sorted(set(gpt.MECHANISMS) - ABSENT))
+@pytest.mark.parametrize("mechanism", sorted(gpt.MECHANISMS))
 def test_without(mechanism, fast, monkeypatch):
     """Without each mechanism of the newest recipe two steps are finite."""
     torch.manual_seed(0)

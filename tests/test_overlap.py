@@ -34,16 +34,22 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
     before_call(monkeypatch, gpt, "make_staging", lambda _: events.append("staging"))
     before_call(monkeypatch, gpt.Trainer, "run", lambda made, *_: (events.append("clock"), trainer.append(made)))
 
-    def note_save(checkpoints, step, state, copies):
-        weights[step] = {name: p.detach().clone() for name, p in trainer[0].model.named_parameters()}
-        saves.append({name: copy.copy for name, copy in copies.items() if name != "random/cpu"})
+    def note_save(checkpoints, saved):
+        weights[saved.progress.step] = {name: p.detach().clone() for name, p in saved.model.named_parameters()}
+
+    def note_copies(saved, *args):
+        state, copies = collect(saved, *args)
+        if "clock" in events:
+            saves.append({name: copy.copy for name, copy in copies.items() if name != "random/cpu"})
+        return state, copies
 
     def write_late(path, *args):
         if path.suffix == ".pt":
             assert has_ended[min(int(path.stem[5:]) + 1, 3)].wait(300)
         write(path, *args)
 
-    trainer = []
+    trainer, collect = [], gpt.collect_state
+    monkeypatch.setattr(gpt, "collect_state", note_copies)
     before_call(monkeypatch, gpt.Checkpoints, "save", note_save)
     monkeypatch.setattr(gpt, "write_atomic", write_late)
     before_call(monkeypatch, gpt.Checkpoints, "wait", lambda _: has_ended[trainer[0].progress.step].set())

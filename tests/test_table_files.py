@@ -29,7 +29,7 @@ def test_pieces_of_a_checkpoint(shards, tmp_path, saved, whole_run, capsys):
     assert names == sorted(f"{step}{part}.pt" for step in steps for part in ("", "_table0", "_table1", "_table2"))
     metadata, tensors = gpt.read_checkpoint(saved / "step_000012.pt")
     assert list(metadata["tables"]) == [f"step_000012_table{k}.pt" for k in range(3)]
-    assert tensors["ngram"].shape == (1024, 64) and tensors["ngram"].any(1).sum() > 300
+    assert tensors["ngram"].shape == (1024, 64) and tensors["ngram"].any(1).sum() > 200
     resumed = smoke_run(shards, tmp_path, *FRONTIER, f"--resume={saved / 'step_000012.pt'}")
     assert resumed["final_val_loss"] == whole_run["final_val_loss"]
     capsys.readouterr()

@@ -321,7 +321,7 @@ def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
     plot.plot_runs(paths, tmp_path / "runs")
     rows = [figures[0].axes[:4], figures[0].axes[4:]]
     for path, (losses, norms, _, seconds) in zip(paths, rows):
-        measured = plot.read_events(path, "telemetry")
+        measured = plot.read_events(path)["telemetry"]
         assert losses.get_lines()[0].get_ydata().tolist() == [line["loss_ema"] for line in measured]
         assert norms.get_lines()[0].get_xdata().tolist() == [3, 6, 9]
         assert len(norms.get_lines()) == len(measured[0]["groups"]) and len(seconds.get_lines()) == 5
@@ -335,4 +335,4 @@ def test_the_picture_of_runs(shards, tmp_path, monkeypatch):
             assert panel.title.get_window_extent().y0 >= panel.get_legend().get_window_extent().y1 - 1
     paths[0].write_text('{"event": "validation", "step": 0}\n')
     with pytest.raises(results.RecordError, match="give the jsonl of a run with --telemetry_every"):
-        plot.read_events(paths[0], "telemetry")
+        plot.plot_runs(paths[:1], tmp_path / "runs")
