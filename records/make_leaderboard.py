@@ -115,7 +115,8 @@ README_PICTURE = """\
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
 records/ladder.svg)
 
-Left: the benchmark's published records on 8xH100. This file contains the two that are marked in color. It
+Left: the benchmark's published records on 8xH100. Two are marked in color, and their miniatures are on the
+right. This file contains record 32 (`track_1`) and record 92 (`frontier`), the last point. It
 has not been timed on 8xH100. Right: recipes at a small size, with the median and the range of the seeds.
 Solid lines ran on two cores with bfloat16. The dashed line ran on two
 [slower](benchmarks/RESULTS.md#on-any-processor-before-and-after) cores without it.
@@ -133,8 +134,7 @@ fourth shows no effect at this size.
 CURVES = {  # of the picture: label, its place (seconds, loss), number and label of the published record
     "2026-11-21_ladder/target": ("AdamW of 2024", (117, 1.84), 2, "AdamW of 2024:\n{:.2g} min"),
     "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: track_1"),
-    "2026-11-22_frontier/tables": ("with frontier's blocks", (91, 0.885), 89,
-                                   "record 89: {:.2g} min\nhere: frontier"),
+    "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, "record 89: {:.2g} min"),
     "2026-11-22_narrow": ("laptop now, slower cores", (99, 0.957)),
 }
 MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
