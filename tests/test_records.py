@@ -625,7 +625,7 @@ def test_the_picture_shows_medians_of_all_seeds(picture):
     published, losses = figure.axes
     *lines, target_line = losses.get_lines()
     assert [curve.label for curve in curves] == [
-        "AdamW of 2024", "record 32", "with frontier's blocks", "laptop now, slower cores"]
+        "AdamW of 2024", "record 32", "with record 89's blocks", "laptop now, slower cores"]
     ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
     assert ends == [pytest.approx(end, abs=0.06) for end in ((218.2, 1.394), (89.4, 0.978), (85.0, 0.915), (93.9, 0.983))]
     assert [line.get_linestyle() for line in lines] == ["-", "-", "-", "--"]
