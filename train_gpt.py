@@ -1988,9 +1988,11 @@ class Averages:
             if step < first or (step - first) % average.every and not is_final:
                 continue
             rate = average.last_rate if step == last and average.last_rate else average.rate
-            rate = 1.0 if step == first else min(1.0, rate * AVERAGES_STEPS / self.num_steps)
+            rate = min(1.0, rate * AVERAGES_STEPS / self.num_steps)
             for bucket in set(selected) & set(updated):
-                bucket.state[key].lerp_(bucket.read_shard(), rate)
+                values, mean = bucket.read_shard(), bucket.state[key]
+                weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
+                mean.lerp_(values, torch.where(mean.any(), weight, 1.0))  # the first value is copied
 
     def apply(self, comm: Comm, updated: list[Bucket]) -> None:
         """After the last step: move the shards towards their averages, with the norms that they had."""

@@ -419,6 +419,17 @@ def test_averages_are_of_steps_of_the_run(shards, num_steps, monkeypatch):
         assert [name for name in named if ".qk" in name and torch.equal(named[name], before[name])] == []
 
 
+def test_an_average_that_begins_late_copies_its_first_value(shards):
+    """A resumed run with fewer steps may begin after the first counted step."""
+    trainer, _, close = make_trainer(shards, preset="smoke_frontier", untie_frac=1.0)
+    close()
+    averages, updated = trainer.optimizer.averages, trainer.optimizer.updated
+    averages.update(12, updated)
+    for key, average, selected in averages.rows:
+        for bucket in set(selected) & set(updated) if average.num_last == 2 else ():
+            assert torch.equal(bucket.state[key], bucket.read_shard()) and bucket.state[key].any()
+
+
 # ---- tied tables ---------------------------------------------------------------------------------------------------
 
 
