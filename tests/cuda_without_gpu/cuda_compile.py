@@ -399,7 +399,8 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
                 micros_per_step=accum, micro_tokens=micro_tokens, model_dim=cfg.model_dim,
                 mean_window=sum(duration * window for duration, window in spans)
                 / sum(duration for duration, _ in spans),
-                bytes_per_rank=2 * sum(p.nbytes for p in trainer.model.parameters()))
+                bytes_per_rank=2 * sum(p.nbytes for bucket in trainer.optimizer.buckets
+                                       if bucket not in trainer.optimizer.tables for p in bucket.params.values()))
 
 
 def summarize(observer: Observer, facts: dict) -> dict:
