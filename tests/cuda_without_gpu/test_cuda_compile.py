@@ -70,12 +70,12 @@ def test_segments_of_several_ranks_compile():
 @pytest.mark.parametrize("options", [
     pytest.param(["--own"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all"])
 def test_segments_of_the_newest_recipe_compile(options):
-    """All mechanisms in five layers, so segments read activations of earlier segments.
+    """All mechanisms in six layers, so segments read activations of earlier segments.
 
     The head has two more graphs for the single target of the last stage.
     """
     layers = json.dumps(list(map(dataclasses.asdict, gpt.SMOKE_FRONTIER_LAYERS)))
-    figures = compile_for("h200", "--preset=frontier", "--num_layers=5", f"--layers={layers}", "--segments=3",
+    figures = compile_for("h200", "--preset=frontier", "--num_layers=6", f"--layers={layers}", "--segments=3",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096", *options)
     assert figures["graphs"]["training"] == 10 and figures["graphs"]["validation"] == 4
 
