@@ -531,30 +531,33 @@ def test_without(mechanism, fast, monkeypatch):
 FRONTIER = ("--preset=smoke_frontier", "--micro_batch_tokens=512", "--check_ranks_every=1")
 
 
+UNTIED_LATE = "--untie_frac=0.9"  # after 12 steps. All gradients are applied after 4, 8, 12 and 14 steps
+
+
 @pytest.fixture(scope="module")
 def whole_run(shards, tmp_path_factory):
     """A run of the recipe with all mechanisms, without a stop."""
-    return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER)
+    return smoke_run(shards, tmp_path_factory.mktemp("whole"), *FRONTIER, UNTIED_LATE)
 
 
 @pytest.mark.slow
 def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_run, capsys):
     """Two ranks, a checkpoint of a tied head and one of an untied head. All end with the loss of one rank."""
-    two = smoke_run(shards, tmp_path, *FRONTIER, "--checkpoint_every=2", nproc=2)
+    two = smoke_run(shards, tmp_path, *FRONTIER, UNTIED_LATE, "--checkpoint_every=2", nproc=2)
     assert two["final_val_loss"] == whole_run["final_val_loss"]
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["step_000010.pt", "step_000012.pt"]
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["step_000012.pt", "step_000014.pt"]
     last = gpt.make_config({"preset": "smoke_frontier"})
     assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).untie_step == 7
-    for step in (6, 10):
+    for step in (8, 12):
         stopped = tmp_path / str(step)
         stopped.mkdir()
-        smoke_run(shards, stopped, *FRONTIER, f"--checkpoint_every={step}")
+        smoke_run(shards, stopped, *FRONTIER, UNTIED_LATE, f"--checkpoint_every={step}")
         (path,) = stopped.glob(f"checkpoints/*/step_{step:06d}.pt")
-        assert gpt.read_checkpoint(path)[0]["is_tied"] == (step == 6)
+        assert gpt.read_checkpoint(path)[0]["is_tied"] == (step == 8)
         new = tmp_path / f"from_{step}"
         new.mkdir()
-        resumed = smoke_run(shards, new, *FRONTIER, f"--resume={path}")
+        resumed = smoke_run(shards, new, *FRONTIER, UNTIED_LATE, f"--resume={path}")
         assert resumed["final_val_loss"] == whole_run["final_val_loss"]
         assert resumed["resumed_at"] == [step]
         capsys.readouterr()
