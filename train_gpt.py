@@ -2660,7 +2660,7 @@ class Trainer:
             part.clear()
 
     def forget(self, before: Snapshot | None) -> None:
-        """Free what only snapshots before this one need. None: all snapshots."""
+        """Free the records that only snapshots before this one need. None: all records."""
         marks = before.marks if before else [None] * len(self.optimizer.tables)
         for table, mark in zip(self.optimizer.tables, marks):
             table.forget(mark)
@@ -4881,6 +4881,7 @@ def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
 def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
     """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
     model, comm, device = trainer.model.eval(), trainer.rt.comm, trainer.rt.device
+    comm.set_timeout(LONG_TIMEOUT)  # ranks may build the table at different speeds
     bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(device)
     state, total = trainer.schedule.at(trainer.cfg.num_iterations), torch.zeros((), dtype=torch.float64)
     step_inputs = trainer.get_step_inputs(state, data.batch_tokens, trainer.cfg.val_seq_len)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -388,6 +389,20 @@ def test_classes_of_the_sampled_loss(need):
         assert ours.tolist() == expected and offset == theirs
     with pytest.raises(gpt.RunError, match="num_classes=299"):
         gpt.choose_classes(np.arange(300), 299, shape.vocab, 0)
+
+
+@pytest.mark.parametrize("gib, ranks, rows", [
+    (79, 1, 21_150_720), (79, 8, 84_602_880), (139, 1, 42_301_440), (40, 1, 377_280), (24, 1, 377_280)])  # fmt: skip
+def test_the_table_that_fits(gib, ranks, rows, monkeypatch):
+    """A row has 768 bfloat16 values and two float32 moments. 40 GiB of each GPU are for everything else."""
+    memory = gib * 2**30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=memory))
+    rt = dataclasses.replace(make_runtime(world_size=ranks), device=torch.device("cuda"))
+    cfg = gpt.make_config({"preset": "frontier"})
+    assert gpt.choose_ngram_rows(cfg, rt) == rows
+    assert gpt.choose_ngram_rows(cfg, make_runtime()) == 377_280  # a CPU
+    larger = [n for n in gpt.NGRAM_ROWS if n > rows]
+    assert not larger or larger[-1] * 1544 > max(0, memory - 40 * 2**30) * ranks
 
 
 def test_pieces_of_documents():
