@@ -2304,7 +2304,8 @@ class TrainData:
         self.sequences = list(plan(schedule, self._open_shards(paths)))
         self.bar.close()
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations))
+            report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations),
+                                  self.count_sequences(1))
 
     def _open_shards(self, paths: list[str]) -> Iterator[tuple[int, Shard]]:
         """Yield (index, shard) of all shards, once per epoch. A shard is opened at its first use."""
@@ -2698,7 +2699,7 @@ def train(cfg: Config, argv: list[str]) -> None:
             stack.enter_context(log)
         stack.enter_context(checkpoints)
         log.print(describe_sizes(run), to_console=False)
-        for note in filter(None, (*rt.notes, resume_line)):
+        for note in filter(None, (*rt.notes, describe_val_text(cfg), resume_line)):
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
@@ -4755,17 +4756,28 @@ def check_corpus(cfg: Config, shards: list[Shard]) -> None:
                          "again")
 
 
-def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int
-                          ) -> typing.NoReturn:
-    """Raise InputError with the number of missing tokens and the remedies."""
+def describe_val_text(cfg: Config) -> str:
+    """A note if the user's own text is trained on and the embedded corpus is validated on. Else empty."""
+    if uses_embedded_corpus(cfg.train_files) or not uses_embedded_corpus(cfg.val_files):
+        return ""
+    return f"validation is on {cfg.val_files}, not on your text: give --val_files, too"
+
+
+def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int,
+                          first_step: int) -> typing.NoReturn:
+    """Raise InputError with the number of missing tokens and the remedies.
+
+    needed, first_step: sequences of the run and of its first step.
+    """
     missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
     epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
     again = f", repeat them (--epochs={epochs})" if planned else ""
+    lower = "num_iterations" if len(planned) >= first_step else "tokens_per_step" if planned else "seq_len"
     hint = "" if cfg.sequence_start == "anywhere" else (
         ". --sequence_start=anywhere uses all tokens of long documents")
     raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
                      f"files with data/cached_fineweb10B.py N or data/text.py PATH{again}, or lower "
-                     f"--num_iterations{hint}")
+                     f"--{lower}{hint}")
 
 
 def read_vocabulary(cfg: Config) -> dict[bytes, int]:
@@ -7313,7 +7325,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     except RunError as error:
         status = report(error, program)
     except KeyboardInterrupt:
-        status = 130
+        status = report(RunStopped("interrupted", 130), program)
     except BrokenPipeError:  # the reader of the output, for example head, has exited
         status = 128 + 13  # SIGPIPE
     except Exception as error:

@@ -146,6 +146,8 @@ def measure(args: Namespace) -> int:
     params = sum(p.numel() for p in model.parameters())
     print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
           f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s")
+    if not math.isfinite(val_loss):
+        raise gpt.RunError(f"the loss is {val_loss}: give less than --lr={args.lr:g}")
     return 0
 
 

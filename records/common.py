@@ -57,7 +57,7 @@ def at_least(low: float, kind: type = int) -> Callable[[str], float]:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not value >= low:
+        if not low <= value < math.inf:
             raise argparse.ArgumentTypeError(
                 f"{text} is not a {'whole ' if kind is int else ''}number of at least {low:g}")
         return value
@@ -110,11 +110,11 @@ class Progress:
                 print(f"{self.unit} {self.done}/{self.total}: {label}", file=sys.stderr, flush=True)
 
 
-def run_guarded(body: Callable[[], int | None]) -> int:
+def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Run a tool and return its exit status.
 
     An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
-    gives 141, the status of SIGPIPE, without a line. Ctrl-C gives 130.
+    gives 141, the status of SIGPIPE, without a line. Ctrl-C prints a line and gives 130.
     """
     status, line = 0, ""
     try:
@@ -129,7 +129,7 @@ def run_guarded(body: Callable[[], int | None]) -> int:
         status = 141
     except KeyboardInterrupt:
         status = 130
-        warn("interrupted. Finished runs are kept")
+        warn(interrupted)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"

@@ -121,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main))
+    sys.exit(run_guarded(main, "interrupted. The same command goes on with the next run"))

@@ -91,6 +91,7 @@ def test_step_makes_do_without_shards(tmp_path):
     (gpt2_baseline, "--num_heads=3", "--num_heads=3 does not divide the width 128: give another number"),
     (gpt2_baseline, "--beta2=1.5", "--beta2=1.5 is too large: give a number below 1"),
     (copy_loss, "missing.pt", "missing.pt cannot be read as a checkpoint (it does not exist in"),
+    (gpt2_baseline, "--lr=inf", "inf is not a number of at least 0"),
     (gpt2_baseline, "--steps=0", "0 is not a whole number of at least 1"),
     (gpt2_baseline, "--options=--model_dims=4", "--model_dims is not an option: did you mean --model_dim"),
     (cpu_ablation, "--num_steps=some", "some is not a whole number of at least 1"),

@@ -208,10 +208,27 @@ def test_too_few_tokens_say_how_many_and_what_to_do(shards):
     cfg = smoke_config(shards, num_iterations=1000)
     with pytest.raises(gpt.InputError, match=r"train_\*.bin is \d+ tokens short.*data/text.py"):
         gpt.TrainData(cfg, gpt.Schedule(cfg))
+    for changes, remedy in (
+        ({}, "or lower --num_iterations"),
+        (dict(tokens_per_step=1 << 20), "or lower --tokens_per_step"),
+        (dict(tokens_per_step=1 << 20, seq_len=1 << 20, micro_batch_tokens=1 << 20), "or lower --seq_len"),
+    ):
+        cfg = smoke_config(shards, num_iterations=1000, **changes)
+        with pytest.raises(gpt.InputError, match=remedy):
+            gpt.TrainData(cfg, gpt.Schedule(cfg))
     with pytest.raises(gpt.InputError, match=r"--val_tokens=1024000.*at most --val_tokens=\d+"):
         gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
     with pytest.raises(gpt.InputError, match="matches no file"):
         gpt.ValData(smoke_config(shards, val_files="nowhere/*.bin"))
+
+
+def test_own_training_text_with_other_validation_text_is_said(shards):
+    own = smoke_config(shards)
+    assert gpt.describe_val_text(own) == gpt.describe_val_text(gpt.make_config({"preset": "smoke"})) == ""
+    mixed = gpt.make_config({"preset": "smoke", "train_files": own.train_files})
+    assert gpt.describe_val_text(mixed) == (
+        "validation is on data/torch_source/val_*.bin, not on your text: give --val_files, too"
+    )
 
 
 @pytest.mark.parametrize("start, steps", [("document", 150), ("anywhere", 220)])

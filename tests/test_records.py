@@ -1168,7 +1168,7 @@ def test_ctrl_c_ends_the_running_processes(tmp_path):
     code = (f"import signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[0] = 'x.py'\n"
             "from records import common, results\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"run = lambda: results.run_missing([('a', 0, [])], lambda _: set(), {source.encode()!r}, 'x.py')\n"
-            "sys.exit(common.run_guarded(run))")  # fmt: skip
+            "sys.exit(common.run_guarded(run, 'interrupted. Runs are kept'))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1000, cwd=tmp_path)
-    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "x.py: interrupted. Finished runs are kept"
+    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "x.py: interrupted. Runs are kept"
     assert "Traceback" not in done.stderr
