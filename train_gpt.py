@@ -280,7 +280,9 @@ class ModelConfig:
     softcap_width: float = option(7.5, "width of the softcap", 1e-3)
     fp8_head: str = option("auto", "FP8 matmuls in the head during training", choices=AUTO)
     fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
-    fp8_mlp: str = option("off", "FP8 matmuls in the MLP's forward", choices=AUTO)
+    fp8_logits: str = option("off", "logits of the FP8 head in FP8, too", choices=ON_OFF)
+    fp8_mlp: str = option("off", "FP8 matmuls in the MLP, with delayed scaling", choices=AUTO)
+    fp8_qkv: str = option("off", "FP8 matmuls for queries, keys and values", choices=AUTO)
     fp8_linear: str = option("auto", "FP8 in all linears of the layers. auto: if model_dim >= 1536",
                              choices=AUTO)
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON. Empty: record 32's pattern")
@@ -526,7 +528,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear="on", ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
         tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
-        softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_mlp="auto", matrix_dtype="bfloat16",
+        softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_logits="on", fp8_mlp="auto",
+        fp8_qkv="auto", matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
         orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages="on", decay="cautious",
         decay_schedule="lr", mlp_up_lr_mul=(11 / 3) ** 0.5, mlp_down_lr_mul=2 * (11 / 3) ** 0.5,
@@ -860,7 +863,7 @@ class Attention(nn.Module):
         w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
         if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
             w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * s["proj_scale"][:1]
-        qk, v = ops.linear(x, w_qkv).split((2 * H * K, H * L), dim=1)
+        qk, v = ops.qkv(x, w_qkv).split((2 * H * K, H * L), dim=1)
 
         # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) gives
         # token t two positions: 2t for its even heads, 2t + 1 for its odd heads.
@@ -1321,6 +1324,7 @@ class Operations(typing.NamedTuple):
     """The operations that have fast forms. make_operations() of part two replaces them."""
 
     linear: Callable = linear
+    qkv: Callable = linear
     embedding: Callable = embedding
     rms_norm: Callable = rms_norm
     relu2_mlp: Callable = relu2_mlp
@@ -2477,8 +2481,7 @@ class Trainer:
         num_tokens = state.stage.tokens_per_step // rt.comm.world_size  # of this rank
         loss_weights = torch.tensor(state.loss_weights).to(rt.device, non_blocking=True)
         total_loss, remaining = torch.zeros((), device=rt.device), num_tokens
-        if self.scales.reduced is not None:
-            self.scales.finish()
+        self.scales.finish()
 
         # Forward and backward of each micro-batch. Hooks reduce the gradients during the last backward.
         while remaining:
@@ -2494,11 +2497,11 @@ class Trainer:
                 self.inspect(batch, step_inputs)
             loss = self.model(*batch[:3], step_inputs, loss_weights, batch.classes)
             loss.backward()
+            self.scales.collect()
             total_loss += loss.detach()
 
         # Update
-        if "fp8_mlp" in self.model.fp8:
-            self.scales.start()
+        self.scales.start()
         if progress.step < progress.lr_scale_until:
             state = self.schedule.scale_lr(state, progress.lr_scale)
         optimizer.step(state)
@@ -2805,9 +2808,14 @@ def list_fast_forms() -> dict[str, Fast]:
         "fp8_mlp": Fast(
             mlp, dict(relu2_mlp=relu2_mlp_fp8),
             mlp_inputs, run_fp8_mlp, 0.2, "0f47cfe2dcdc", needs="fp8_mlp"),
+        "fp8_qkv": Fast(
+            dict(qkv=linear), dict(qkv=qkv_fp8),
+            random_inputs((BLOCK, "model_dim"), (256, "model_dim"), scales=[1.0, 0.02]), run_function, 0.2,
+            "069bdba0efb1", needs="fp8_qkv"),
         "fp8_linear": Fast(
-            dict(linear=linear) | mlp, dict(linear=linear_fp8, relu2_mlp=relu2_mlp_fp8_linear),
-            fp8_linear_inputs, run_fp8_linear, 0.2, "611568d4bcf3", needs="fp8_linear"),
+            dict(linear=linear, qkv=linear) | mlp,
+            dict(linear=linear_fp8, qkv=linear_fp8, relu2_mlp=relu2_mlp_fp8_linear),
+            fp8_linear_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
     }
 
 
@@ -2842,6 +2850,8 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
             fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
     if "fp8_mlp" in names and "relu2_mlp" in names and "fp8_linear" not in names:
         ops = ops._replace(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel=True))
+    if "fp8_qkv" in names and "cross_entropy" in names and "fp8_linear" not in names:
+        ops = ops._replace(qkv=functools.partial(qkv_fp8, use_kernel=True))
     return ops
 
 
@@ -3122,19 +3132,21 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 holds gradients up to 57344. The head has constant scales. Other scales are
-# amax / limit. Only the MLP's hidden activation uses the amax of the previous step (delayed scaling). FP8 is
-# for training only. Validation uses the activations' dtype. CPUs multiply rounded values in float32.
+# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit of the tensor
+# (current scaling), or of the previous step (delayed scaling). FP8 is for training only. Validation uses the
+# activations' dtype. CPUs multiply rounded values in float32. Constant scales of gradients are 8 times the
+# records', because the loss is a sum over tokens here, and the records divide it by 8 ranks.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class FP8Scales(typing.NamedTuple):
-    """Scales of the FP8 head."""
+    """Scales of the FP8 head, and the dtype of its logits (None: dtype of x)."""
 
     x: float
     weight: float
     grad: float
+    logits: torch.dtype | None = None
 
 
 def head_fp8_scales(cfg: Config) -> FP8Scales:
@@ -3142,58 +3154,66 @@ def head_fp8_scales(cfg: Config) -> FP8Scales:
 
     With one target of loss weight 1, |d loss / d logit| is at most 1. Scaled by 1/448, e5m2 holds up to 128.
     """
-    return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448)
+    return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
+                     logits=E4M3 if cfg.fp8_logits == "on" else None)
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
-                 ) -> tuple[Tensor, Tensor | float]:
-    """Quantize x / scale to FP8, saturating. Returns (x8, scale). The default scale is amax / limit."""
+                 ) -> tuple[Tensor, Tensor]:
+    """Quantize x / scale to FP8, saturating. Returns (x8, scale ()). The default scale is amax / limit."""
     limit = torch.finfo(dtype).max
-    scale = x.abs().max().float().clamp(min=1e-12) / limit if scale is None else scale
+    if scale is None:
+        scale = x.abs().max().float().clamp(min=1e-12) / limit
+    elif not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
     return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
 
 
-def scaled_matmul(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor,
-                  out_dtype: torch.dtype, fast: bool) -> Tensor:
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast: bool
+                  ) -> Tensor:
     """(a * scale_a) @ (b * scale_b)^T of FP8 tensors. a (M, K), b (N, K), both row-major -> (M, N).
 
-    fast: accumulate with less precision.
+    fast: accumulate with less precision. An FP8 result has scale 1 and saturates.
     """
     if a.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32 matmuls
-        return (a.float() @ b.float().T * (scale_a * scale_b)).to(out_dtype)
-    scales = (scale if isinstance(scale, Tensor) else torch.full(
-        (), scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b))
-    return torch._scaled_mm(a, b.T, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+        out = a.float() @ b.float().T * (scale_a * scale_b)
+        return out.clamp(-448, 448).to(E4M3) if out_dtype == E4M3 else out.to(out_dtype)
+    return torch._scaled_mm(a, b.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 class LinearFP8(torch.autograd.Function):
-    """x W^T in FP8. Backward matmuls are in FP8 if fp8_backward, else in x's dtype."""
+    """x W^T in FP8, forward and backward. The weight's scale is amax / limit."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, x_scale: Tensor | None, fp8_backward: bool) -> Tensor:
-        """x (T, K), weight (N, K) -> (T, N)."""
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float | None, grad_scale: float | None,
+                grad_dtype: torch.dtype, use_kernel: bool) -> Tensor:
+        """x (T, K), weight (N, K) -> (T, N). x_scale, grad_scale: constant scales. None: amax / limit."""
         x8, x_scale = quantize_fp8(x, E4M3, x_scale)
         w8, w_scale = quantize_fp8(weight, E4M3)
-        ctx.save_for_backward(*((x8, x_scale, w8, w_scale) if fp8_backward else (x, weight)))
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        ctx.grad_dtype, ctx.grad_scale, ctx.use_kernel = grad_dtype, grad_scale, use_kernel
         ctx.weight_dtype = weight.dtype
         return scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
-        if len(ctx.saved_tensors) == 2:
-            x, weight = ctx.saved_tensors
-            return grad @ weight, grad.T @ x, None, None
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        grad8, scale = quantize_fp8(grad, E5M2)
+        grad8, scale = quantize_fp8(grad, ctx.grad_dtype, ctx.grad_scale)
+        grad_t, x_t = (transpose(y, ctx.use_kernel) for y in (grad8, x8))
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
-        grad_w = scaled_matmul(grad8.T.contiguous(), x8.T.contiguous(), scale, x_scale, grad.dtype, False)
-        return grad_x, grad_w.to(ctx.weight_dtype), None, None
+        grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
+        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None
 
 
 def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """linear() in FP8, forward and backward."""
-    return LinearFP8.apply(x, weight, None, True)
+    """linear() in FP8. All scales are amax / limit."""
+    return LinearFP8.apply(x, weight, None, None, E5M2, False)
+
+
+def qkv_fp8(x: Tensor, weight: Tensor, use_kernel: bool = False) -> Tensor:
+    """linear() for queries, keys and values of normalized x. Inputs above 8 saturate. Source: record 90."""
+    return LinearFP8.apply(x, weight, 8 / 448, 8 / 448, E4M3, use_kernel)
 
 
 def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None
@@ -3202,65 +3222,88 @@ def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedS
     return linear_fp8(F.relu(linear_fp8(x, up.T)).square(), down)
 
 
+class MLPFP8(torch.autograd.Function):
+    """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
+
+    GRAD_SCALE = 2.0**-3  # of the gradient of the output
+
+    @staticmethod
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, scales: Tensor, amax: Tensor, use_kernel: bool
+                ) -> Tensor:
+        """x (T, D), up and down (D, M) -> (T, D). scales (2,) of the hidden activation, and of the gradient
+        before the activation. Backward returns the largest entries of both as the gradient of amax (2,)."""
+        x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
+        (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
+        hidden8, hidden_amax = relu2_matmul_fp8(
+            x8, up8, x_scale, up_scale, scales[0], E4M3, x.dtype, use_kernel)  # (T, M)
+        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, scales, hidden8, hidden_amax)
+        ctx.use_kernel = use_kernel
+        return scaled_matmul(hidden8, down8, scales[0], down_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, Tensor, None]:
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
+        x8, x_scale, up8, up_scale, down8, down_scale, scales, hidden8, hidden_amax = ctx.saved_tensors
+        grad8, scale = quantize_fp8(grad, E5M2, MLPFP8.GRAD_SCALE)
+        pre8, pre_amax = relu2_matmul_fp8(grad8, down8, scale, down_scale, scales[1], E5M2, grad.dtype,
+                                          ctx.use_kernel, hidden8, scales[0])  # (T, M)
+        grad_x = scaled_matmul(pre8, up8, scales[1], up_scale, grad.dtype, fast=False)
+        x_t, pre_t, grad_t, hidden_t = (transpose(y, ctx.use_kernel) for y in (x8, pre8, grad8, hidden8))
+        grad_up = scaled_matmul(x_t, pre_t, x_scale, scales[1], grad.dtype, fast=False)
+        grad_down = scaled_matmul(grad_t, hidden_t, scale, scales[0], grad.dtype, fast=False)
+        return grad_x, grad_up, grad_down, None, torch.stack((hidden_amax, pre_amax)), None
+
+
 def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
                   ) -> Tensor:
-    """relu2_mlp() with FP8 forward matmuls (2026-07-17). use_kernel: use FusedMLP if x is on a GPU."""
-    if use_kernel and x.is_cuda:
-        y, amax = FusedMLP.apply(x, up, down, scaling.scale.clone())
-        scaling.update_amax(amax.detach())
-        return y
-    hidden = F.relu(LinearFP8.apply(x, up.T, None, False)).square()  # (T, 4D)
-    return LinearFP8.apply(hidden, down, scaling(hidden), False)
+    return MLPFP8.apply(x, up, down, scaling.scales, scaling.amax, use_kernel)
 
 
 class DelayedScaling(nn.Module):
-    """FP8 scale of an activation, from its amax in the previous step, so casting needs no second pass."""
-
-    MARGIN = 1.8  # headroom for growth of the amax between steps
+    """Scales (2,) of MLPFP8, from the amax of the previous step. So quantizing needs no second pass."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("scale", torch.ones(()), persistent=False)
-        self.register_buffer("amax", torch.zeros(()), persistent=False)  # of this step so far
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Update amax from x, which must be nonnegative, and return the scale."""
-        self.update_amax(x.detach().max().float())
-        return self.scale.clone()
-
-    @torch.no_grad()
-    def update_amax(self, amax: Tensor) -> None:
-        self.amax.copy_(torch.maximum(self.amax, amax))
+        self.register_buffer("scales", torch.tensor([1.0, 2.0**-3]), persistent=False)
+        self.register_buffer("amax", torch.zeros(2), persistent=False)  # only its gradient is used
 
 
 class DelayedScales:
-    """Delayed scaling of a whole model. The amax over all ranks determines the scale of the next step."""
+    """Delayed scaling of a whole model. The amax over all ranks determines the scales of the next step."""
+
+    FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
     def __init__(self, model: nn.Module, comm: Comm):
         modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
-        self.scales, self.amax = [m.scale for m in modules], [m.amax for m in modules]
-        self.comm, self.reduced, self.work = comm, None, None
+        self.scales, self.inputs = [m.scales for m in modules], [m.amax.requires_grad_() for m in modules]
+        self.comm, self.amax, self.work = comm, None, None  # amax (modules, 2) of this step so far
+
+    def collect(self) -> None:
+        """After each backward: take the amax, because autograd would add those of the micro-batches."""
+        if self.inputs and self.inputs[0].grad is not None:
+            found = torch.stack([amax.grad for amax in self.inputs])
+            self.amax = found if self.amax is None else torch.maximum(self.amax, found)
+            for amax in self.inputs:
+                amax.grad = None
 
     def start(self) -> None:
         """After the last backward: start the asynchronous amax all-reduce."""
-        if self.scales:
-            self.reduced = torch.stack(self.amax)
-            self.work = self.comm.start_max(self.reduced)
+        if self.amax is not None:
+            self.work = self.comm.start_max(self.amax)
 
     def finish(self) -> None:
-        """Before the next forward: set the new scales, if they are finite."""
+        """Before the next forward: set the new scales. If an amax is 0 or not finite, its scale stays."""
         if self.work is not None:
             self.work.wait()
-        if self.reduced is not None:
-            new = self.reduced.clamp(min=1e-12) * (DelayedScaling.MARGIN / 448)
-            new = torch.where(new.isfinite(), new, torch.stack(self.scales))
+        if self.amax is not None:
+            factors, floors = torch.tensor((self.FACTORS, self.FLOORS), device=self.amax.device)
+            is_usable = self.amax.isfinite() & (self.amax > 0)
+            new = (self.amax * factors).maximum(floors).where(is_usable, torch.stack(self.scales))
             torch._foreach_copy_(self.scales, list(new.unbind()))
             self.clear()
 
     def clear(self) -> None:
-        if self.scales:
-            torch._foreach_zero_(self.amax)
-        self.reduced = self.work = None
+        self.amax = self.work = None
 
 # ==== FUSED LOSS AND MLP ===================================================================================
 # The fused loss (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The
@@ -3282,7 +3325,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
             logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *softcap, grad_scale,
             BLOCK=4096, num_warps=8)
         return losses, grads
-    capped = softcap(logits)  # (T, V)
+    capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
     weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
     losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
@@ -3294,26 +3337,27 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
 
 
 class FusedHeadLoss(torch.autograd.Function):
-    """head_loss() that computes its gradients in forward. Logits exist for LOGITS_CHUNK tokens at a time, in
-    x's dtype. With FP8, x must be RMS-normalized."""
+    """head_loss() that computes its gradients in forward. Logits exist for LOGITS_CHUNK tokens at a time.
+    With FP8, x must be RMS-normalized."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
                 use_kernel: bool, scales: FP8Scales | None) -> Tensor:
         """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
         w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
-        if scales:  # cast once for all chunks
-            w, _ = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
-            w_t = transpose(w, use_kernel)  # (D, V)
+        if scales:  # quantize once for all chunks
+            w, w_scale = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
+            w_t, grad_scale = transpose(w, use_kernel), torch.full_like(w_scale, scales.grad)  # (D, V)
+            logits_dtype = scales.logits or x.dtype
         for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
             if scales:
-                x8, _ = quantize_fp8(x_chunk, E4M3, scales.x)
-                logits = scaled_matmul(x8, w, scales.x, scales.weight, x.dtype, fast=True)  # (T, V)
+                x8, x_scale = quantize_fp8(x_chunk, E4M3, scales.x)
+                logits = scaled_matmul(x8, w, x_scale, w_scale, logits_dtype, fast=True)  # (T, V)
                 losses, grad8 = softcapped_cross_entropy(logits, target, target_weights, softcap, E5M2,
                                                          scales.grad, use_kernel)
-                grad_x = scaled_matmul(grad8, w_t, scales.grad, scales.weight, x.dtype, fast=False)
+                grad_x = scaled_matmul(grad8, w_t, grad_scale, w_scale, x.dtype, fast=False)
                 grad_w_chunk = scaled_matmul(transpose(grad8, use_kernel), transpose(x8, use_kernel),
-                                             scales.grad, scales.x, torch.float32, fast=False)  # (V, D)
+                                             grad_scale, x_scale, torch.float32, fast=False)  # (V, D)
             else:
                 losses, grads = softcapped_cross_entropy(x_chunk @ w.T, target, target_weights, softcap,
                                                          x.dtype, use_kernel=use_kernel)
@@ -3346,57 +3390,53 @@ def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() by a kernel, which does not store x @ up. With hidden_scale, forward is in FP8."""
+    """relu2_mlp() by a kernel, which does not store x @ up."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor | None
-                ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (T, D), up and down (D, 4D) -> (T, D), and in FP8 also the amax () of the hidden activation."""
-        if hidden_scale is None:
-            hidden = relu2_matmul(x, up)  # (T, 4D)
-            result = hidden @ down.T
-        else:
-            (x8, x_scale), (up8, up_scale), (down8, down_scale) = (
-                quantize_fp8(t, E4M3) for t in (x, up.T, down))
-            hidden, hidden8, amax = relu2_matmul_fp8(x8, up8.T, x_scale * up_scale, hidden_scale, x.dtype)
-            result = scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True), amax
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """x (T, D), up and down (D, M) -> (T, D)."""
+        hidden = relu2_matmul(x, up)  # (T, M)
         ctx.save_for_backward(x, up, down, hidden)
-        return result
+        return hidden @ down.T
 
     @staticmethod
-    def backward(ctx, grad: Tensor, *_) -> tuple[Tensor, Tensor, Tensor, None]:
-        """grad (T, D) -> gradients of x (T, D), up and down (D, 4D)."""
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M)."""
         x, up, down, hidden = ctx.saved_tensors
-        grad_pre = relu2_matmul(grad, down, hidden)  # (T, 4D)
-        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden, None
+        grad_pre = relu2_matmul(grad, down, hidden)  # (T, M)
+        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden
 
 
 def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None) -> Tensor:
-    return FusedMLP.apply(x, up, down, None)
+    return FusedMLP.apply(x, up, down)
 
 
 def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """x (T, D), w (D, H) -> relu(x w)^2 (T, H). In backward hidden is this result, x is the output gradient,
+    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). In backward hidden is this result, x is the output gradient,
     and (x w) * 2 sqrt(hidden) is the pre-activation gradient. Sources: 2026-01-14, 2026-06-11."""
-    out = x.new_empty(len(x), w.size(1))
-    launch_relu2_matmul(x.contiguous(), w.contiguous(), out, hidden)
-    return out
+    return launch_relu2_matmul(x.contiguous(), w.contiguous(), hidden, x.dtype)
 
 
-def relu2_matmul_fp8(x: Tensor, w: Tensor, scale: Tensor, out_scale: Tensor, dtype: torch.dtype,
-                     fp8_dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor, Tensor]:
-    """relu2_matmul() of FP8 x (T, D) and w (D, H). scale () multiplies the product. Returns the output in
-    dtype, output / out_scale in FP8, and the amax () of the output."""
-    out = torch.empty(len(x), w.size(1), dtype=dtype, device=x.device)
-    out8, amax = torch.empty_like(out, dtype=fp8_dtype), out.new_zeros((), dtype=torch.float32)
-    launch_relu2_matmul(x, w, out, None, torch.stack((scale, 1 / out_scale)), out8, amax)
-    return out, out8, amax
+def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_scale: Tensor,
+                     out_dtype: torch.dtype, dtype: torch.dtype, use_kernel: bool,
+                     hidden: Tensor | None = None, hidden_scale: Tensor | None = None
+                     ) -> tuple[Tensor, Tensor]:
+    """relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M). Returns the output / out_scale in FP8, and
+    the amax () of the output. dtype: of the product x w, if no kernel is used."""
+    w_t = w.T.contiguous()  # (M, D), the layout of FP8 tensor cores
+    if use_kernel:
+        scale = x_scale * w_scale if hidden is None else x_scale * w_scale * hidden_scale.sqrt()
+        amax = torch.zeros((), device=x.device)
+        scales = torch.stack((scale, 1 / out_scale))
+        return launch_relu2_matmul(x, w_t.T, hidden, out_dtype, scales, amax), amax
+    y = scaled_matmul(x, w_t, x_scale, w_scale, dtype, fast=hidden is None).float()
+    y = F.relu(y).square() if hidden is None else y * 2 * (hidden.float() * hidden_scale).sqrt()
+    return quantize_fp8(y, out_dtype, out_scale)[0], y.abs().max()
 
 
-def launch_relu2_matmul(x: Tensor, w: Tensor, out: Tensor, hidden: Tensor | None,
-                        scales: Tensor | None = None, out8: Tensor | None = None, amax: Tensor | None = None
-                        ) -> None:
-    """Launch relu2_matmul_kernel. It writes out, and also out8 and amax if they are given."""
+def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: torch.dtype,
+                        scales: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
+    """Launch relu2_matmul_kernel. scales (2,) and amax (): only for FP8."""
     (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
     is_wide = (columns % 256 == 0 and num_bytes < 4 and x.device.type == "cuda"
                and torch.cuda.get_device_capability(x.device)[0] in (9, 10))  # four stages fit
@@ -3404,12 +3444,14 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, out: Tensor, hidden: Tensor | None
     depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
         raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
-    limit = 0.0 if out8 is None else 448.0 if out8.dtype == E4M3 else 65504.0  # maxima of e4m3, float16
+    out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
+    is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients are added in float32
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x, w, out if hidden is None else hidden, out, out if scales is None else scales,
-        out if out8 is None else out8, out if amax is None else amax, rows, columns, inner,
-        w.stride(0), w.stride(1), hidden is not None, limit, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth,
-        GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
+        out if amax is None else amax, rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
+        0.0 if amax is None else torch.finfo(out_dtype).max, depth if is_precise else None, BLOCK_M=128,
+        BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
+    return out
 
 
 def triton_symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
@@ -3506,14 +3548,14 @@ if triton is not None:
         tl.store(out_ptr + columns[:, None] * ROWS + rows[None, :], tile.T, mask=inside.T)
 
     @triton.jit
-    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, scales_ptr, out8_ptr, amax_ptr, ROWS,
-                               COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
-                               LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                               BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, scales_ptr, amax_ptr, ROWS, COLUMNS, INNER,
+                            STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr, LIMIT: tl.constexpr,
+                            MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
         """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
 
-        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, and out8 receives the result times
-        scales[1], clamped to LIMIT.
+        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, and the result is multiplied by
+        scales[1] and clamped to LIMIT. MAX_IMPRECISE: products that FP8 tensor cores may add imprecisely.
         Neighboring tiles share rows of X and columns of W in the cache.
         """
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
@@ -3527,22 +3569,21 @@ if triton is not None:
         w_ptrs = w_ptr + depth[:, None] * STRIDE_K + columns[None, :] * STRIDE_N
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for _ in range(0, INNER, BLOCK_K):
-            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total)
+            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total, max_num_imprecise_acc=MAX_IMPRECISE)
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * STRIDE_K
         here = rows[:, None] * COLUMNS + columns[None, :]
+        if LIMIT > 0:
+            total *= tl.load(scales_ptr)
         if IS_BACKWARD:
             total *= 2 * tl.sqrt(tl.load(hidden_ptr + here).to(tl.float32))
         else:
-            if LIMIT > 0:
-                total *= tl.load(scales_ptr)
             total = tl.maximum(total, 0.0)
             total *= total
-        tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty))
         if LIMIT > 0:
-            tl.atomic_max(amax_ptr, tl.max(total))
-            total = tl.minimum(total * tl.load(scales_ptr + 1), LIMIT)
-            tl.store(out8_ptr + here, total.to(out8_ptr.dtype.element_ty))
+            tl.atomic_max(amax_ptr, tl.max(tl.abs(total)))
+            total = tl.minimum(tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT), LIMIT)
+        tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty))
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
 # Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends
@@ -4258,7 +4299,7 @@ class TrainClock:
 # Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
 
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
-FP8_FORMS = ("fp8_head", "fp8_linear", "fp8_mlp")  # chosen by the options of these names
+FP8_FORMS = ("fp8_head", "fp8_linear", "fp8_mlp", "fp8_qkv")  # chosen by the options of these names
 FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
 
 
@@ -4281,7 +4322,7 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
         return f"no CPU multiplies FP8 faster than bfloat16. --{needs}=on forces it"
     if needs in FP8_FORMS and cfg.dtype == "float32":
         return "--dtype=float32"
-    if needs in ("fp8_mlp", "fp8_linear") and not use_compile:
+    if needs in FP8_FORMS[1:] and not use_compile:
         return "without a compiler, measuring amax costs more time than FP8 saves"
     if needs == "fp8_linear" and cfg.model_dim < 1536:
         return "below 1536 channels, measuring amax costs more time than FP8 saves"
@@ -4381,7 +4422,7 @@ def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> 
 
 
 def run_fp8_linear(forms: dict[str, Callable], x: Tensor, weight: Tensor, *mlp: Tensor) -> list[Tensor]:
-    return [forms["linear"](x, weight), forms["relu2_mlp"](*mlp)]
+    return [forms["linear"](x, weight), forms["qkv"](x, weight), forms["relu2_mlp"](*mlp)]
 
 
 def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
@@ -5180,7 +5221,9 @@ MECHANISMS: dict[str, dict] = {
     "softcap": dict(softcap=0.0),
     "logit_shift": dict(softcap=lambda top: 30.0 if top else top, softcap_shift=0.0),
     "fp8_head": dict(fp8_head="off"),
+    "fp8_logits": dict(fp8_logits="off"),
     "fp8_mlp": dict(fp8_mlp="off"),
+    "fp8_qkv": dict(fp8_qkv="off"),
 }
 
 
@@ -5353,7 +5396,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
                     "layers with gates_from"),
     **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
-    "fp8_head_amax": (lambda cfg: cfg.fp8_head != "off", "--fp8_head"),
+    **dict.fromkeys(("fp8_head_amax", "fp8_logits"), (lambda cfg: cfg.fp8_head != "off", "--fp8_head")),
     **dict.fromkeys(("orthogonalize", "qk_group_heads"), (
         lambda cfg: has_momentum(cfg), "a rule that orthogonalizes, see --matrix_rule")),
     "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
@@ -6424,7 +6467,7 @@ class Progress:
     lr_scale_until: int = 0  # first step without lr_scale
 
 
-CHECKPOINT_FORMAT = "train_gpt 9"
+CHECKPOINT_FORMAT = "train_gpt 10"
 METADATA_TYPES = dict(
     run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
     corpus_fingerprint=str, choices=CHOICE_TYPES, tables=dict, resumed_from=dict, optimizer_steps=int,

@@ -76,8 +76,10 @@ def find_part(graph: dict, node: dict) -> str:
         return next(name for least, name in sizes if node["flops"] >= least)
     if node["is_template"]:
         return f"blocks: FlexAttention {graph['direction']}"
-    if "UserDefined" in node["kind"] or "triton_kernel" in node["call"] or "UserDefined" in node["call"]:
+    if node["call"] == "cross_entropy_kernel":
         return "head: cross-entropy kernel"
+    if node["call"] == "transpose_kernel":
+        return "FP8 transposes (our kernel)"
     if any("_scaled_mm" in operation for operation in node["operations"]) and node["bytes"] > 8e8:
         return "head: gradient turned for FP8"
     if any("relu" in operation for operation in node["operations"]):

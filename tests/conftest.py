@@ -241,7 +241,7 @@ def find_saved(step: int) -> Path:
 def make_trainer(shards, **changes):
     """A new trainer, a function that makes one step, and a function that ends its thread."""
     cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
-    fp8 = frozenset({"fp8_mlp"} if cfg.fp8_mlp == "on" else ())
+    fp8 = frozenset(name for name in gpt.FP8_FORMS if getattr(cfg, name) == "on")
     trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
     batches = start_prefetcher(trainer)
 

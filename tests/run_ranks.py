@@ -188,14 +188,15 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
 
 
 def scales(out: str) -> None:
-    """Save the FP8 scales of both ranks after a step in which rank r has an amax of 5 + 2 r."""
+    """Save the FP8 scales of both ranks after a step in which rank r has amax values of 5 + 2 r and 3 - r."""
     rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
     module = gpt.DelayedScaling()
-    module(torch.tensor([1.0, 5.0 + 2 * rt.rank]))
     scales = gpt.DelayedScales(torch.nn.ModuleList([module]), rt.comm)
+    module.amax.grad = torch.tensor([5.0 + 2 * rt.rank, 3.0 - rt.rank])
+    scales.collect()
     scales.start()
     scales.finish()
-    found = rt.comm.gather_shards(module.scale.view(1))
+    found = rt.comm.gather_shards(module.scales)
     if rt.is_main:
         torch.save(found, out)
     rt.comm.barrier()

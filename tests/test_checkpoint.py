@@ -873,7 +873,7 @@ def flip(member: str):
     return change
 
 
-UNREADABLE, OTHER = "cannot be read as a checkpoint", ", not 'train_gpt 9'"
+UNREADABLE, OTHER = "cannot be read as a checkpoint", ", not 'train_gpt 10'"
 DAMAGE = {  # what is done to the file: words of the message
     **{
         f"cut to {share:.1%}": (put(lambda data, s=share: data[: int(len(data) * s)]), UNREADABLE)

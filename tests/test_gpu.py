@@ -66,7 +66,7 @@ def test_the_mlp_in_one_function(is_compiled):
     scaled = (torch.randn(n, m, device=CUDA) * m**-0.25 for n, m in ((1024, 768), (768, 3072), (768, 3072)))
     x, up, down = (tensor.bfloat16().requires_grad_() for tensor in scaled)
     run = compiled(gpt.FusedMLP.apply) if is_compiled else gpt.FusedMLP.apply
-    y = run(x, up, down, None)
+    y = run(x, up, down)
     grad = torch.randn_like(y)
     wide = [t.detach().double().requires_grad_() for t in (x, up, down)]
     exact = torch.relu(wide[0] @ wide[1]).square() @ wide[2].T

@@ -355,12 +355,18 @@ def test_when_the_mlp_stays_plain(capability, sizes, reason, monkeypatch):
 
 def test_the_squared_product_of_scaled_factors():
     """As the MLP has it in FP8. Here it is in float16, of which the interpreter knows products: the scale of the
-    product, a small copy over its own scale that saturates, the largest entry."""
+    product, a result over its own scale that saturates, the largest entry. Forward, and backward with both signs."""
     torch.manual_seed(0)
-    x, w = (torch.randn(*shape, device=DEVICE).half() for shape in ((256, 64), (128, 64)))
-    scale, small_scale = torch.tensor(0.05, device=DEVICE), torch.tensor(1e-5, device=DEVICE)
-    exact = torch.relu(x.double() @ w.double().T * 0.05).square()
-    hidden, small, amax = gpt.relu2_matmul_fp8(x, w.T, scale, small_scale, torch.float32, torch.float16)
-    assert relative_error(hidden, exact) < 1e-3 and amax.item() == pytest.approx(exact.max().item(), rel=1e-3)
-    limit = torch.finfo(torch.float16).max
-    assert relative_error(small, (exact / 1e-5).clamp(max=limit)) < 1e-3 and (small == limit).any()
+    x, w = (torch.randn(*shape, device=DEVICE).half() for shape in ((256, 64), (64, 128)))
+    hidden = torch.rand(256, 128, device=DEVICE).half()
+    one, scale, small, hidden_scale = (torch.tensor(value, device=DEVICE) for value in (1.0, 0.05, 1e-5, 0.25))
+    product, limit = x.double() @ w.double() * 0.05, torch.finfo(torch.float16).max
+    for saved, exact in (
+        ((), product.relu().square()),
+        ((hidden, hidden_scale), product * 2 * (hidden.double() * 0.25).sqrt()),
+    ):
+        ours, amax = gpt.relu2_matmul_fp8(x, w, scale, one, small, torch.float16, torch.float32, True, *saved)
+        assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-3)
+        assert ours.dtype == torch.float16
+        assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()
+    assert (ours == -limit).any()

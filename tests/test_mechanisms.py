@@ -61,7 +61,9 @@ WITHOUT = {  # mechanism: (a preset with it, {option: value without it}). Sets a
     "softcap": ("track_1", dict(softcap=0.0)),
     "logit_shift": ("frontier", dict(softcap=30.0, softcap_shift=0.0)),
     "fp8_head": ("track_1", dict(fp8_head="off")),
+    "fp8_logits": ("frontier", dict(fp8_logits="off")),
     "fp8_mlp": ("frontier", dict(fp8_mlp="off")),
+    "fp8_qkv": ("frontier", dict(fp8_qkv="off")),
 }  # fmt: skip
 
 

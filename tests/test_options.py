@@ -13,7 +13,7 @@ OBSERVERS = {"telemetry_every", "tracker", "guard", "check_ranks_every", "val_lo
 SHORT_DATA = {"epochs"}  # acts if the files are too short
 SPEED = {"compile", "compile_mode", "segments", "warmup_iterations", "micro_batch_tokens", "comm_bucket_mb"}
 SPEED |= {"comm_timeout"}
-SPEED |= {"fp8_head", "fp8_linear", "fp8_mlp", "fp8_head_amax"}  # off on a CPU, unless they are on
+SPEED |= {"fp8_head", "fp8_linear", "fp8_mlp", "fp8_qkv", "fp8_head_amax", "fp8_logits"}  # off on a CPU, unless they are on
 SAMPLES = {option.name for option in gpt.OPTIONS.values() if option.section.startswith("Sampling")}
 OTHER_TESTS = {
     "preset",

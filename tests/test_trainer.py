@@ -221,7 +221,7 @@ def test_a_snapshot_returns_exactly(shards):
     assert not any(map(torch.equal, trainer.tensors(), before))
     trainer.restore(snapshot)
     assert trainer.optimizer.step_count == 0 and all(map(torch.equal, trainer.tensors(), before))
-    assert trainer.scales.reduced is None and not any(trainer.scales.amax)
+    assert trainer.scales.amax is None and trainer.scales.work is None
     assert trainer.optimizer.has_no_pending_gradients()
     close()
 
@@ -329,7 +329,7 @@ def test_a_lowered_precision_stays_lowered(shards):
     wide = dict(fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
     trainer, _, close = make_trainer(shards, **wide)
     trainer.model.use_fp8(frozenset(gpt.FP8_FORMS))
-    assert gpt.lower_precision(trainer) == "the head no longer uses FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp"}
+    assert gpt.lower_precision(trainer) == "the head no longer uses FP8" and trainer.model.fp8 == {"fp8_linear", "fp8_mlp", "fp8_qkv"}
     assert trainer.model.ops.head_loss is gpt.fused_head_loss  # without scales
     other, _, close_other = load_from(trainer, shards, **wide)
     assert other.progress.lowered == ["fp8_head"] and other.model.fp8 == {"fp8_mlp"}

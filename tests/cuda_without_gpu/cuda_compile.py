@@ -207,8 +207,9 @@ def describe_node(lowering: GraphLowering, node) -> dict:
         tensors = [*parts[0].inputs, *([parts[0]] if "mm" in call else [])]
         distinct = {getattr(tensor, "get_name", tensor.__repr__)(): tensor for tensor in tensors}
         num_bytes = sum(count_bytes(tensor) for tensor in (tensors if "mm" in call else distinct.values()))
-        if find_kernel(parts[0]) == "relu2_matmul_kernel":
-            call, (rows, inner), columns = "relu2_matmul_kernel", tensors[0].get_size(), tensors[1].get_size()[1]
+        call = find_kernel(parts[0]) or call
+        if call == "relu2_matmul_kernel":
+            (rows, inner), columns = tensors[0].get_size(), tensors[1].get_size()[1]
             flops = 2 * int(rows) * int(inner) * int(columns)
             call += "_fp8" if tensors[0].get_dtype().itemsize == 1 else ""
     else:
@@ -318,10 +319,10 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
     use_compile, _ = gpt.choose_compile(cfg, DEVICE)
     fast, lines = gpt.choose_fast_forms(cfg, DEVICE, dtype, use_compile)
     assert fast == expected_forms(cfg, observer.card), lines
-    fp8 = [cfg.fp8_head != "off" and "fp8_head", wants_linear and "fp8_linear",
-           cfg.fp8_mlp != "off" and "fp8_mlp"]
+    fp8 = {name for name in gpt.FP8_FORMS if has_fp8 and getattr(cfg, name) != "off"}
+    fp8 -= set() if wants_linear else {"fp8_linear"}
     rt = gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks), dtype=dtype, use_compile=use_compile, fast=fast,
-                     fp8=frozenset(filter(None, fp8)) if has_fp8 else frozenset(), peak_flops=peak_flops,
+                     fp8=frozenset(fp8), peak_flops=peak_flops,
                      ngram_rows=gpt.choose_ngram_rows(cfg, gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks))))
     init = gpt.GPT.__init__
 
