@@ -3225,46 +3225,47 @@ def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedS
 class MLPFP8(torch.autograd.Function):
     """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
 
-    GRAD_SCALE = 2.0**-3  # of the gradient of the output
-
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, scales: Tensor, amax: Tensor, use_kernel: bool
-                ) -> Tensor:
-        """x (T, D), up and down (D, M) -> (T, D). scales (2,) of the hidden activation, and of the gradient
-        before the activation. Backward returns the largest entries of both as the gradient of amax (2,)."""
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_scale: Tensor,
+                amax: Tensor, use_kernel: bool) -> Tensor:
+        """x (T, D), up and down (D, M) -> (T, D). Scales () of the hidden activation, and of the gradient
+        before the activation. Backward returns the amax of both as the gradient of amax (2,)."""
         x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
         hidden8, hidden_amax = relu2_matmul_fp8(
-            x8, up8, x_scale, up_scale, scales[0], E4M3, x.dtype, use_kernel)  # (T, M)
-        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, scales, hidden8, hidden_amax)
+            x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M)
+        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_scale,
+                              hidden_amax, pre_scale)
         ctx.use_kernel = use_kernel
-        return scaled_matmul(hidden8, down8, scales[0], down_scale, x.dtype, fast=True)
+        return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor, None]:
         """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
-        x8, x_scale, up8, up_scale, down8, down_scale, scales, hidden8, hidden_amax = ctx.saved_tensors
-        grad8, scale = quantize_fp8(grad, E5M2, MLPFP8.GRAD_SCALE)
-        pre8, pre_amax = relu2_matmul_fp8(grad8, down8, scale, down_scale, scales[1], E5M2, grad.dtype,
-                                          ctx.use_kernel, hidden8, scales[0])  # (T, M)
-        grad_x = scaled_matmul(pre8, up8, scales[1], up_scale, grad.dtype, fast=False)
+        (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_scale, hidden_amax,
+         pre_scale) = ctx.saved_tensors
+        grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
+        pre8, pre_amax = relu2_matmul_fp8(grad8, down8, scale, down_scale, pre_scale, E5M2, grad.dtype,
+                                          ctx.use_kernel, hidden8, hidden_scale)  # (T, M)
+        grad_x = scaled_matmul(pre8, up8, pre_scale, up_scale, grad.dtype, fast=False)
         x_t, pre_t, grad_t, hidden_t = (transpose(y, ctx.use_kernel) for y in (x8, pre8, grad8, hidden8))
-        grad_up = scaled_matmul(x_t, pre_t, x_scale, scales[1], grad.dtype, fast=False)
-        grad_down = scaled_matmul(grad_t, hidden_t, scale, scales[0], grad.dtype, fast=False)
-        return grad_x, grad_up, grad_down, None, torch.stack((hidden_amax, pre_amax)), None
+        grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_scale, grad.dtype, fast=False)
+        grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
+        return grad_x, grad_up, grad_down, None, None, torch.stack((hidden_amax, pre_amax)), None
 
 
 def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
                   ) -> Tensor:
-    return MLPFP8.apply(x, up, down, scaling.scales, scaling.amax, use_kernel)
+    return MLPFP8.apply(x, up, down, scaling.hidden_scale, scaling.pre_scale, scaling.amax, use_kernel)
 
 
 class DelayedScaling(nn.Module):
-    """Scales (2,) of MLPFP8, from the amax of the previous step. So quantizing needs no second pass."""
+    """Scales of MLPFP8, from the amax of the previous step. So quantizing needs no second pass."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("scales", torch.tensor([1.0, 2.0**-3]), persistent=False)
+        self.register_buffer("hidden_scale", torch.tensor(1.0), persistent=False)
+        self.register_buffer("pre_scale", torch.tensor(2.0**-3), persistent=False)
         self.register_buffer("amax", torch.zeros(2), persistent=False)  # only its gradient is used
 
 
@@ -3275,7 +3276,8 @@ class DelayedScales:
 
     def __init__(self, model: nn.Module, comm: Comm):
         modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
-        self.scales, self.inputs = [m.scales for m in modules], [m.amax.requires_grad_() for m in modules]
+        self.scales = [scale for m in modules for scale in (m.hidden_scale, m.pre_scale)]
+        self.inputs = [m.amax.requires_grad_() for m in modules]
         self.comm, self.amax, self.work = comm, None, None  # amax (modules, 2) of this step so far
 
     def collect(self) -> None:
@@ -3298,8 +3300,9 @@ class DelayedScales:
         if self.amax is not None:
             factors, floors = torch.tensor((self.FACTORS, self.FLOORS), device=self.amax.device)
             is_usable = self.amax.isfinite() & (self.amax > 0)
-            new = (self.amax * factors).maximum(floors).where(is_usable, torch.stack(self.scales))
-            torch._foreach_copy_(self.scales, list(new.unbind()))
+            old = torch.stack(self.scales).view_as(self.amax)
+            new = (self.amax * factors).maximum(floors).where(is_usable, old)
+            torch._foreach_copy_(self.scales, list(new.flatten().unbind()))
             self.clear()
 
     def clear(self) -> None:

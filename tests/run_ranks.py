@@ -196,7 +196,7 @@ def scales(out: str) -> None:
     scales.collect()
     scales.start()
     scales.finish()
-    found = rt.comm.gather_shards(module.scales)
+    found = rt.comm.gather_shards(torch.stack(scales.scales))
     if rt.is_main:
         torch.save(found, out)
     rt.comm.barrier()

@@ -511,9 +511,8 @@ def test_fp8_of_the_mlp():
         scales.start()
         scales.finish()
     largest = (x @ mlp.up_down[0]).relu().square().max().item()
-    assert mlp.scaling.scales[0].item() == pytest.approx(1.03 / 448 * largest, rel=0.15)  # of FP8 products
+    assert mlp.scaling.hidden_scale.item() == pytest.approx(1.03 / 448 * largest, rel=0.15)  # of FP8 products
     assert plain.scaling.amax.grad is None
-    assert errors[0][0] > 1.2 * errors[1][0]  # a scale of 1 flushes small values
     assert all(0 < e < bound for e, bound in zip(errors[1], (0.08, 0.15, 0.15)))
     assert torch.equal(mlp(x, model.eval_ops), plain(x, gpt.Operations()))
 
