@@ -65,4 +65,5 @@ for word in "$@"; do
   case $word in -h | --help | --list[_-]presets | --print[_-]config | --print[_-]schedule) exec "$python" train_gpt.py "$@" ;; esac
 done
 WORLD_SIZE=$NPROC "$python" train_gpt.py "$@" --print_config >/dev/null  # bad options end here, with status 2 and one line
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's default, without its warning
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"

@@ -42,7 +42,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
-import errno
+import fcntl
 import functools
 import gc
 import glob
@@ -55,6 +55,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -100,10 +101,6 @@ except ModuleNotFoundError as error:
           "install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 try:
     import triton
     import triton.language as tl
@@ -643,9 +640,7 @@ class GPT(nn.Module):
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
             rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.ngram_rows,
                                           self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
-            y = ops.embedding(rows.flatten(), self.ngram).to(self.dtype)  # (n * T, D)
-            y = y * F.embedding(sign_rows.flatten(), self.ngram_signs).to(self.dtype)
-            acts["ngram"] = y.view(len(rows), -1, y.size(1)).sum(0)  # (T, D)
+            acts["ngram"] = self.sum_ngrams(ops.embedding(rows.flatten(), self.ngram), sign_rows)  # (T, D)
         learned = dict(self.scalars.items())
         if "gates_scale" in learned:  # expand once for all segments, so its gradient is one sum over tokens
             learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
@@ -653,6 +648,11 @@ class GPT(nn.Module):
             x, acts, scalars = segment(x, tokens, doc_ids, acts, scalars, learned, step_inputs, ops,
                                        self.dtype, save_all)
         return x, acts
+
+    def sum_ngrams(self, rows: Tensor, sign_rows: Tensor) -> Tensor:
+        """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
+        signs = F.embedding(sign_rows, self.ngram_signs).to(self.dtype)  # (n, T, D)
+        return (rows.to(self.dtype).view_as(signs) * signs).sum(0)
 
     def split_layers(self, num_segments: int) -> None:
         """Divide layers into segments. The first has one layer, which hides all-gathers of later tables."""
@@ -737,7 +737,9 @@ class Segment(nn.Module):
             x = block(x, acts, s, masks.get(kind), ropes.get(kind), step_inputs, ops)
             if save_all or f"h{layer}" in self.saved:
                 acts[f"h{layer}"] = x
-        return ops.rms_norm(x) if self.is_last else x, acts, scalars
+        if not self.is_last:
+            return x, acts, scalars
+        return ops.rms_norm(x), acts if save_all else {}, {}  # autograd makes zeros for unused outputs
 
 
 class Block(nn.Module):
@@ -798,7 +800,7 @@ class Block(nn.Module):
             y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, rope, step_inputs, ops)
         x = scale(x, s.get("resid_attn"))
         if y is not None:
-            x = add_scaled(x, s.get("attn_out"), scale(y, self.attn_gain_out))
+            x = add_scaled(x, s.get("attn_out") if spec.mudd_in else None, scale(y, self.attn_gain_out))
         # ... or after attention (2026)
         if self.x0_mix == "after_attention":
             x = add_embeddings(x, acts, s)
@@ -807,8 +809,10 @@ class Block(nn.Module):
         x, z = scale(x, s.get("resid_mlp")), x
         if self.mlp is not None:
             z = acts["mlp_in"] = scale(ops.rms_norm(z), self.mlp_gain_in)
-            y = self.mlp(z, ops) if self.second_mlp is None else self.mlp(z, ops) + self.second_mlp(z, ops)
-            x = add_scaled(x, s.get("mlp_out"), scale(y, self.mlp_gain_out))
+            per_token, learned = (s.get("mlp_out"), None) if spec.mudd_in else (None, s.get("mlp_out"))
+            y = self.mlp(z, learned, ops)
+            y = y if self.second_mlp is None else y + self.second_mlp(z, learned, ops)
+            x = add_scaled(x, per_token, scale(y, self.mlp_gain_out))
 
         # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
         if self.mudd_out is not None:
@@ -862,7 +866,8 @@ class Attention(nn.Module):
         w_v, w_proj = self.v_proj if self.v_dim == self.head_dim else (self.v[0], self.proj[0])
         w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
         if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
-            w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * s["proj_scale"][:1]
+            proj_scale = s["proj_scale"][:1] if spec.mudd_in else s["proj_scale"][:1] * s["attn_out"][:1]
+            w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * proj_scale
         qk, v = ops.qkv(x, w_qkv).split((2 * H * K, H * L), dim=1)
 
         # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) gives
@@ -933,9 +938,10 @@ class MLP(nn.Module):
                                  lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
         self.scaling = DelayedScaling() if cfg.fp8_mlp != "off" else None
 
-    def forward(self, x: Tensor, ops: Operations) -> Tensor:
-        """x (T, D) normalized -> (T, D)."""
+    def forward(self, x: Tensor, out_scale: Tensor | None, ops: Operations) -> Tensor:
+        """x (T, D) normalized -> (T, D). out_scale (T, 1): equal for all tokens, so it scales the matrix."""
         up, down = self.up_down.type_as(x).unbind()
+        down = down if out_scale is None else down * out_scale[:1]
         return ops.relu2_mlp(x, up, down, self.scaling)
 
 
@@ -1003,12 +1009,12 @@ class Head(nn.Module):
 
         # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
         # The softmax over fewer classes is not corrected.
-        losses, num_sequences = [], len(classes)
-        for part, wanted, rows in zip(x.chunk(num_sequences), targets.chunk(num_sequences), classes):
+        losses, weights = [], F.embedding(classes, self.weight)  # (sequences, C, D)
+        parts = (y.chunk(len(classes)) for y in (x, targets))
+        for part, wanted, rows, weight in zip(*parts, classes, weights):
             places = torch.full_like(self.prefix_tokens, -1)  # (V,) of the classes among the C logits
             places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
             wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
-            weight = F.embedding(rows, self.weight)  # (C, D)
             losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
         return torch.stack(losses).sum()
 
@@ -1718,22 +1724,19 @@ class Bucket:
         if self.comm.world_size > 1:
             self.grad, self.reducing = self.comm.reduce_scatter(packed)
 
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
         """Wait for the gradients, update this rank's shard, clear the gradients."""
-        if timer:
-            timer.enter("communication")
+        timer.enter("communication")
         if self.reducing is not None:
             self.reducing.wait()
         if self.sparse:
             assert all(param.grad is None for param in self.params.values()), (
                 f"table {self.name} has a dense gradient: read it only with ops.embedding()")
             self.grad = self.sparse.wait()
-        if timer:
-            timer.enter("optimizer")
-        before = self.shard.clone() if timer and timer.is_full else None
+        timer.enter("optimizer")
+        before = self.shard.clone() if timer.is_full else None
         update(self.shard, self.grad, self.state, args)
-        if timer:
-            timer.add_norms(self, self.grad, before)
+        timer.add_norms(self, self.grad, before)
         self.clear()
         self.needs_gather = True
 
@@ -1774,7 +1777,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
         self.model, self.cfg, self.rt, self.step_count = model, cfg, rt, 0
-        self.timer: StepTimer | None = None  # measures the current step
+        self.timer = StepTimer((), rt)  # measures the current step, if it has groups
         self.is_last_micro_batch = False
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg, rt.world_size):
@@ -1856,13 +1859,11 @@ class Optimizer:
         """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
         if torch.compiler.is_compiling():
             return
-        if self.timer:
-            self.timer.enter("communication")
+        self.timer.enter("communication")
         for bucket in self.buckets:
             if bucket.first_reader == reader:
                 bucket.finish()
-        if self.timer:
-            self.timer.enter("forward and backward")
+        self.timer.enter("forward and backward")
 
     @torch.no_grad()
     def step(self, state: StepState) -> None:
@@ -2470,6 +2471,7 @@ class Trainer:
         for segment in self.model.segments:
             segment.run_blocks = rt.compile(segment.run_blocks)
         self.model.head.forward = rt.compile(self.model.head.forward)
+        self.model.sum_ngrams = rt.compile(self.model.sum_ngrams)
         self.progress = Progress()
         self.staging: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
@@ -2485,11 +2487,9 @@ class Trainer:
 
         # Forward and backward of each micro-batch. Hooks reduce the gradients during the last backward.
         while remaining:
-            if timer:
-                timer.enter("data wait")
+            timer.enter("data wait")
             batch = next(batches)
-            if timer:
-                timer.enter("forward and backward")
+            timer.enter("forward and backward")
             remaining -= len(batch.inputs)
             optimizer.is_last_micro_batch = remaining == 0
             step_inputs = self.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
@@ -2505,8 +2505,7 @@ class Trainer:
         if progress.step < progress.lr_scale_until:
             state = self.schedule.scale_lr(state, progress.lr_scale)
         optimizer.step(state)
-        if timer:
-            timer.enter("")
+        timer.enter("")
         return total_loss / num_tokens
 
     @torch.no_grad()
@@ -2588,15 +2587,14 @@ class Trainer:
 
                 # 2. One step
                 is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
-                timer = StepTimer(optimizer.groups, rt, is_measured) if is_measured or guard else None
-                optimizer.timer = timer
+                groups = optimizer.groups if is_measured or guard else ()
+                optimizer.timer = StepTimer(groups, rt, is_measured)
                 loss = self.train_step(batches, state)
-                optimizer.timer = None
                 progress.step += 1
                 progress.tokens += state.stage.tokens_per_step
                 elapsed = train_clock.read()
                 for callback in callbacks:
-                    callback(loss, timer, elapsed)
+                    callback(loss, optimizer.timer, elapsed)
 
                 # 3. Save or stop, when no gradient waits for a later update
                 is_last = progress.step == cfg.num_iterations
@@ -2815,7 +2813,7 @@ def list_fast_forms() -> dict[str, Fast]:
         "fp8_linear": Fast(
             dict(linear=linear, qkv=linear) | mlp,
             dict(linear=linear_fp8, qkv=linear_fp8, relu2_mlp=relu2_mlp_fp8_linear),
-            fp8_linear_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
+            mlp_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
     }
 
 
@@ -3441,14 +3439,14 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: 
                         scales: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
     """Launch relu2_matmul_kernel. scales (2,) and amax (): only for FP8."""
     (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
-    is_wide = (columns % 256 == 0 and num_bytes < 4 and x.device.type == "cuda"
+    is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients: float32 sums
+    is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.device.type == "cuda"
                and torch.cuda.get_device_capability(x.device)[0] in (9, 10))  # four stages fit
     width, depth = 256 if is_wide else 128, 128 // num_bytes
     depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
         raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
     out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
-    is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients are added in float32
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x, w, out if hidden is None else hidden, out, out if scales is None else scales,
         out if amax is None else amax, rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
@@ -3726,13 +3724,11 @@ class ShardedTable(Bucket):
         self.undo: deque | None = None
         self.first_undo = 0
 
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer | None) -> None:
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
         """Wait for the gradients, update the rows that have one, clear the gradients."""
-        if timer:
-            timer.enter("communication")
+        timer.enter("communication")
         rows, grad = self.sparse.wait()  # (n,), (n, D)
-        if timer:
-            timer.enter("optimizer")
+        timer.enter("optimizer")
         size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # a power of 2: few shapes compile
         padding = -len(rows) % size
         rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
@@ -3746,8 +3742,7 @@ class ShardedTable(Bucket):
                 tensor[part] = values
         if replaced:
             self.undo.append(replaced)
-        if timer:
-            timer.add_norms(self, grad, None)
+        timer.add_norms(self, grad, None)
         self.clear()
         self.needs_gather = True
 
@@ -3853,7 +3848,7 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 # ==== DEVICE ===============================================================================================
 # The device, the process group, and the choices made at startup: dtype, compiler, fast forms, FP8. All ranks
 # use rank 0's choices, and the run stores them. User errors are RunErrors. To add a choice, add it to
-# choose_precision(), describe_choices(), keep_choices() and CHOICE_TYPES.
+# choose_precision(), describe_choices() and keep_choices().
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -3899,8 +3894,9 @@ def explain_memory(cfg: Config):
             raise
         smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
                                 for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
-        smaller = max(smaller, *(stage.seq_len or 0 for stage in cfg.stages), 0)
         seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
+        if longer := [stage.seq_len for stage in cfg.stages if (stage.seq_len or 0) > smaller]:
+            seq_len += f", and --stages with seq_len={smaller} in place of {max(longer)}"
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
                          f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
                          of_one_rank=True) from error
@@ -4064,7 +4060,8 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     if not earlier:
         return choose_precision(cfg, rt)
     parts = identify(earlier)
-    kept = {name: parts[f"choices.{name}"] for name in CHOICE_TYPES if f"choices.{name}" in parts}
+    kept = {name.removeprefix("choices."): value for name, value in parts.items()
+            if name.startswith("choices.")}
     if "compile" in kept:
         kept["compile"] = "on" if kept["compile"] else "off"
     if "fast" in kept:
@@ -4076,7 +4073,7 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     if parts.get("machine.device") == rt.device.type:
         try:
             rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
-            return dataclasses.replace(rt, notes=(f"choices of the earlier start: {describe_choices(rt)}",))
+            return dataclasses.replace(rt, notes=("dtype and fast forms are those of the first start",))
         except InputError as error:
             reason = str(error)
     if cfg.record:
@@ -4087,13 +4084,9 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
                                           *rt.notes))
 
 
-CHOICE_TYPES = dict(dtype=str, compile=bool, fast=list[str], fp8=list[str], ngram_rows=int)
-
-
 def raise_file_limit() -> None:
     """Raise the limit of open files as far as allowed, because every shard stays open."""
-    with suppress(ImportError, ValueError, OSError):  # Windows lacks the resource module
-        import resource
+    with suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -4166,10 +4159,6 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
@@ -4222,8 +4211,7 @@ class Stop:
             first_at = min(first_at, time.monotonic())
             self.requested = self.requested or 128 + signum
 
-        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
-        signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         old = {number: signal.signal(number, handle) for number in signals
                if signal.getsignal(number) != signal.SIG_IGN}
         try:
@@ -4418,14 +4406,8 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
     return [param - weight.detach(), *state.values()]
 
 
-def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), weight (M, D), and the inputs of an MLP."""
-    (x, up, down), _ = mlp_inputs(cfg, device, dtype)
-    return [x, up.T, x, up, down], ()
-
-
-def run_fp8_linear(forms: dict[str, Callable], x: Tensor, weight: Tensor, *mlp: Tensor) -> list[Tensor]:
-    return [forms["linear"](x, weight), forms["qkv"](x, weight), forms["relu2_mlp"](*mlp)]
+def run_fp8_linear(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    return [forms["linear"](x, up.T), forms["qkv"](x, up.T), forms["relu2_mlp"](x, up, down)]
 
 
 def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
@@ -4675,22 +4657,10 @@ class Shard:
         return np.frombuffer(data, dtype="<u2")
 
 
-@contextmanager
-def explain_shard(path: str):
-    """Turn an OSError into an InputError that names the shard."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "check the path and its permissions"
-        if error.errno == errno.EMFILE:
-            remedy = "raise the limit of open files with ulimit -n, or build fewer and larger shards"
-        raise InputError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
-
-
 def read_shard_header(path: str) -> tuple[int, int, int]:
     """Read (number of tokens, vocabulary size, BOS) of a shard. InputError if header or size is wrong."""
     problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
-    with explain_shard(path):
+    with explain_files():
         size = os.path.getsize(path)
         if os.path.isfile(path):  # opening a pipe would wait for its writer
             header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
@@ -4715,7 +4685,7 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
     if expected_bos not in (None, bos):
         raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
                          "of one tokenizer with --train_files and --val_files")
-    with explain_shard(path):
+    with explain_files():
         file = open(path, "rb", buffering=0)
         tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
@@ -5040,10 +5010,7 @@ TRACK_2_LAYERS = (
     LayerSpec(attention="short", value_embed=2),
     LayerSpec(attention="short", value_embed=3),
     LayerSpec(attention="long", value_embed=4),
-    LayerSpec(attention="short"),
-    LayerSpec(attention="short"),
-    LayerSpec(attention="short"),
-    LayerSpec(attention="short"),
+    *[LayerSpec(attention="short")] * 4,
     LayerSpec(attention="short", skip_from=6),
     LayerSpec(attention="short", skip_from=4),
     LayerSpec(attention="long", value_embed=0, skip_from=2),
@@ -5057,15 +5024,8 @@ TRACK_2_STAGES = (
     Stage(duration=1, window_long=384, window_short=128, tokens_per_step=131_072),
     Stage(duration=1, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52),
     Stage(duration=1, window_long=1408, window_short=640, tokens_per_step=393_216, lr_factor=1.73),
-    Stage(duration=1, window_long=1664, window_short=768, lr_factor=2.0),
-    Stage(duration=1, window_long=1920, window_short=896, lr_factor=2.0),
-    Stage(duration=1, window_long=2176, window_short=1024, lr_factor=2.0),
-    Stage(duration=1, window_long=2432, window_short=1152, lr_factor=2.0),
-    Stage(duration=1, window_long=2688, window_short=1280, lr_factor=2.0),
-    Stage(duration=1, window_long=2944, window_short=1408, lr_factor=2.0),
-    Stage(duration=1, window_long=2944, window_short=1408, lr_factor=2.0),
-    Stage(duration=1, window_long=2944, window_short=1408, lr_factor=2.0),
-    Stage(duration=1, window_long=2944, window_short=1408, lr_factor=2.0),
+    *(Stage(duration=1, window_long=min(1408 + 256 * i, 2944), window_short=min(640 + 128 * i, 1408),
+            lr_factor=2.0) for i in range(1, 10)),
 )
 
 PRESETS |= {
@@ -5532,7 +5492,7 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
         here = FOREIGN_OPTIONS[name]
         return here.removeprefix("none: ") if here.startswith("none: ") else f"here it is {here}"
     matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
-    return f"did you mean {' or '.join(matches)}?" if matches else "see --help"
+    return f"did you mean {' or '.join(matches)}?" if matches else "see --help."
 
 
 class Parser(argparse.ArgumentParser):
@@ -5572,11 +5532,12 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         name, equals, text = word.partition("=")
         words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
     values, unknown = parser.parse_known_args(words)
-    for word in unknown:
-        name = word.partition("=")[0]
-        if not name.startswith("-"):
-            raise InputError(f"{word[:100]} is not an option: give --preset=NAME and --option=value")
-        raise InputError(f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}")
+    names = [word.partition("=")[0] for word in unknown]
+    if problems := [f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}" for name in names
+                    if name.startswith("-")]:
+        raise InputError(". ".join(problems))
+    if unknown:
+        raise InputError(f"{unknown[0][:100]} is not an option: give --preset=NAME and --option=value")
     flags = {flag for flag in FLAGS if flag in values}
     return {name: value for name, value in vars(values).items() if name not in flags}, flags
 
@@ -5599,7 +5560,7 @@ def make_config(overrides: dict) -> Config:
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
     if name not in PRESETS:
-        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)}. Presets: "
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} Presets: "
                          f"{', '.join(PRESETS)}")
     preset = resolve_preset(name)
     values = {**preset, **overrides, "preset": name}
@@ -5691,7 +5652,7 @@ def switch_off(values: dict, overrides: dict) -> dict:
     for field, names in named.items():
         for mechanism in set(names) - set(MECHANISMS):
             raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
-                             f"{suggest(mechanism, MECHANISMS)}. Mechanisms: {', '.join(MECHANISMS)}")
+                             f"{suggest(mechanism, MECHANISMS)} Mechanisms: {', '.join(MECHANISMS)}")
         if values[field] and not names:
             raise InputError(f"--{field}={values[field]} has no mechanism: give one, or leave it out")
     if all(named.values()):
@@ -5743,7 +5704,7 @@ def find_model_problems(cfg: Config) -> Iterator[str]:
     width = cfg.num_heads * cfg.head_dim
     if cfg.model_dim != width:
         fits = cfg.model_dim % cfg.head_dim == 0
-        remedy = f"--num_heads={cfg.model_dim // cfg.head_dim}" if fits else f"--model_dim={width}"
+        remedy = f"--model_dim={width}" + f" or --num_heads={cfg.model_dim // cfg.head_dim}" * fits
         yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
                f"{cfg.head_dim}: set {remedy}")
     if cfg.attention_gate_dim > cfg.model_dim:
@@ -6087,10 +6048,9 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name survives a power cut only after a sync of the folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name survives a power cut only after this sync
+    os.fsync(folder)
+    os.close(folder)
 
 
 def hash_file(path: Path) -> str:
@@ -6145,7 +6105,7 @@ def check_record(cfg: Config, run: dict) -> dict:
                              f"choose another name than --record={cfg.record}") from None
         if others:
             raise InputError(f"--record={cfg.record} has other runs ({path}: {', '.join(others)}): choose "
-                             "another name, or use the options and the machine of these runs")
+                             "another name, or use the options, the ranks and the machine of these runs")
         first = first or result
     return first
 
@@ -6177,25 +6137,21 @@ class LossHistory:
         if self.batch == 1:
             self.flush()
         elif len(self.losses) >= self.batch:
-            self._read()
-            self._send()
+            self._read_then_send()
 
     def flush(self) -> None:
         """Read all losses so far. All ranks must call it."""
-        self._read()
-        self._send()
-        self._read()
+        self._read_then_send()
+        self._read_then_send()
 
-    def _send(self) -> None:
+    def _read_then_send(self) -> None:
+        if self.pending:
+            (steps, losses), self.pending = self.pending, None
+            self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
         if self.losses:
             steps, losses = zip(*self.losses)
             mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
             self.pending, self.losses = (steps, HostCopy(mean)), []
-
-    def _read(self) -> None:
-        if self.pending:
-            (steps, losses), self.pending = self.pending, None
-            self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
 
 
 def describe_sizes(run: dict) -> str:
@@ -6338,7 +6294,7 @@ class RunLog:
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
                             dynamic_ncols=True)
 
-    def log_step(self, loss: Tensor, _timer: StepTimer | None, train_time: float) -> None:
+    def log_step(self, loss: Tensor, _timer: StepTimer, train_time: float) -> None:
         """Record a step, counted from 1. log_losses() writes its line when its loss has arrived."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.step_times[step] = train_time
@@ -6471,12 +6427,6 @@ class Progress:
 
 
 CHECKPOINT_FORMAT = "train_gpt 10"
-METADATA_TYPES = dict(
-    run_id=str, script_sha256=str, git_commit=str, argv=list[str], config=dict, hardware=dict, versions=dict,
-    corpus_fingerprint=str, choices=CHOICE_TYPES, tables=dict, resumed_from=dict, optimizer_steps=int,
-    is_tied=bool,
-    bos=int, progress=typing.get_type_hints(Progress), val_points=list[list[float]],
-    train_points=list[list[float]])
 
 
 class Saved(typing.NamedTuple):
@@ -6504,8 +6454,6 @@ def lock_run(folder: Path) -> typing.BinaryIO:
     """Lock the folder of a run until the process ends. InputError if another process has the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
     try:
-        if fcntl is None:
-            raise OSError
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
@@ -6514,19 +6462,6 @@ def lock_run(folder: Path) -> typing.BinaryIO:
     except OSError:
         print(f"{folder} cannot be locked: make sure that no second process continues this run", flush=True)
     return file
-
-
-def has_type(value, kind) -> bool:
-    """Whether a JSON value has type `kind`: a class, list[kind] or {name: kind}. An int must be >= 0."""
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and value.keys() == kind.keys() and all(
-            has_type(value[name], kind[name]) for name in kind)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(has_type(item, typing.get_args(kind)[0]) for item in value)
-    if kind in (int, float):
-        is_number = isinstance(value, kind | int) and not isinstance(value, bool)
-        return is_number and (kind is float or value >= 0)
-    return isinstance(value, kind)
 
 
 def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
@@ -6557,22 +6492,8 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
             for key, rows in piece.items():
                 pieces.setdefault(key, []).append(rows)
         tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
-        for name, kind in METADATA_TYPES.items():
-            if not has_type(metadata[name], kind):
-                raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
-        step, points = metadata["progress"]["step"], metadata["val_points"]
-        problems = dict(
-            run_id=not RUN_ID.fullmatch(metadata["run_id"]),
-            optimizer_steps=metadata["optimizer_steps"] > step,
-            bos=metadata["bos"] >= metadata["config"]["vocab_size"],
-            is_tied=metadata["is_tied"] and metadata["config"]["tie_head"] == "off",
-            val_points=any(len(point) != 3 for point in points),
-            train_points=any(len(point) != 2 for point in metadata["train_points"]))
-        for name in [name for name, is_wrong in problems.items() if is_wrong]:
-            raise ValueError(f"its {name} is {str(metadata[name])[:60]!r}")
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or "/" not in name and not tensor.is_floating_point():
-                raise ValueError(f"its {name} is not a tensor of floating-point numbers")
+        if not RUN_ID.fullmatch(metadata["run_id"]):  # it becomes the name of a folder
+            raise ValueError(f"its run_id is {metadata['run_id'][:60]!r}")
         return metadata, tensors
     except OtherFormat:
         raise
@@ -6905,7 +6826,8 @@ class StepTimer:
     SUMS = ("grad", "weight", "update", "momentum")
 
     def __init__(self, groups: Iterable[str], rt: Runtime, is_full: bool = False):
-        """is_full: measure everything, not only gradients. This synchronizes the device at each part."""
+        """groups: without any nothing is measured. is_full: measure everything, not only gradients. This
+        synchronizes the device at each part."""
         self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
         self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device)
         self.updated: set[str] = set()  # groups with an update in this step
@@ -6922,6 +6844,8 @@ class StepTimer:
 
     def add_norms(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
         """Add a bucket: gradient of the mean loss. With `before` also weights, update and momentum."""
+        if not self.rows:
+            return
         tensors = [grad]
         if before is not None:
             momentum = next(iter(bucket.state.values()))
@@ -6965,11 +6889,9 @@ class Telemetry:
     def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
         """Measure layers and head on a micro-batch, before training on it."""
         optimizer = self.trainer.optimizer
-        if optimizer.timer:
-            optimizer.timer.enter("communication")
+        optimizer.timer.enter("communication")
         optimizer.finish()  # all-gathers of the parameters may be in flight
-        if optimizer.timer:
-            optimizer.timer.enter("measuring")
+        optimizer.timer.enter("measuring")
         x, layers = self.measure_layers(batch.inputs, batch.doc_ids, step_inputs)
         head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
         x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
@@ -6983,8 +6905,7 @@ class Telemetry:
             fp8=dict(x=measure_fp8(x, scales.x, E4M3),
                      w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
                      grad=measure_fp8(grads, 1.0, E5M2)))
-        if optimizer.timer:
-            optimizer.timer.enter("forward and backward")
+        optimizer.timer.enter("forward and backward")
         self.trainer.inspect = None
 
     def _measure_layers(self, inputs: Tensor, doc_ids: Tensor, step_inputs: StepInputs
@@ -6995,9 +6916,9 @@ class Telemetry:
         outputs = (acts[f"h{layer}"].float() for layer in range(len(model.blocks)))
         return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
 
-    def end_step(self, _loss: Tensor, timer: StepTimer | None, train_time: float) -> None:
+    def end_step(self, _loss: Tensor, timer: StepTimer, train_time: float) -> None:
         """Write the line of a measured step. Groups without an update in this step are left out."""
-        if timer is None or not timer.is_full:
+        if not timer.is_full:
             return
         rt, progress, points = self.trainer.rt, self.trainer.progress, self.log.losses.points
         self.log.flush_losses()
@@ -7060,7 +6981,7 @@ class Guard:
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
-    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest and smallest number of steps in that median
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest number of steps in that median, smallest for gradients
     VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
     SNAPSHOT_EVERY = 10  # steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
@@ -7116,7 +7037,9 @@ class Guard:
 
     def _find_fault(self, loss: float, grad_norm: float) -> str:
         good = np.array(self.trainer.progress.good_steps)
-        medians = np.median(good, axis=0) if len(good) >= self.LEAST_STEPS else (math.inf, math.inf)
+        medians = np.median(good, axis=0) if len(good) else (math.inf, math.inf)
+        if len(good) < self.LEAST_STEPS:  # gradients begin near zero, because output projections do
+            medians = medians[0], math.inf
         for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
                                    ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
             if not math.isfinite(value):

@@ -420,6 +420,8 @@ def main(argv: list[str] | None = None) -> int:
         epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * train_len))
         more = f"--seq_len={train_len} " if train_len < cfg.seq_len else ""
         more += f"--epochs={epochs} " if epochs > cfg.epochs else ""
+        if epochs > cfg.epochs:
+            print(f"this text is short: preset {preset} repeats it {epochs} times and learns it by heart")
         # A step of a small preset has too few sequences for several ranks
         launcher = find_launcher(is_alone=preset != "track_1")
         files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"

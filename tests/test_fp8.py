@@ -238,8 +238,8 @@ def test_layers_validate_and_sample_in_the_activation_dtype(name):
     x, block = gpt.rms_norm(torch.randn(64, 128)), model.blocks[1]
     step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 64, 64, make_runtime(), cfg)
     exact = torch.relu(x @ block.mlp.up_down[0]).square() @ block.mlp.up_down[1].T
-    assert torch.allclose(block.mlp(x, model.eval_ops), exact, atol=1e-5)
-    assert 1e-3 < relative_error(block.mlp(x, model.ops), exact) < 0.1 or name == "fp8_qkv"
+    assert torch.allclose(block.mlp(x, None, model.eval_ops), exact, atol=1e-5)
+    assert 1e-3 < relative_error(block.mlp(x, None, model.ops), exact) < 0.1 or name == "fp8_qkv"
     doc_ids = torch.zeros(64, dtype=torch.int32)
     s = dict(v_scale=torch.full((64, 1), 0.5), ve_scale=torch.zeros(64, 1))
     inputs = x, None, dict(ve1=x), s, gpt.make_mask(doc_ids, 64), step_inputs.ropes["long", False], step_inputs

@@ -502,7 +502,7 @@ def test_fp8_of_the_mlp():
     for _ in range(2):
         outputs = []
         for module, ops in ((mlp, model.ops), (plain, gpt.Operations())):
-            y = module(x, ops)
+            y = module(x, None, ops)
             y.float().square().sum().backward()
             outputs.append((y, x.grad, module.up_down.grad))
             x.grad = module.up_down.grad = None
@@ -514,7 +514,7 @@ def test_fp8_of_the_mlp():
     assert mlp.scaling.hidden_scale.item() == pytest.approx(1.03 / 448 * largest, rel=0.15)  # of FP8 products
     assert plain.scaling.amax.grad is None
     assert all(0 < e < bound for e, bound in zip(errors[1], (0.08, 0.15, 0.15)))
-    assert torch.equal(mlp(x, model.eval_ops), plain(x, gpt.Operations()))
+    assert torch.equal(mlp(x, None, model.eval_ops), plain(x, None, gpt.Operations()))
 
 
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])

@@ -54,7 +54,7 @@ MOVES_NOTHING = re.compile(  # views, allocations, reads of one value
     r"(view|as_strided|_?reshape|transpose|permute|slice|select|(un)?squeeze|expand|alias|detach|split|unbind|t\.|"
     r"(new_)?empty|_local_scalar|lift)"
 )
-READS_ROWS, ADDS_ROWS = re.compile(r"embedding\."), re.compile(r"index_add_")
+READS_ROWS, ADDS_ROWS = re.compile(r"embedding\.|index\."), re.compile(r"index_(add|put)_")
 READS_NOTHING = re.compile(r"(new_)?(zero|fill|ones|full|arange)")
 
 
