@@ -2813,7 +2813,7 @@ def list_fast_forms() -> dict[str, Fast]:
         "fp8_linear": Fast(
             dict(linear=linear, qkv=linear) | mlp,
             dict(linear=linear_fp8, qkv=linear_fp8, relu2_mlp=relu2_mlp_fp8_linear),
-            mlp_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
+            fp8_linear_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
     }
 
 
@@ -3324,7 +3324,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
         grads = torch.empty_like(logits, dtype=grad_dtype)
         cross_entropy_kernel[(logits.size(0),)](
             logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *softcap, grad_scale,
-            BLOCK=4096, num_warps=8)
+            logits.is_cuda, BLOCK=4096, num_warps=8)
         return losses, grads
     capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
@@ -3504,40 +3504,66 @@ if triton is not None:
             tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
 
     @triton.jit
+    def compute_tanh(x, IS_APPROXIMATE: tl.constexpr):
+        """tanh of float32 x. NVIDIA GPUs have an instruction with an error of 2^-11."""
+        if IS_APPROXIMATE:
+            return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                             is_pure=True, pack=1)
+        else:
+            return 1 - 2 / (1 + tl.exp(2 * x))
+
+    @triton.jit
     def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
                              NUM_TARGETS: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr,
-                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, BLOCK: tl.constexpr):
-        """Loss of one token and d loss / d logits. CAP bounds the logits, so softmax needs no maximum."""
+                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, IS_APPROXIMATE: tl.constexpr,
+                             BLOCK: tl.constexpr):
+        """Loss of one token and d loss / d logits. CAP bounds the logits, so softmax needs no maximum.
+
+        With t = tanh((logit + SHIFT) / (2 WIDTH)) the capped logit is CAP / 2 (1 + t), and its derivative is
+        CAP / (4 WIDTH) (1 - t^2). A second pass corrects the gradients of the targets.
+        """
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
         grads_ptr += row * V
+        targets_ptr += row * NUM_TARGETS
+        LOG2E: tl.constexpr = 1.4426950408889634
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            logits = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"),
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
                              eviction_policy="evict_last").to(tl.float32)  # the loop below reads them again
-            total += tl.where(at < V, tl.exp(CAP / (1 + tl.exp(-(logits + SHIFT) / WIDTH)) - CAP), 0.0)
-        log_total = tl.log(tl.sum(total, axis=0)) + CAP
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            total += tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)
+        log_total = tl.log2(tl.sum(total, axis=0))  # of base 2, less CAP
         loss = log_total * 0.0
         all_weights = log_total * 0.0
         for i in tl.static_range(NUM_TARGETS):
-            target = tl.load(targets_ptr + row * NUM_TARGETS + i)
+            target = tl.load(targets_ptr + i)
             weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
-            target_logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
-            loss += weight * (log_total - CAP / (1 + tl.exp(-(target_logit + SHIFT) / WIDTH)))
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            loss += weight * (log_total / LOG2E - (t - 1) * (CAP / 2))
             all_weights += weight
         tl.store(losses_ptr + row, loss)
+        factor = CAP / (4 * WIDTH) / GRAD_SCALE
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
             logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
                              eviction_policy="evict_first").to(tl.float32)
-            gate = 1 / (1 + tl.exp(-(logits + SHIFT) / WIDTH))
-            grad = all_weights * tl.exp(CAP * gate - log_total)
-            for i in tl.static_range(NUM_TARGETS):
-                target = tl.load(targets_ptr + row * NUM_TARGETS + i)
-                grad -= tl.where(at == target, tl.load(weights_ptr + i), 0.0)
-            grad = grad * (CAP / WIDTH) * gate * (1 - gate) / GRAD_SCALE  # softcap derivative
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            grad = all_weights * factor * (1 - t * t) * tl.exp2((t - 1) * (CAP / 2 * LOG2E) - log_total)
             tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
+        tl.debug_barrier()  # the stores above come first
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + i)
+            weight = log_total * 0.0
+            for j in tl.static_range(NUM_TARGETS):
+                weight += tl.where(tl.load(targets_ptr + j) == target, tl.load(weights_ptr + j), 0.0)
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            grad = all_weights * tl.exp2((t - 1) * (CAP / 2 * LOG2E) - log_total) - weight
+            grad = grad * factor * (1 - t * t)
+            tl.store(grads_ptr + target, grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
     @triton.jit
     def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
@@ -4406,8 +4432,14 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
     return [param - weight.detach(), *state.values()]
 
 
-def run_fp8_linear(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    return [forms["linear"](x, up.T), forms["qkv"](x, up.T), forms["relu2_mlp"](x, up, down)]
+def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D) and weight (M, D) for each of two linears, and the inputs of an MLP."""
+    (x, up, down), _ = mlp_inputs(cfg, device, dtype)
+    return [x, up.T, x, up.T, x, up, down], ()
+
+
+def run_fp8_linear(forms: dict[str, Callable], *inputs: Tensor) -> list[Tensor]:
+    return [forms["linear"](*inputs[:2]), forms["qkv"](*inputs[2:4]), forms["relu2_mlp"](*inputs[4:])]
 
 
 def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
