@@ -3541,8 +3541,8 @@ if triton is not None:
             target = tl.load(targets_ptr + i)
             weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
             logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
-            t = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
-            loss += weight * (log_total / LOG2E - (t - 1) * (CAP / 2))
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            loss += weight * (log_total / LOG2E - (t_target - 1) * (CAP / 2))
             all_weights += weight
         tl.store(losses_ptr + row, loss)
         factor = CAP / (4 * WIDTH) / GRAD_SCALE
@@ -3560,10 +3560,10 @@ if triton is not None:
             for j in tl.static_range(NUM_TARGETS):
                 weight += tl.where(tl.load(targets_ptr + j) == target, tl.load(weights_ptr + j), 0.0)
             logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
-            t = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
-            grad = all_weights * tl.exp2((t - 1) * (CAP / 2 * LOG2E) - log_total) - weight
-            grad = grad * factor * (1 - t * t)
-            tl.store(grads_ptr + target, grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            target_grad = all_weights * tl.exp2((t_target - 1) * (CAP / 2 * LOG2E) - log_total) - weight
+            target_grad *= factor * (1 - t_target * t_target)
+            tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
     @triton.jit
     def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
