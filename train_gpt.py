@@ -4838,8 +4838,9 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
         if max(ids.values()) >= cfg.vocab_size:
             raise ValueError("ids beyond the vocabulary")
     except (OSError, ValueError, KeyError, AttributeError) as error:
+        other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
         raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from tokens to ids ({error}): "
-                         "run python data/cached_fineweb10B.py, or give --without=prefix_loss") from None
+                         f"run python data/cached_fineweb10B.py, or give {other}") from None
     return texts
 
 
@@ -5672,6 +5673,8 @@ def choose_rule_options(preset: dict, values: dict) -> dict:
     rule, preset_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
     is_alike = rule == preset_rule or {rule, preset_rule} <= {"muon", "normuon", "anvil"}
     options = dict(matrix_lr=preset["matrix_lr"]) if is_alike else rule_defaults(rule)
+    if rule == "anvil" != preset_rule:
+        options |= {name: PRESETS["frontier"][2][name] for name in ("orthogonalize", "slow_momentum_start")}
     if RULES[rule].keeps_norm:
         options["matrix_lr"] *= preset["num_layers"] / num_layers if is_alike else min(1, 12 / num_layers)
     return options

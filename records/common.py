@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -114,9 +115,16 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
     """Run a tool and return its exit status.
 
     An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
-    gives 141, the status of SIGPIPE, without a line. Ctrl-C prints a line and gives 130.
+    gives 141, the status of SIGPIPE, without a line. Ctrl-C and SIGTERM end child processes, too. They print
+    a line and give 130 and 143.
     """
     status, line = 0, ""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         try:
             status = body() or 0
@@ -127,8 +135,8 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
         status, line = 2, str(error)
     except BrokenPipeError:
         status = 141
-    except KeyboardInterrupt:
-        status = 130
+    except KeyboardInterrupt as stop:
+        status = 128 + (stop.args[0] if stop.args else signal.SIGINT)
         warn(interrupted)
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""

@@ -10,6 +10,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -1162,13 +1163,14 @@ def test_a_ladder_that_lists_its_rungs(tmp_path):
     assert (tmp_path / "picture.svg").stat().st_size > 1000
 
 
-def test_ctrl_c_ends_the_running_processes(tmp_path):
-    """The run sends SIGINT to the tool, which ends it and exits with one line."""
-    source = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(3000)"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_running_processes(number, tmp_path):
+    """The run sends the signal to the tool, which ends it and exits with one line."""
+    source = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(3000)"
     code = (f"import signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[0] = 'x.py'\n"
             "from records import common, results\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"run = lambda: results.run_missing([('a', 0, [])], lambda _: set(), {source.encode()!r}, 'x.py')\n"
             "sys.exit(common.run_guarded(run, 'interrupted. Runs are kept'))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1000, cwd=tmp_path)
-    assert done.returncode == 130 and done.stderr.splitlines()[-1] == "x.py: interrupted. Runs are kept"
+    assert done.returncode == 128 + number and done.stderr.splitlines()[-1] == "x.py: interrupted. Runs are kept"
     assert "Traceback" not in done.stderr

@@ -29,6 +29,15 @@ def test_options_that_do_nothing_or_cannot_be_are_refused(changes, complaint):
         smoke_config(**changes)
 
 
+def test_anvil_brings_its_slow_momentum_and_its_maps():
+    """Without them it would compute what normuon computes. Explicit options take precedence."""
+    names = ("orthogonalize", "slow_momentum_start")
+    found = [tuple(options_of("smoke", matrix_rule="anvil", **changes)[name] for name in names)
+             for changes in ({}, dict(orthogonalize="newton_schulz", slow_momentum_start=0.5))]
+    assert found == [("six_maps", 514 / 1174), ("newton_schulz", 0.5)]
+    assert options_of("smoke_frontier", matrix_rule="anvil")["slow_momentum_start"] == 0.5  # the preset's
+
+
 def test_gates_and_gains_have_adamw():
     cfg = smoke_config(matrix_rule="normuonh", norm_gain="on")
     rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
