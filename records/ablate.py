@@ -75,8 +75,8 @@ def main() -> None:
     source = (results.ROOT / "train_gpt.py").read_bytes()
     names = args.mechanisms.split(",") if args.mechanisms else list_mechanisms(args.preset)
     for name in set(names) - set(gpt.MECHANISMS):
-        raise RecordError(f"--mechanisms={name} is not a mechanism: "
-                                  f"{gpt.suggest(name, gpt.MECHANISMS)} (train_gpt.py --list_presets)")
+        raise RecordError(f"--mechanisms={name} is not a mechanism: {gpt.suggest(name, gpt.MECHANISMS)} "
+                          "train_gpt.py --list_presets shows all")
     for word in args.extra:  # the last value of an option counts, so these would replace those below
         if (name := word.partition("=")[0].lstrip("-").replace("-", "_")) in OWN_OPTIONS:
             raise RecordError(f"--extra={word} would replace an option of ablate.py: leave it out"

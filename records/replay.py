@@ -126,6 +126,9 @@ def main() -> int:
         chosen += kept if args.all else random.sample(fitting, min(args.random, len(fitting)))
     outcomes, lines = [], [f"passed over ({differences})" for *_, differences in kept if differences]
     for record, result, differences in tqdm(chosen, unit="run", disable=len(chosen) <= 1 or None):
+        if not differences:
+            tqdm.write(f"{record.name}, seed {result['seed']}: runs again. It took "
+                       f"{result['train_time_ms'] / 1000:.0f} s of training", file=sys.stderr)
         is_equal, line = (None, f"passed over ({differences})") if differences else (
             replay(record.folder, result, args.force))
         outcomes.append(is_equal)

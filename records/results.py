@@ -285,8 +285,11 @@ def check_comparable(ours: Record, theirs: Record, kind: str) -> str:
     """Return how the machines of two records differ. RecordError if their losses or times (kind) are not
     comparable: losses on other data, times also on another machine."""
     found = find_differences(ours, theirs, kind)
+    ours_tokens, their_tokens = (record.results[0]["config"].get("val_tokens") for record in (ours, theirs))
+    if kind == "losses" and ours_tokens != their_tokens:
+        found.append(f"val_tokens was {their_tokens}, here {ours_tokens}")
     if found:
-        remedy = "run both on one machine" if kind == "times" else "train both on one text"
+        remedy = "run both on one machine" if kind == "times" else "train and validate both on one text"
         raise RecordError(f"{ours.folder} is not comparable with {theirs.folder} ({', '.join(found)}): "
                           f"{remedy}")
     return ", ".join(find_differences(ours, theirs, "times"))
@@ -371,6 +374,8 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
     name after each run. With several jobs the runs share the processors: their times mean nothing.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
+    if len(missing) < len(runs):
+        print(f"{len(runs) - len(missing)} of {len(runs)} runs are from an earlier call", file=sys.stderr)
     environment, has_failed, processes = dict(os.environ), threading.Event(), []
     if threads := count_threads(jobs):
         environment["OMP_NUM_THREADS"] = str(threads)

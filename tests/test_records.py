@@ -346,6 +346,15 @@ def test_auto_dtypes_of_two_machines_forbid_a_comparison_of_times():
     assert results.find_differences(narrow, frontier, "losses") == []
 
 
+def test_losses_on_other_validation_tokens_are_not_compared(make_record):
+    ours, theirs = make_record("ours", [1.3, 1.31]), make_record("theirs", [1.4, 1.41])
+    edit_json(ours, lambda result: result["config"].update(val_tokens=1), is_last=False)
+    records = [results.read_record(folder) for folder in (ours, theirs)]
+    with pytest.raises(results.RecordError, match=r"val_tokens was \d+, here 1\): train and validate both on one"):
+        results.compare(*records)
+    assert results.compare(*records, "times").n == 2  # times do not depend on them
+
+
 def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
     """Their losses are not losses on the data of the target."""
     make_record("ladder/target", [1.3, 1.31, 1.32], run_ladder.LADDER / "train_gpt.py")
@@ -354,7 +363,7 @@ def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
     text, _, _ = make_leaderboard.make_readme(other.parents[1], refused.append)
     assert "_text" not in text and "2026-01-01_ladder/target" in text and "No record reaches it" in text
     (line,) = refused
-    assert "_text is not comparable with " in line and "(other data): train both on one text" in line
+    assert "_text is not comparable with " in line and "(other data): train and validate both on one text" in line
     status, _, err = tool(validate, other)
     assert status == 2 and "ran on other data than" in err and "give --target=LOSS" in err
     assert tool(validate, other, "--target=0.2")[0] == 0
@@ -910,9 +919,10 @@ RUNS = [(name, seed, []) for seed in range(2) for name in "ab"]
 
 
 def test_a_finished_run_has_a_line(tmp_path, capsys):
-    """With its number among all runs. One of them was already done."""
+    """With its number among all runs. One of them was already done, which a line says."""
     results.run_missing(RUNS, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
-    assert capsys.readouterr() == ("", "run 2/4: b, seed 0\nrun 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
+    assert capsys.readouterr() == ("", "1 of 4 runs are from an earlier call\nrun 2/4: b, seed 0\n"
+                                       "run 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
 
 
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
@@ -922,7 +932,7 @@ def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         results.run_missing(RUNS, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
         stream.flush()
-        shown = screen.readline().decode()
+        shown = screen.readline() and screen.readline().decode()  # the first line is of the finished run
     assert "b, seed 1: 100%" in shown and "4/4" in shown and "run 4/4" not in shown
 
 
@@ -949,7 +959,7 @@ def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
     """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. Without the mechanism the loss is higher."""
     make_ablation(dict(nothing=1.0, softcap=2.0, muon=0.5))
     status, out, err = tool(ablate, "--preset=smoke", "--mechanisms=softcap,muon", f"--logs_dir={tmp_path}")
-    assert (status, err) == (0, "") and "| without | loss changes by | 95 % interval | n | Holm's p | it |" in out
+    assert status == 0 and "runs are from an earlier call" in err and "| without | loss changes by | 95 % interval | n | Holm's p | it |" in out
     helps, hurts = out.splitlines()[-2:]
     assert helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
     assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
@@ -1100,7 +1110,7 @@ def test_a_rung_takes_no_seed_of_another_machine(small_ladder, tmp_path, tool):
     status, _, err = tool(run_ladder, *args, "--seeds=2", "--end_seeds=2")
     assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu was another, here this): copy" in err
     assert len(list((small_ladder / "muon").iterdir())) == 2
-    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1") == (0, "", "")  # nothing to run, nothing to refuse
+    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1") == (0, "", "1 of 1 runs are from an earlier call\n")  # nothing to run, nothing to refuse
 
 
 def test_the_script_is_removed_from_a_log():
