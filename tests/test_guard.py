@@ -260,10 +260,11 @@ def test_a_validation_loss_that_rises(text, capsys):
 
 
 def test_the_limits_of_loss_and_gradient_norm(text):
-    """1.5 times the median loss and 10 times the median gradient norm, after 16 good steps."""
+    """1.5 times the median loss, and 10 times the median gradient norm after 16 good steps."""
     guard, trainer = make_guard(text)
-    trainer.progress.good_steps = [[2.0, 1.0]] * 10 + [[9.0, 9.0]] * 5
     assert guard._find_fault(100.0, 100.0) == "" and guard._find_fault(float("inf"), 1.0) == "loss is inf"
+    trainer.progress.good_steps = [[2.0, 1.0]] * 10 + [[9.0, 9.0]] * 5
+    assert guard._find_fault(2.999, 100.0) == "" and guard._find_fault(3.001, 1.0) == "loss 3.001 exceeds 3"
     trainer.progress.good_steps += [[2.0, 1.0]]
     assert guard._find_fault(2.999, 9.99) == ""
     assert guard._find_fault(3.001, 9.99) == "loss 3.001 exceeds 3"

@@ -145,6 +145,7 @@ IDLE = [  # (preset, option without effect and further options, missing part)
     ("smoke", "--decay_schedule=cosine", "weight decay"),
     ("smoke", "--gate_hidden=16", "layers with gates_from"),
     ("smoke", "--fp8_head_amax=2 --fp8_head=off", "--fp8_head"),
+    ("smoke", "--fp8_logits=on --fp8_head=off", "--fp8_head"),
     ("smoke", "--untie_frac=0.5", "--tie_head=on"),
     ("smoke", "--vocab_file=x", "a prefix_weight in --stages"),
     ("smoke", "--softcap_width=5 --softcap=0", "--softcap"),
