@@ -22,7 +22,7 @@ Part one, the recipe. It decides the loss and the time.
     OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
-    TRAINING         one step, the timed loop, the whole run
+    TRAINING         one step, the timed loop
 Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
     FAST FORMS       the table, and the comparison
     FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
@@ -47,7 +47,7 @@ import functools
 import gc
 import glob
 import hashlib
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
@@ -56,6 +56,7 @@ import os
 import platform
 import re
 import resource
+import runpy
 import shlex
 import shutil
 import signal
@@ -1101,26 +1102,21 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     return scalars
 
 
-def parameter(data: Tensor, group: str, lr_mul: float | tuple[float, ...] = 1.0, wd_mul: float = 1.0,
-              is_table: bool = False, by_row: bool = False) -> nn.Parameter:
-    """A parameter with its training group and multipliers. lr_mul may have one value per stacked matrix.
-
-    is_table: a value or n-gram embedding, with row-sparse gradients. by_row: a wide matrix with one second
-    moment per row.
-    """
+def parameter(data: Tensor, *spec, **options) -> nn.Parameter:
+    """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
-    param.spec = ParamSpec(group, lr_mul, wd_mul, is_table, by_row)
+    param.spec = ParamSpec(*spec, **options)
     return param
 
 
 class ParamSpec(typing.NamedTuple):
-    """Training options of a parameter, see parameter()."""
+    """How a parameter is trained."""
 
     group: str
-    lr_mul: float | tuple[float, ...] = 1.0
+    lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
     wd_mul: float = 1.0
-    is_table: bool = False
-    by_row: bool = False
+    is_table: bool = False  # a value or n-gram embedding, with row-sparse gradients
+    by_row: bool = False  # a wide matrix with one second moment per row
 
 
 def normal(shape: tuple[int, ...], std: float) -> Tensor:
@@ -2301,26 +2297,12 @@ class TrainData:
     def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
         self.cfg, self.schedule, self.shards = cfg, schedule, []
-        self.bos: int | None = None  # BOS token, equal in all shards
-        paths = find_shards(cfg.train_files, "train_files")
-        self.bar = tqdm(total=len(paths), desc="scan shards", unit="file", disable=not has_progress_bar(),
-                        leave=False)
         plan = plan_sequences if cfg.sequence_start == "document" else plan_sequences_anywhere
-        self.sequences = list(plan(schedule, self._open_shards(paths)))
-        self.bar.close()
+        self.sequences = list(plan(schedule, scan_shards(cfg, self.shards)))
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations),
                                   self.count_sequences(1))
-
-    def _open_shards(self, paths: list[str]) -> Iterator[tuple[int, Shard]]:
-        """Yield (index, shard) of all shards, once per epoch. A shard is opened at its first use."""
-        for _ in range(self.cfg.epochs):
-            for index, path in enumerate(paths):
-                if index == len(self.shards):
-                    self.shards.append(open_shard(path, self.cfg.vocab_size, self.bos))
-                    self.bos = self.shards[0].bos
-                    self.bar.update()
-                yield index, self.shards[index]
 
     def count_sequences(self, step: int) -> int:
         """Number of packed sequences before a step."""
@@ -2427,11 +2409,7 @@ class ValData:
             pieces.append(shard.read(0, missing))
             missing -= len(pieces[-1])
         if missing:
-            limit, short = ((cfg.val_tokens - missing) // n * n for n in (cfg.val_seq_len, BLOCK))
-            remedy = f"--val_seq_len={short} --val_tokens={short}" if short else "more text"
-            remedy = f"at most --val_tokens={limit}" if limit else remedy
-            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
-                             f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
+            report_missing_val_tokens(cfg, missing)
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
@@ -2442,19 +2420,10 @@ class ValData:
 
 
 # ==== TRAINING =============================================================================================
-# One step, the timed loop of all steps, and the whole run. The clock stops during validation. Callbacks
-# (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
+# One step, and the timed loop of all steps. train() in MAIN is the whole run. The clock stops during
+# validation. Callbacks (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
-
-
-class Snapshot(typing.NamedTuple):
-    """Parameters and optimizer state at one step."""
-
-    step_count: int
-    is_tied: bool
-    copies: list[Tensor]  # of Trainer.tensors()
-    marks: list[int]  # of each ShardedTable, which has no copy
 
 
 class Trainer:
@@ -2539,7 +2508,7 @@ class Trainer:
         """
         if not self.cfg.warmup_iterations:
             return
-        saved, num_batches = self.snapshot(), min(self.rt.world_size, val_data.num_batches)
+        saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
         for table in self.optimizer.tables:
             table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
@@ -2551,9 +2520,9 @@ class Trainer:
                     self.train_step(batches, self.schedule.at(start))
             self.validate(val_data, self.schedule.at(start), num_batches)
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
-        self.restore(saved)
-        self.forget(None)
+        saved.restore()
         for table in self.optimizer.tables:
+            table.forget(None)
             table.is_dry = False
         del saved
         if self.rt.device.type == "cuda":
@@ -2635,101 +2604,6 @@ class Trainer:
                       f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms")
             log.check_loss("validation", step, val_loss)
         return val_loss
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors that training changes, except of a ShardedTable: parameters, state, FP8 scales."""
-        return [*(tensor for bucket in self.optimizer.buckets if bucket not in self.optimizer.tables
-                  for tensor in (bucket.values, *bucket.state.values())), *self.scales.scales]
-
-    def snapshot(self) -> Snapshot:
-        self.optimizer.finish()
-        self.scales.finish()
-        return Snapshot(self.optimizer.step_count, self.model.is_tied,
-                        [tensor.clone() for tensor in self.tensors()],
-                        [table.mark() for table in self.optimizer.tables])
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Restore a snapshot exactly, and discard all gradients."""
-        self.optimizer.finish()
-        self.scales.finish()
-        self.optimizer.step_count = snapshot.step_count
-        self.optimizer.set_tied(snapshot.is_tied)
-        for tensor, copy in zip(self.tensors(), snapshot.copies):
-            tensor.copy_(copy)
-        for table, mark in zip(self.optimizer.tables, snapshot.marks):
-            table.take_back(mark)
-        for part in (*self.optimizer.buckets, self.scales):
-            part.clear()
-
-    def forget(self, before: Snapshot | None) -> None:
-        """Free the records that only snapshots before this one need. None: all records."""
-        marks = before.marks if before else [None] * len(self.optimizer.tables)
-        for table, mark in zip(self.optimizer.tables, marks):
-            table.forget(mark)
-
-
-def train(cfg: Config, argv: list[str]) -> None:
-    """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
-    rt = start_runtime(cfg)
-    stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
-    with explain_files():
-        first, named = check_outputs(cfg, run, rt)
-        make_corpus(cfg, rt)
-        setup_start = time.perf_counter()
-        train_data = TrainData(cfg, Schedule(cfg))
-        val_data = ValData(cfg, train_data.bos)
-        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
-        token_ids = read_vocabulary(cfg) if needs_ids else {}
-        data_setup_s = round(time.perf_counter() - setup_start, 2)
-        saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
-    if saved and saved.result:
-        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do. Without --resume "
-               "a new run starts", rt)
-        return
-    with explain_memory(cfg):
-        rt = keep_choices(cfg, rt, saved.metadata if saved else first)
-    run["choices"] = describe_choices(rt)
-
-    # 2. Log, checkpoints and model
-    log = RunLog(cfg, rt, run, saved)
-    checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
-    with ExitStack() as stack, explain_memory(cfg):
-        with explain_files():
-            share_errors(lambda: check_record(cfg, run), rt)
-            stack.enter_context(log)
-        stack.enter_context(checkpoints)
-        log.print(describe_sizes(run), to_console=False)
-        for note in filter(None, (*rt.notes, describe_val_text(cfg), resume_line)):
-            log.print(note)
-        trainer = Trainer(cfg, rt)
-        if saved:
-            load_state(trainer, saved, run)
-
-        # 3. Warm-up off the clock, and memory for checkpoints
-        start, telemetry = clock(rt.device), Telemetry(trainer, log)
-        trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
-        gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
-        stack.callback(gc.unfreeze)
-        if cfg.checkpoint_every or cfg.time_limit:
-            make_staging(trainer)
-        setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
-
-        # 4. Training and result. A signal after the last step has no effect
-        log.start_training(trainer)
-        with stop.catch_signals():
-            rt.comm.barrier()
-            rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
-            trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
-            if cfg.val_mask == "on":
-                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
-                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
-            stop.collect()
-            is_saved = checkpoints.finish(trainer)
-            log.finish({**setup, **measure_run(trainer, log)})
-            if not is_saved:
-                raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
-    print_sample(trainer.model, cfg, trainer.rt)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
@@ -4741,6 +4615,20 @@ def find_shards(pattern: str, field: str) -> list[str]:
     return paths
 
 
+def scan_shards(cfg: Config, shards: list[Shard]) -> Iterator[tuple[int, Shard]]:
+    """Yield (index, shard) of the training shards, once per epoch. At its first use a shard is opened and
+    appended to shards."""
+    paths = find_shards(cfg.train_files, "train_files")
+    has_no_bar = not has_progress_bar()
+    with tqdm(total=len(paths), desc="scan shards", unit="file", disable=has_no_bar, leave=False) as bar:
+        for _ in range(cfg.epochs):
+            for index, path in enumerate(paths):
+                if index == len(shards):
+                    shards.append(open_shard(path, cfg.vocab_size, shards[0].bos if shards else None))
+                    bar.update()
+                yield index, shards[index]
+
+
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
     """Write tokens (uint16, beginning with BOS) to a shard under a temporary name, then rename the file."""
     header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
@@ -4752,54 +4640,23 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
-def read_corpus_info() -> dict:
-    """Read corpus.json of the embedded corpus. Returns {} if the corpus is incomplete."""
-    try:
-        info = json.loads(Path(EMBEDDED_CORPUS, "corpus.json").read_text())
-        sizes = [Path(EMBEDDED_CORPUS, name).stat().st_size for name in info["files"]]
-        is_complete = sum(sizes) == 2 * sum(info["tokens"].values()) + SHARD_HEADER_BYTES * len(sizes)
-        return info if is_complete and isinstance(info["source"], str) else {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # never made, or damaged
-        return {}
-
-
 def uses_embedded_corpus(pattern: str) -> bool:
     return Path(EMBEDDED_CORPUS) in (Path(pattern), Path(pattern).parent)
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """If this run uses the embedded corpus, build it if it is missing or from another PyTorch version.
+    """If this run uses the embedded corpus, data/text.py builds it. Without data/text.py nothing is built.
 
-    A corpus of other text in its folder is an error. Without data/text.py nothing is built.
+    First rank 0 builds. Then local rank 0 of each node builds, unless the node sees rank 0's files.
     """
     if not uses_embedded_corpus(cfg.train_files):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
-    wanted = f"torch {torch.__version__.partition('+')[0]}"
-    # First rank 0 builds. Then local rank 0 of each node builds, unless the node sees rank 0's files
     for is_turn in (rt.rank == 0, rt.local_rank == 0):
-        source = read_corpus_info().get("source", wanted if not is_turn else "")
-        if source and not source.startswith("torch "):
-            raise InputError(f"{EMBEDDED_CORPUS} has a corpus with source {source[:100]!r}, but this folder "
-                             "is reserved for the PyTorch source: move the files, and set --train_files and "
-                             "--val_files", of_one_rank=True)
-        for tool in [path for path in tools if path.exists()][:1] if is_turn and source != wanted else ():
+        for tool in [path for path in tools if path.exists()][:1] if is_turn else ():
             sys.modules.setdefault("train_gpt", sys.modules[__name__])  # data/text.py imports it
-            spec = importlib.util.spec_from_file_location("text", tool)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            module.make_embedded_corpus()
+            runpy.run_path(str(tool))["make_embedded_corpus"]()
         rt.comm.barrier()
-
-
-def check_corpus(cfg: Config, shards: list[Shard]) -> None:
-    """Raise InputError if the embedded corpus does not have the fingerprint of its corpus.json."""
-    info, found = read_corpus_info(), fingerprint(shards)
-    is_embedded = uses_embedded_corpus(cfg.train_files) and uses_embedded_corpus(cfg.val_files)
-    if is_embedded and len(shards) == len(info.get("files", ())) and found != info["fingerprint"]:
-        raise InputError(f"the shards in {EMBEDDED_CORPUS} have fingerprint {found}, but corpus.json "
-                         f"records {info['fingerprint']}, so a shard was changed: run python data/text.py "
-                         "again")
 
 
 def describe_val_text(cfg: Config) -> str:
@@ -4807,6 +4664,15 @@ def describe_val_text(cfg: Config) -> str:
     if uses_embedded_corpus(cfg.train_files) or not uses_embedded_corpus(cfg.val_files):
         return ""
     return f"validation is on {cfg.val_files}, not on your text: give --val_files, too"
+
+
+def report_missing_val_tokens(cfg: Config, missing: int) -> typing.NoReturn:
+    """Raise InputError with the remedies."""
+    limit, short = ((cfg.val_tokens - missing) // n * n for n in (cfg.val_seq_len, BLOCK))
+    remedy = f"--val_seq_len={short} --val_tokens={short}" if short else "more text"
+    remedy = f"at most --val_tokens={limit}" if limit else remedy
+    raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
+                     f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
 
 
 def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int,
@@ -6580,7 +6446,6 @@ def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: 
                ) -> tuple[Saved | None, str]:
     """Add the corpus fingerprint to run. Returns (checkpoint or None, log line). All ranks must call it."""
     run["corpus_fingerprint"] = fingerprint(shards)
-    check_corpus(cfg, shards)
     check_track(cfg, run)
     compare_ranks(run, rt)
     saved, line = share_errors(lambda: find_checkpoint(cfg, run, named), rt) or (None, "")
@@ -6849,6 +6714,44 @@ class Checkpoints:
             self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
         return True
 
+
+def list_tensors(trainer: Trainer) -> list[Tensor]:
+    """All tensors that training changes, except of a ShardedTable: parameters, state, FP8 scales."""
+    optimizer = trainer.optimizer
+    return [*(tensor for bucket in optimizer.buckets if bucket not in optimizer.tables
+              for tensor in (bucket.values, *bucket.state.values())), *trainer.scales.scales]
+
+
+class Snapshot:
+    """A copy in memory of parameters and optimizer state at one step."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        trainer.optimizer.finish()
+        trainer.scales.finish()
+        self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
+        self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
+        self.marks = [table.mark() for table in trainer.optimizer.tables]  # a ShardedTable has no copy
+
+    def restore(self) -> None:
+        """Restore the snapshot exactly, and discard all gradients."""
+        optimizer, scales = self.trainer.optimizer, self.trainer.scales
+        optimizer.finish()
+        scales.finish()
+        optimizer.step_count = self.step_count
+        optimizer.set_tied(self.is_tied)
+        for tensor, copy in zip(list_tensors(self.trainer), self.copies):
+            tensor.copy_(copy)
+        for table, mark in zip(optimizer.tables, self.marks):
+            table.take_back(mark)
+        for part in (*optimizer.buckets, scales):
+            part.clear()
+
+    def forget_earlier(self) -> None:
+        """Free the records of tables that only earlier snapshots need."""
+        for table, mark in zip(self.trainer.optimizer.tables, self.marks):
+            table.forget(mark)
+
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
 # state if training diverges. check_ranks() compares the parameters of all ranks. All three are off by
@@ -7031,7 +6934,7 @@ class Guard:
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
         self.is_snapshot_due = False
-        self.snapshots = [(trainer.progress.step, trainer.snapshot())]
+        self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
     def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
         """Check the previous step. Take a snapshot if one is due."""
@@ -7043,8 +6946,8 @@ class Guard:
         if not self.is_snapshot_due or not trainer.optimizer.has_no_pending_gradients():
             self.check_steps(up_to=step - 1)
         elif self.check_steps(up_to=step):
-            self.snapshots = [*self.snapshots[-1:], (step, trainer.snapshot())]
-            trainer.forget(self.snapshots[0][1])
+            self.snapshots = [*self.snapshots[-1:], (step, Snapshot(trainer))]
+            self.snapshots[0][1].forget_earlier()
             self.is_snapshot_due = False
             # Restore the short timeout, unless the precision was switched: later stages then compile again
             if not (trainer.progress.lowered and trainer.rt.use_compile):
@@ -7090,7 +6993,7 @@ class Guard:
                    if progress.step - made >= self.TRIAL_STEPS]
         index = 0 if to_oldest or not trusted else trusted[-1]
         made, snapshot = self.snapshots[index]
-        trainer.restore(snapshot)
+        snapshot.restore()
         self.pending, self.snapshots = [], self.snapshots[: index + 1]
         progress.num_actions += 1
         progress.actions_in_a_row += 1
@@ -7267,6 +7170,70 @@ def write_sample(values: dict) -> None:
 # ==== MAIN =================================================================================================
 # Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit,
 # 128 + n for signal n. A RunError is printed as one line. Unexpected exceptions keep their traceback.
+
+def train(cfg: Config, argv: list[str]) -> None:
+    """The whole run: inputs, model, warm-up, loop, result."""
+    # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
+    rt = start_runtime(cfg)
+    stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
+    with explain_files():
+        first, named = check_outputs(cfg, run, rt)
+        make_corpus(cfg, rt)
+        setup_start = time.perf_counter()
+        train_data = TrainData(cfg, Schedule(cfg))
+        val_data = ValData(cfg, train_data.bos)
+        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
+        token_ids = read_vocabulary(cfg) if needs_ids else {}
+        data_setup_s = round(time.perf_counter() - setup_start, 2)
+        saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
+    if saved and saved.result:
+        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do. Without --resume "
+               "a new run starts", rt)
+        return
+    with explain_memory(cfg):
+        rt = keep_choices(cfg, rt, saved.metadata if saved else first)
+    run["choices"] = describe_choices(rt)
+
+    # 2. Log, checkpoints and model
+    log = RunLog(cfg, rt, run, saved)
+    checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
+    with ExitStack() as stack, explain_memory(cfg):
+        with explain_files():
+            share_errors(lambda: check_record(cfg, run), rt)
+            stack.enter_context(log)
+        stack.enter_context(checkpoints)
+        log.print(describe_sizes(run), to_console=False)
+        for note in filter(None, (*rt.notes, describe_val_text(cfg), resume_line)):
+            log.print(note)
+        trainer = Trainer(cfg, rt)
+        if saved:
+            load_state(trainer, saved, run)
+
+        # 3. Warm-up off the clock, and memory for checkpoints
+        start, telemetry = clock(rt.device), Telemetry(trainer, log)
+        trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
+        gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
+        stack.callback(gc.unfreeze)
+        if cfg.checkpoint_every or cfg.time_limit:
+            make_staging(trainer)
+        setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
+
+        # 4. Training and result. A signal after the last step has no effect
+        log.start_training(trainer)
+        with stop.catch_signals():
+            rt.comm.barrier()
+            rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
+            trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
+            if cfg.val_mask == "on":
+                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
+                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
+            stop.collect()
+            is_saved = checkpoints.finish(trainer)
+            log.finish({**setup, **measure_run(trainer, log)})
+            if not is_saved:
+                raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
+    print_sample(trainer.model, cfg, trainer.rt)
+
 
 def run(argv: list[str]) -> int:
     """Execute a command line. Returns the exit status."""

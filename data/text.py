@@ -325,8 +325,16 @@ def read_torch_source() -> Iterator[tuple[str, bytes]]:
 
 
 def make_embedded_corpus() -> None:
-    """Make the corpus of the presets without a download, unless it is complete."""
+    """Make the corpus of the presets without a download, unless it is complete. InputError if the folder has
+    a corpus of other text."""
     out, source = Path(gpt.EMBEDDED_CORPUS), torch_source_name()
+    found = read_corpus(out)[0]
+    if found == source:  # also on a disk that cannot be written
+        return
+    if found and not found.startswith("torch "):
+        raise gpt.InputError(f"{out} has a corpus with source {found[:100]!r}, but this folder is reserved "
+                             "for the PyTorch source: move the files, and set --train_files and --val_files",
+                             of_one_rank=True)
     with lock_folder(out):
         if read_corpus(out)[0] != source:
             write_corpus(read_torch_source(), out, source, encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)

@@ -323,7 +323,7 @@ def test_a_scale_that_is_zero_or_not_finite_is_ignored():
 def test_the_guard_restores_scales(shards, here, monkeypatch):
     """A weight becomes NaN in step 18. The MLP stays in FP8, and the head leaves it."""
     saved, before, after, losses = {}, [], [], []
-    act, snapshot, train_step = gpt.Guard._roll_back, gpt.Trainer.snapshot, gpt.Trainer.train_step
+    act, snapshot, train_step = gpt.Guard._roll_back, gpt.Snapshot.__init__, gpt.Trainer.train_step
 
     def spoil_and_step(self, *args):
         if self.progress.step == 17 and not after:
@@ -331,10 +331,9 @@ def test_the_guard_restores_scales(shards, here, monkeypatch):
         losses.append(train_step(self, *args).item())
         return losses[-1] * torch.ones(())
 
-    def note_snapshot(self):
-        made = snapshot(self)
-        saved[self.progress.step] = [scale.clone() for scale in self.scales.scales]
-        return made
+    def note_snapshot(self, trainer):
+        snapshot(self, trainer)
+        saved[trainer.progress.step] = [scale.clone() for scale in trainer.scales.scales]
 
     def note_action(self, *args):
         scales = self.trainer.scales
@@ -343,7 +342,7 @@ def test_the_guard_restores_scales(shards, here, monkeypatch):
         after.append((self.trainer.progress.step, self.snapshots[-1][0], [x.clone() for x in scales.scales]))
 
     monkeypatch.setattr(gpt.Trainer, "train_step", spoil_and_step)
-    monkeypatch.setattr(gpt.Trainer, "snapshot", note_snapshot)
+    monkeypatch.setattr(gpt.Snapshot, "__init__", note_snapshot)
     monkeypatch.setattr(gpt.Guard, "_roll_back", note_action)
     options = [f"--{name}={value}" for name, value in FP8_MLP.items()]
     result = run(shards, "--guard=on", "--fp8_head=on", "--num_iterations=24", AT_THE_END, *options)

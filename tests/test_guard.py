@@ -247,7 +247,7 @@ def test_a_validation_loss_that_rises(text, capsys):
     first = trainer.model.embed.detach().clone()
     trainer.progress.step = 10
     trainer.model.embed.data.add_(1)
-    guard.snapshots.append((10, trainer.snapshot()))
+    guard.snapshots.append((10, gpt.Snapshot(trainer)))
     trainer.progress.step = 30
     guard.check_validation(30, 2.0)
     guard.check_validation(30, 2.0999)
@@ -282,11 +282,11 @@ def test_more_targets_are_no_fault(text, tmp_path, monkeypatch):
 def test_a_snapshot_is_trusted_after_five_good_steps(text, capsys):
     """After a fault in step 12 the snapshot of step 10 is too young, and the guard restores step 0."""
     guard, trainer = make_guard(text)
-    guard.snapshots.append((10, trainer.snapshot()))
+    guard.snapshots.append((10, gpt.Snapshot(trainer)))
     trainer.progress.step = 13
     guard._roll_back(12, "a fault")
     assert "restored weights of step 0" in capsys.readouterr().out and [step for step, _ in guard.snapshots] == [0]
-    guard.snapshots.append((20, trainer.snapshot()))
+    guard.snapshots.append((20, gpt.Snapshot(trainer)))
     trainer.progress.step = 25
     guard._roll_back(24, "a fault")
     assert "restored weights of step 20" in capsys.readouterr().out

@@ -387,14 +387,8 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     info = json.loads((tmp_path / "data" / "torch_source" / "corpus.json").read_text())
     (result,) = (tmp_path / "logs").glob("*.json")
     assert json.loads(result.read_text())["corpus_fingerprint"] == info["fingerprint"]
-    # a changed byte is found
     val = tmp_path / "data" / "torch_source" / "val_000000.bin"
     data = val.read_bytes()
-    val.write_bytes(data[:-2] + b"a\0")
-    done = run_script(["--preset=smoke"], tmp_path, script=script)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"but corpus.json records {info['fingerprint']}, so a shard was changed" in done.stderr
-    val.write_bytes(data)
     # a corpus of other text is not replaced
     corpus = tmp_path / "data" / "torch_source" / "corpus.json"
     corpus.write_text(json.dumps({**info, "source": "notes"}))

@@ -99,7 +99,7 @@ def train(words: list[str]) -> str:
         trainer.validate(gpt.ValData(cfg, train_data.bos), trainer.schedule.at(cfg.num_iterations))
     )
     digest = hashlib.sha256(json.dumps(losses).encode())
-    for tensor in trainer.tensors():
+    for tensor in gpt.list_tensors(trainer):
         digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
 

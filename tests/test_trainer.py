@@ -214,13 +214,14 @@ def test_a_snapshot_returns_exactly(shards):
     Four steps, because a zero head and zero output projections hold back gradients in the first ones.
     """
     trainer, step, close = make_trainer(shards, fp8_mlp="on", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
-    count, is_tied, before, _ = snapshot = trainer.snapshot()
+    snapshot = gpt.Snapshot(trainer)
+    before = snapshot.copies
     for _ in range(4):
         step()
-    assert count == 0 and not is_tied and trainer.optimizer.step_count == 4
-    assert not any(map(torch.equal, trainer.tensors(), before))
-    trainer.restore(snapshot)
-    assert trainer.optimizer.step_count == 0 and all(map(torch.equal, trainer.tensors(), before))
+    assert snapshot.step_count == 0 and not snapshot.is_tied and trainer.optimizer.step_count == 4
+    assert not any(map(torch.equal, gpt.list_tensors(trainer), before))
+    snapshot.restore()
+    assert trainer.optimizer.step_count == 0 and all(map(torch.equal, gpt.list_tensors(trainer), before))
     assert trainer.scales.amax is None and trainer.scales.work is None
     assert trainer.optimizer.has_no_pending_gradients()
     close()
@@ -232,17 +233,17 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
     for count, was_tied in ((2, True), (5, False)):
         while trainer.optimizer.step_count < count:
             step()
-        snapshot, losses = trainer.snapshot(), []
-        assert snapshot[:2] == (count, was_tied)
+        snapshot, losses = gpt.Snapshot(trainer), []
+        assert (snapshot.step_count, snapshot.is_tied) == (count, was_tied)
         for _ in range(2):
             batches = start_prefetcher(trainer)
             losses.append([trainer.train_step(batches, trainer.schedule.at(count)).item() for _ in range(3)])
             batches.executor.shutdown(cancel_futures=True)
             assert not trainer.model.is_tied
-            trainer.restore(snapshot)
+            snapshot.restore()
             assert trainer.model.is_tied == was_tied and trainer.optimizer.step_count == count
             assert (trainer.optimizer.bucket_of["embed"] in trainer.optimizer.updated) == (not was_tied)
-            assert all(map(torch.equal, trainer.tensors(), snapshot.copies))
+            assert all(map(torch.equal, gpt.list_tensors(trainer), snapshot.copies))
         assert losses[0] == losses[1]
     close()
 
@@ -265,26 +266,26 @@ def test_two_snapshots_of_a_sharded_table_return_exactly(shards):
 
     def copy():
         trainer.optimizer.finish()
-        return [tensor.clone() for tensor in (*trainer.tensors(), table.shard, *table.state.values())]
+        return [tensor.clone() for tensor in (*gpt.list_tensors(trainer), table.shard, *table.state.values())]
 
     train(0, 2)
-    early, state_early = trainer.snapshot(), copy()
+    early, state_early = gpt.Snapshot(trainer), copy()
     losses_early, state_late = train(2, 8)
-    late = trainer.snapshot()
+    late = gpt.Snapshot(trainer)
     losses_late, end = train(8, 14)
     assert any("average0" in bucket.state for bucket in trainer.optimizer.buckets)
     for snapshot, state, first, last, losses, after in (
         (late, state_late, 8, 14, losses_late, end),
         (early, state_early, 2, 8, losses_early, state_late),
     ):
-        trainer.restore(snapshot)
+        snapshot.restore()
         assert all(map(torch.equal, copy(), state)) and trainer.optimizer.step_count == first
         again, made = train(first, last)
         assert again == losses and all(map(torch.equal, made, after))
-    late = trainer.snapshot()
-    trainer.forget(late)
+    late = gpt.Snapshot(trainer)
+    late.forget_earlier()
     assert not table.undo and table.first_undo == late.marks[0]
-    trainer.forget(None)
+    table.forget(None)
     assert table.undo is None
 
 
