@@ -3104,9 +3104,9 @@ class MLPFP8(torch.autograd.Function):
         before the activation. Backward returns the amax of both as the gradient of amax (2,)."""
         x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
-        hidden8, hidden_amax = relu2_matmul_fp8(
-            x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M)
-        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_scale,
+        hidden8, hidden_t, hidden_amax = relu2_matmul_fp8(
+            x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M), (M, T), ()
+        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale,
                               hidden_amax, pre_scale)
         ctx.use_kernel = use_kernel
         return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
@@ -3114,13 +3114,14 @@ class MLPFP8(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor, None]:
         """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
-        (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_scale, hidden_amax,
+        (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale, hidden_amax,
          pre_scale) = ctx.saved_tensors
         grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
-        pre8, pre_amax = relu2_matmul_fp8(grad8, down8, scale, down_scale, pre_scale, E5M2, grad.dtype,
-                                          ctx.use_kernel, hidden8, hidden_scale)  # (T, M)
+        pre8, pre_t, pre_amax = relu2_matmul_fp8(
+            grad8, down8, scale, down_scale, pre_scale, E5M2, grad.dtype, ctx.use_kernel, hidden8,
+            hidden_scale)  # (T, M), (M, T), ()
         grad_x = scaled_matmul(pre8, up8, pre_scale, up_scale, grad.dtype, fast=False)
-        x_t, pre_t, grad_t, hidden_t = (transpose(y, ctx.use_kernel) for y in (x8, pre8, grad8, hidden8))
+        x_t, grad_t = (transpose(y, ctx.use_kernel) for y in (x8, grad8))
         grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_scale, grad.dtype, fast=False)
         grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
         return grad_x, grad_up, grad_down, None, None, torch.stack((hidden_amax, pre_amax)), None
@@ -3295,23 +3296,25 @@ def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
 def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_scale: Tensor,
                      out_dtype: torch.dtype, dtype: torch.dtype, use_kernel: bool,
                      hidden: Tensor | None = None, hidden_scale: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor]:
-    """relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M). Returns the output / out_scale in FP8, and
-    the amax () of the output. dtype: of the product x w, if no kernel is used."""
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M). Returns the output / out_scale in FP8, its
+    transpose (M, T), and the amax () of the output. dtype: of the product x w, if no kernel is used."""
     w_t = w.T.contiguous()  # (M, D), the layout of FP8 tensor cores
     if use_kernel:
         scale = x_scale * w_scale if hidden is None else x_scale * w_scale * hidden_scale.sqrt()
         amax = torch.zeros((), device=x.device)
-        scales = torch.stack((scale, 1 / out_scale))
-        return launch_relu2_matmul(x, w_t.T, hidden, out_dtype, scales, amax), amax
+        out_t, scales = x.new_empty(len(w_t), len(x), dtype=out_dtype), torch.stack((scale, 1 / out_scale))
+        return launch_relu2_matmul(x, w_t.T, hidden, out_dtype, out_t, scales, amax), out_t, amax
     y = scaled_matmul(x, w_t, x_scale, w_scale, dtype, fast=hidden is None).float()
     y = F.relu(y).square() if hidden is None else y * 2 * (hidden.float() * hidden_scale).sqrt()
-    return quantize_fp8(y, out_dtype, out_scale)[0], y.abs().max()
+    out, _ = quantize_fp8(y, out_dtype, out_scale)
+    return out, out.T.contiguous(), y.abs().max()
 
 
 def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: torch.dtype,
-                        scales: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
-    """Launch relu2_matmul_kernel. scales (2,) and amax (): only for FP8."""
+                        out_t: Tensor | None = None, scales: Tensor | None = None, amax: Tensor | None = None
+                        ) -> Tensor:
+    """Launch relu2_matmul_kernel. out_t (M, T), scales (2,) and amax (): only for FP8."""
     (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
     is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients: float32 sums
     is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.device.type == "cuda"
@@ -3322,8 +3325,8 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: 
         raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
     out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
-        x, w, out if hidden is None else hidden, out, out if scales is None else scales,
-        out if amax is None else amax, rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
+        x, w, out if hidden is None else hidden, out, *((out, out, out) if amax is None else (
+            out_t, scales, amax)), rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
         0.0 if amax is None else torch.finfo(out_dtype).max, depth if is_precise else None, BLOCK_M=128,
         BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
     return out
@@ -3449,15 +3452,15 @@ if triton is not None:
         tl.store(out_ptr + columns[:, None] * ROWS + rows[None, :], tile.T, mask=inside.T)
 
     @triton.jit
-    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, scales_ptr, amax_ptr, ROWS, COLUMNS, INNER,
-                            STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr, LIMIT: tl.constexpr,
-                            MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                            BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, out_t_ptr, scales_ptr, amax_ptr, ROWS,
+                            COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
+                            LIMIT: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
         """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
 
-        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, and the result is multiplied by
-        scales[1] and clamped to LIMIT. MAX_IMPRECISE: products that FP8 tensor cores may add imprecisely.
-        Neighboring tiles share rows of X and columns of W in the cache.
+        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
+        and clamped to LIMIT, and its transpose is stored, too. MAX_IMPRECISE: products that FP8 tensor cores
+        may add imprecisely. Neighboring tiles share rows of X and columns of W in the cache.
         """
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
         first = number // (GROUP * num_columns) * GROUP
@@ -3484,7 +3487,10 @@ if triton is not None:
         if LIMIT > 0:
             tl.atomic_max(amax_ptr, tl.max(tl.abs(total)))
             total = tl.minimum(tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT), LIMIT)
-        tl.store(out_ptr + here, total.to(out_ptr.dtype.element_ty))
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total)
+        if LIMIT > 0:
+            tl.store(out_t_ptr + columns.to(tl.int64)[:, None] * ROWS + rows[None, :], total.T)
 
 # ==== ROW-SPARSE GRADIENTS =================================================================================
 # Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends

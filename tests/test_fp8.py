@@ -284,7 +284,7 @@ def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards, monkeypatch
         step()
         before = module.pre_scale.item()
         trainer.scales.finish()
-        hidden, grads = ([amax.item() for _, amax in seen[i::2]] for i in range(2))
+        hidden, grads = ([amax.item() for *_, amax in seen[i::2]] for i in range(2))
         assert len(hidden) == len(grads) == 2  # micro-batches
         expected = max(grads) * 1.25 / 57344 if any(grads) else before
         found = module.hidden_scale.item(), module.pre_scale.item()

@@ -365,8 +365,8 @@ def test_the_squared_product_of_scaled_factors():
         ((), product.relu().square()),
         ((hidden, hidden_scale), product * 2 * (hidden.double() * 0.25).sqrt()),
     ):
-        ours, amax = gpt.relu2_matmul_fp8(x, w, scale, one, small, torch.float16, torch.float32, True, *saved)
+        ours, ours_t, amax = gpt.relu2_matmul_fp8(x, w, scale, one, small, torch.float16, torch.float32, True, *saved)
         assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-3)
-        assert ours.dtype == torch.float16
+        assert ours.dtype == torch.float16 and torch.equal(ours_t, ours.T)
         assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()
     assert (ours == -limit).any()
