@@ -3004,30 +3004,30 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit of the tensor
-# (current scaling), or of the previous step (delayed scaling). FP8 is for training only. Validation uses the
-# activations' dtype. CPUs multiply rounded values in float32. Constant scales of gradients are 8 times the
-# records', because the loss is a sum over tokens here, and the records divide it by 8 ranks.
+# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
+# of this tensor (current scaling) or of the previous step (delayed scaling). FP8 is for training only.
+# Validation uses the activations' dtype. On a CPU matmuls convert FP8 values to float32. The loss is a sum
+# over tokens. Records also divide it by 8 ranks, so their constant scales of gradients are 8 times smaller.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class FP8Scales(typing.NamedTuple):
-    """Scales of the FP8 head, and the dtype of its logits (None: dtype of x)."""
+    """Scales of the FP8 head, and the dtype of its logits."""
 
     x: float
     weight: float
     grad: float
-    logits: torch.dtype | None = None
+    logits_dtype: torch.dtype | None = None  # None: dtype of x
 
 
 def head_fp8_scales(cfg: Config) -> FP8Scales:
-    """Constant scales: no entry of a normalized row exceeds sqrt(D), and weights saturate at fp8_head_amax.
+    """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
 
-    With one target of loss weight 1, |d loss / d logit| is at most 1. Scaled by 1/448, e5m2 holds up to 128.
+    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
     """
     return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
-                     logits=E4M3 if cfg.fp8_logits == "on" else None)
+                     logits_dtype=E4M3 if cfg.fp8_logits == "on" else None)
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
@@ -3084,7 +3084,10 @@ def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def qkv_fp8(x: Tensor, weight: Tensor, use_kernel: bool = False) -> Tensor:
-    """linear() for queries, keys and values of normalized x. Inputs above 8 saturate. Source: record 90."""
+    """linear() for queries, keys and values of normalized x. Source: record 90.
+
+    Entries of x and of the output's gradient beyond 8 saturate.
+    """
     return LinearFP8.apply(x, weight, 8 / 448, 8 / 448, E4M3, use_kernel)
 
 
@@ -3098,16 +3101,19 @@ class MLPFP8(torch.autograd.Function):
     """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_scale: Tensor,
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_grad_scale: Tensor,
                 amax: Tensor, use_kernel: bool) -> Tensor:
-        """x (T, D), up and down (D, M) -> (T, D). Scales () of the hidden activation, and of the gradient
-        before the activation. Backward returns the amax of both as the gradient of amax (2,)."""
+        """x (T, D), up and down (D, M) -> (T, D).
+
+        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up.
+        amax (2,) is not used. Backward returns the amax of these two tensors as its gradient.
+        """
         x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
         hidden8, hidden_t, hidden_amax = relu2_matmul_fp8(
             x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M), (M, T), ()
         ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale,
-                              hidden_amax, pre_scale)
+                              hidden_amax, pre_grad_scale)
         ctx.use_kernel = use_kernel
         return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
 
@@ -3115,31 +3121,31 @@ class MLPFP8(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor, None]:
         """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
         (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale, hidden_amax,
-         pre_scale) = ctx.saved_tensors
+         pre_grad_scale) = ctx.saved_tensors
         grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
         pre8, pre_t, pre_amax = relu2_matmul_fp8(
-            grad8, down8, scale, down_scale, pre_scale, E5M2, grad.dtype, ctx.use_kernel, hidden8,
+            grad8, down8, scale, down_scale, pre_grad_scale, E5M2, grad.dtype, ctx.use_kernel, hidden8,
             hidden_scale)  # (T, M), (M, T), ()
-        grad_x = scaled_matmul(pre8, up8, pre_scale, up_scale, grad.dtype, fast=False)
+        grad_x = scaled_matmul(pre8, up8, pre_grad_scale, up_scale, grad.dtype, fast=False)
         x_t, grad_t = (transpose(y, ctx.use_kernel) for y in (x8, grad8))
-        grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_scale, grad.dtype, fast=False)
+        grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_grad_scale, grad.dtype, fast=False)
         grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
         return grad_x, grad_up, grad_down, None, None, torch.stack((hidden_amax, pre_amax)), None
 
 
 def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
                   ) -> Tensor:
-    return MLPFP8.apply(x, up, down, scaling.hidden_scale, scaling.pre_scale, scaling.amax, use_kernel)
+    return MLPFP8.apply(x, up, down, scaling.hidden_scale, scaling.pre_grad_scale, scaling.amax, use_kernel)
 
 
 class DelayedScaling(nn.Module):
-    """Scales of MLPFP8, from the amax of the previous step. So quantizing needs no second pass."""
+    """Scales of MLPFP8, from the amax of the previous step. A kernel can then quantize its own result."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("hidden_scale", torch.tensor(1.0), persistent=False)
-        self.register_buffer("pre_scale", torch.tensor(2.0**-3), persistent=False)
-        self.register_buffer("amax", torch.zeros(2), persistent=False)  # only its gradient is used
+        self.register_buffer("pre_grad_scale", torch.tensor(2.0**-3), persistent=False)
+        self.register_buffer("amax", torch.zeros(2), persistent=False)  # its gradient is the amax
 
 
 class DelayedScales:
@@ -3149,12 +3155,14 @@ class DelayedScales:
 
     def __init__(self, model: nn.Module, comm: Comm):
         modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
-        self.scales = [scale for m in modules for scale in (m.hidden_scale, m.pre_scale)]
+        self.scales = [scale for m in modules for scale in (m.hidden_scale, m.pre_grad_scale)]
         self.inputs = [m.amax.requires_grad_() for m in modules]
         self.comm, self.amax, self.work = comm, None, None  # amax (modules, 2) of this step so far
+        device = self.scales[0].device if modules else None
+        self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
     def collect(self) -> None:
-        """After each backward: take the amax, because autograd would add those of the micro-batches."""
+        """After each backward: keep the largest amax. Autograd would add the micro-batches."""
         if self.inputs and self.inputs[0].grad is not None:
             found = torch.stack([amax.grad for amax in self.inputs])
             self.amax = found if self.amax is None else torch.maximum(self.amax, found)
@@ -3171,10 +3179,9 @@ class DelayedScales:
         if self.work is not None:
             self.work.wait()
         if self.amax is not None:
-            factors, floors = torch.tensor((self.FACTORS, self.FLOORS), device=self.amax.device)
             is_usable = self.amax.isfinite() & (self.amax > 0)
             old = torch.stack(self.scales).view_as(self.amax)
-            new = (self.amax * factors).maximum(floors).where(is_usable, old)
+            new = (self.amax * self.factors).maximum(self.floors).where(is_usable, old)
             torch._foreach_copy_(self.scales, list(new.flatten().unbind()))
             self.clear()
 
@@ -3191,7 +3198,8 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
                              ) -> tuple[Tensor, Tensor]:
     """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V).
 
-    A target of -1 is ignored. With one target of weight 1 no entry of the gradient exceeds 1 / grad_scale.
+    A target of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the
+    gradient exceeds 1 / grad_scale.
     Source: the fused kernel of 2026-01-16.
     """
     if use_kernel:
@@ -3199,7 +3207,7 @@ def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, s
         grads = torch.empty_like(logits, dtype=grad_dtype)
         cross_entropy_kernel[(logits.size(0),)](
             logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *softcap, grad_scale,
-            logits.is_cuda, BLOCK=4096, num_warps=8)
+            logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
         return losses, grads
     capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
@@ -3224,7 +3232,7 @@ class FusedHeadLoss(torch.autograd.Function):
         if scales:  # quantize once for all chunks
             w, w_scale = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
             w_t, grad_scale = transpose(w, use_kernel), torch.full_like(w_scale, scales.grad)  # (D, V)
-            logits_dtype = scales.logits or x.dtype
+            logits_dtype = scales.logits_dtype or x.dtype
         for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
             if scales:
                 x8, x_scale = quantize_fp8(x_chunk, E4M3, scales.x)
@@ -3288,8 +3296,11 @@ def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScalin
 
 
 def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). In backward hidden is this result, x is the output gradient,
-    and (x w) * 2 sqrt(hidden) is the pre-activation gradient. Sources: 2026-01-14, 2026-06-11."""
+    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
+
+    The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
+    form's result. Sources: 2026-01-14, 2026-06-11.
+    """
     return launch_relu2_matmul(x.contiguous(), w.contiguous(), hidden, x.dtype)
 
 
@@ -3322,7 +3333,7 @@ def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: 
     width, depth = 256 if is_wide else 128, 128 // num_bytes
     depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
-        raise ValueError(f"its tiles do not divide matrices of {rows} x {inner} x {columns}")
+        raise ValueError(f"tiles of 128 x {depth} x {width} do not divide {rows} x {inner} x {columns}")
     out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x, w, out if hidden is None else hidden, out, *((out, out, out) if amax is None else (
@@ -3394,10 +3405,10 @@ if triton is not None:
                              NUM_TARGETS: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr,
                              WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, IS_APPROXIMATE: tl.constexpr,
                              BLOCK: tl.constexpr):
-        """Loss of one token and d loss / d logits. CAP bounds the logits, so softmax needs no maximum.
+        """Loss of one token and d loss / d logits. Capped logits are 0 to CAP, so softmax needs no maximum.
 
         With t = tanh((logit + SHIFT) / (2 WIDTH)) the capped logit is CAP / 2 (1 + t), and its derivative is
-        CAP / (4 WIDTH) (1 - t^2). A second pass corrects the gradients of the targets.
+        CAP / (4 WIDTH) (1 - t^2). The gradients of the targets are corrected at the end.
         """
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
@@ -3411,7 +3422,7 @@ if triton is not None:
                              eviction_policy="evict_last").to(tl.float32)  # the loop below reads them again
             t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
             total += tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)
-        log_total = tl.log2(tl.sum(total, axis=0))  # of base 2, less CAP
+        log_total = tl.log2(tl.sum(total, axis=0))  # log2 of sum exp(capped - CAP)
         loss = log_total * 0.0
         all_weights = log_total * 0.0
         for i in tl.static_range(NUM_TARGETS):
@@ -3460,7 +3471,8 @@ if triton is not None:
 
         If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
         and clamped to LIMIT, and its transpose is stored, too. MAX_IMPRECISE: products that FP8 tensor cores
-        may add imprecisely. Neighboring tiles share rows of X and columns of W in the cache.
+        may add before the sum moves to float32. NaN stays NaN, and its amax is infinite. Neighboring tiles
+        share rows of X and columns of W in the cache.
         """
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
         first = number // (GROUP * num_columns) * GROUP
@@ -3482,11 +3494,12 @@ if triton is not None:
         if IS_BACKWARD:
             total *= 2 * tl.sqrt(tl.load(hidden_ptr + here).to(tl.float32))
         else:
-            total = tl.maximum(total, 0.0)
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
             total *= total
         if LIMIT > 0:
-            tl.atomic_max(amax_ptr, tl.max(tl.abs(total)))
-            total = tl.minimum(tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT), LIMIT)
+            tl.atomic_max(amax_ptr, tl.max(tl.where(total == total, tl.abs(total), float("inf"))))
+            total = tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            total = tl.minimum(total, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         total = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + here, total)
         if LIMIT > 0:
@@ -4205,8 +4218,8 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
     is_gpu = device.type == "cuda"
     if needs in ("GPU", "GPU and softcap") and not is_gpu:
         return "plain PyTorch is faster on a CPU"
-    if needs == "GPU and softcap" and not cfg.softcap:
-        return "there is no softcap"
+    if needs == "GPU and softcap" and not 0 < cfg.softcap <= 80:
+        return "its sums need a softcap of at most 80"
     if needs == "compiled GPU" and not (is_gpu and use_compile):
         return "FlexAttention is fast only if it is compiled for a GPU"
     if needs in ("CPU", "eager CPU") and (is_gpu or use_compile and needs == "eager CPU"):

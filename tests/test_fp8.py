@@ -155,7 +155,7 @@ def test_the_mlp_in_fp8(use_kernel):
     pre_grad = 2 * (grad @ down) * pre.relu()
     scaling = gpt.DelayedScaling().to(device)
     scaling.hidden_scale.copy_(hidden.detach().max() / 448)
-    scaling.pre_scale.copy_(pre_grad.detach().abs().max() / 57344)
+    scaling.pre_grad_scale.copy_(pre_grad.detach().abs().max() / 57344)
     ours = gpt.relu2_mlp_fp8(x, up, down, scaling, use_kernel)
     inputs = x, up, down
     *grads, amax = torch.autograd.grad(ours, (*inputs, scaling.amax.requires_grad_()), grad, allow_unused=True)
@@ -175,8 +175,8 @@ def test_logits_in_fp8():
     torch.manual_seed(0)
     x, w, targets = gpt.rms_norm(torch.randn(64, 128)), torch.randn(256, 128) * 0.3, torch.randint(256, (64, 1))
     scales = gpt.head_fp8_scales(gpt.make_config({"preset": "frontier"}))
-    assert scales.logits == torch.float8_e4m3fn and gpt.head_fp8_scales(smoke_config()).logits is None
-    losses = [gpt.fused_head_loss(x, w, targets, torch.ones(1), CAP, scales=s) for s in (scales, scales._replace(logits=None))]
+    assert scales.logits_dtype == torch.float8_e4m3fn and gpt.head_fp8_scales(smoke_config()).logits_dtype is None
+    losses = [gpt.fused_head_loss(x, w, targets, torch.ones(1), CAP, scales=s) for s in (scales, scales._replace(logits_dtype=None))]
     rounded = [gpt.quantize_fp8(y, torch.float8_e4m3fn, scale)[0].float() * scale for y, scale in ((x, scales.x), (w, scales.weight))]
     logits = (rounded[0] @ rounded[1].T).to(torch.float8_e4m3fn).float()
     exact = torch.nn.functional.cross_entropy(CAP(logits), targets[:, 0], reduction="sum")
@@ -282,12 +282,12 @@ def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards, monkeypatch
     for _ in range(3):  # in the first step the zero output matrix has no gradient before the activation
         seen.clear()
         step()
-        before = module.pre_scale.item()
+        before = module.pre_grad_scale.item()
         trainer.scales.finish()
         hidden, grads = ([amax.item() for *_, amax in seen[i::2]] for i in range(2))
         assert len(hidden) == len(grads) == 2  # micro-batches
         expected = max(grads) * 1.25 / 57344 if any(grads) else before
-        found = module.hidden_scale.item(), module.pre_scale.item()
+        found = module.hidden_scale.item(), module.pre_grad_scale.item()
         assert found == pytest.approx((max(hidden) * 1.03 / 448, expected), rel=1e-6)
     close()
     assert hidden[0] != hidden[1] and all(grads) and trainer.scales.amax is None and module.amax.grad is None

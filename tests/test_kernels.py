@@ -3,6 +3,8 @@
 test_fast_forms has how they are chosen.
 """
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -370,3 +372,8 @@ def test_the_squared_product_of_scaled_factors():
         assert ours.dtype == torch.float16 and torch.equal(ours_t, ours.T)
         assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()
     assert (ours == -limit).any()
+    x[3, 5] = math.nan  # it must not become a finite number
+    for saved in ((), (hidden, hidden_scale)):
+        ours, ours_t, amax = gpt.relu2_matmul_fp8(x, w, scale, one, small, torch.float16, torch.float32, True, *saved)
+        assert ours[3].isnan().all() and ours_t[:, 3].isnan().all() and amax == math.inf
+        assert not ours[:3].isnan().any()
