@@ -6412,8 +6412,12 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
             for key, rows in piece.items():
                 pieces.setdefault(key, []).append(rows)
         tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
-        if not RUN_ID.fullmatch(metadata["run_id"]):  # it becomes the name of a folder
-            raise ValueError(f"its run_id is {metadata['run_id'][:60]!r}")
+        if not RUN_ID.fullmatch(str(metadata["run_id"])):  # it becomes the name of a folder
+            raise ValueError(f"its run_id is {str(metadata['run_id'])[:60]!r}")
+        metadata["config"]["vocab_size"]  # a KeyError names the missing entry
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or "/" not in name and not tensor.is_floating_point():
+                raise ValueError(f"its {name} is not a tensor of floating-point numbers")
         return metadata, tensors
     except OtherFormat:
         raise
@@ -6422,7 +6426,7 @@ def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str
             return read_checkpoint(path)
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
-                         ": name another one, or leave the option out") from None
+                         ": give --resume=auto, or the path of another one") from None
 
 
 def read_newest(folder: Path, is_checked: bool = True) -> Saved:
@@ -7107,7 +7111,8 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     generator = torch.Generator().manual_seed(cfg.seed)
     with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
         text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt, generator)))
-    print0(f"sample: {escape_controls(text.decode(errors='replace')).strip()}", rt)
+    shown = escape_controls(text.decode(errors="replace")).strip()
+    print0(f"sample: {shown or '(the document ended at once)'}", rt)
 
 
 def find_model(folder: Path, prefix: str) -> Path:
@@ -7115,7 +7120,8 @@ def find_model(folder: Path, prefix: str) -> Path:
     paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)
              if "_table" not in path.name]
     if not paths:
-        raise InputError(f"--sample: {folder} has no model: train one first, or name a file")
+        raise InputError(f"--sample: {folder} has no model: name a file, as in --sample=checkpoints/"
+                         "<run_id>/model.pt, or train one first")
     path = max(paths, key=lambda path: path.stat().st_mtime)
     print(f"sampling from {path}", file=sys.stderr)
     return path

@@ -117,15 +117,15 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
 
 def read_events(path: Path) -> dict[str, list[dict]]:
     """The events in the jsonl of a run, by kind."""
-    found = {"telemetry": [], "validation": []}
+    found = {"telemetry": {}, "validation": {}}  # by step: a run that was killed repeats some steps
     try:
         for line in path.read_text().splitlines():
             event = json.loads(line)
-            found.setdefault(event["event"], []).append(event)
+            found.setdefault(event["event"], {})[event["step"]] = event
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path} cannot be read as the jsonl of a run ({type(error).__name__}: {error}): "
                           "give the jsonl of a run with --telemetry_every") from None
-    return found
+    return {kind: list(events.values()) for kind, events in found.items()}
 
 
 def plot_runs(paths: list[Path], out: Path) -> None:
@@ -152,18 +152,22 @@ def plot_runs(paths: list[Path], out: Path) -> None:
         losses.plot([event["step"] for event in validations], [event["val_loss"] for event in validations],
                     ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):
-            for group, colour in zip(measured[0]["groups"], itertools.cycle(COLOURS)):
-                values = [event["groups"][group].get(key, math.nan) for event in measured]
-                panel.plot(steps, values, color=colour, label=group)
+            groups = dict.fromkeys(group for event in measured for group in event["groups"])
+            styles = [(style, colour) for style in ("-", ":") for colour in COLOURS]
+            for group, (style, colour) in zip(groups, styles):  # a step measures the groups that it updates
+                points = [(event["step"], event["groups"][group].get(key, math.nan)) for event in measured
+                          if group in event["groups"]]
+                panel.plot(*zip(*points), style, color=colour, label=group)
             panel.set_yscale("log")
         for part, colour in zip(measured[0]["seconds"], itertools.cycle(COLOURS)):
             seconds.plot(steps, [1000 * event["seconds"][part] for event in measured], color=colour,
                          label=part)
         seconds.set_yscale("log")
-        for panel, title in zip(panels, TITLES):
-            panel.set_title(title, pad=28)  # leaves space for the legend
+        for panel, title, columns in zip(panels, TITLES, (3, 3, 3, 2)):
+            num_rows = -(-len(panel.get_lines()) // columns)
+            panel.set_title(title, pad=6 + 11 * num_rows)  # leaves space for the legend
             panel.set_xlabel("step")
-            add_legend(panel).set_in_layout(False)  # a wide legend does not shrink the panel
+            add_legend(panel, columns).set_in_layout(False)  # a wide legend does not shrink the panel
         if len(paths) > 1:
             losses.set_ylabel(path.stem)
     save(figure, out)
@@ -181,9 +185,9 @@ def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, label: str 
                linestyle=linestyle)
 
 
-def add_legend(panel: plt.Axes) -> matplotlib.legend.Legend:
+def add_legend(panel: plt.Axes, columns: int = 3) -> matplotlib.legend.Legend:
     """Add a legend above the panel."""
-    return panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, fontsize=8,
+    return panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, fontsize=8,
                         borderaxespad=0.1, labelspacing=0.2, columnspacing=1.2, handlelength=1.1,
                         handletextpad=0.5)
 

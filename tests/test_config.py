@@ -158,7 +158,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--record=" + "x" * 150], "x" * 50, "at most 100"),
         (["--record=" + "x" * 300], "x" * 50, "at most 100"),
         (["--logs_dir=a\0b"], "a\0b cannot be written (embedded null byte)", "another folder with --logs_dir"),
-        (["--resume=a\0b"], "a\0b cannot be read", "name another one, or leave the option out"),
+        (["--resume=a\0b"], "a\0b cannot be read", "give --resume=auto, or the path of another one"),
         (["--attention_gate_dim=100"], "100", "at most 64"),
         (["--segments=5"], "--segments=5 is more than the 4 layers", "give at most --segments=4"),
         (["--fast=head"], "--fast=head: head is not a fast form", "give auto, off, or some of rms_norm,norm_rotate"),

@@ -541,6 +541,19 @@ TELEMETRY = dict(event="telemetry", step=2, loss_ema=1.0, groups=dict(matrix=dic
                  seconds=dict(optimizer=1.0))
 
 
+def test_each_group_is_drawn_over_the_steps_that_measure_it(tmp_path, monkeypatch):
+    """Steps measure the groups that they update. Of a step that a killed run repeats the last line counts."""
+    norms = {2: ("matrix", "embed"), 4: ("matrix",), 6: ("matrix", "ngram", "embed")}
+    lines = [TELEMETRY | dict(step=step, groups={name: dict(grad_norm=norm) for name in names})
+             for norm in (5.0, 1.0) for step, names in norms.items()]
+    path, figures = tmp_path / "run.jsonl", []
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    plot.plot_runs([path], tmp_path / "picture")
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[1].get_lines()}
+    assert drawn == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
+
+
 def test_runs_without_telemetry_are_left_out_of_a_picture(tmp_path, tool):
     """A run that was stopped before its first validation is drawn."""
     has, lacks, damaged = (tmp_path / f"{name}.jsonl" for name in ("has", "lacks", "damaged"))
