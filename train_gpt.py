@@ -3944,8 +3944,8 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     ngram_rows = cfg.ngram_rows
     if cfg.ngram_rows < 0:
         ngram_rows = choose_ngram_rows(cfg, rt)
-        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}"
-                     f"{PUBLISHED_LOSSES.get(ngram_rows, '')}")
+        published = PUBLISHED_LOSSES.get(ngram_rows, "") if cfg.preset == "frontier" else ""
+        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}{published}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
         ngram_rows=ngram_rows, peak_flops=peak_flops,
@@ -4958,18 +4958,19 @@ PRESETS |= {
             Stage(duration=1, window_long=128, window_short=64),
             Stage(duration=1, window_long=192, window_short=64),
             Stage(duration=1, window_long=256, window_short=128)))),
-    "laptop": ("laptop_32", "the mechanisms of record 89 that pay at this size", dict(
+    "laptop": ("laptop_32", "the mechanisms of records 89 and 92 that pay at this size", dict(
         num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2.0, layers=LAPTOP_LAYERS,
-        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, ngram_rows=4096, zero_init="mlp",
-        x0_mix="after_attention", softcap=23.0, softcap_shift=5.0, orthogonalize="polar_express",
-        momentum_start=0.8, momentum_end=0.8, momentum_warmup_steps=0, groups=dict(
+        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, ngram_rows=16_384, ngram_order=3,
+        zero_init="mlp", x0_mix="after_attention", softcap=23.0, softcap_shift=5.0,
+        orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8, momentum_warmup_steps=0,
+        groups=dict(
             matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
             embed=Group(lr=0.3, betas=(0.5, 0.95)),
             head=Group(lr=0.008, betas=(0.5, 0.95)),
             value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
-            ngram=Group(lr=0.3, betas=(0.75, 0.95)),
+            ngram=Group(rule="row_adam", lr=0.3, betas=(0.0, 0.95)),
             scalar=Group(lr=0.04, betas=(0.9, 0.99))),
-        warmup_iterations=0, num_iterations=720, tokens_per_step=2048, val_loss_every=120,
+        warmup_iterations=0, num_iterations=560, tokens_per_step=2048, val_loss_every=120,
         sequence_start="anywhere")),
     "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
         track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
@@ -5405,7 +5406,7 @@ def check_value(name: str, value) -> None:
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     if RENAMED.get(name) in known:
-        return f"its name is now {prefix}{RENAMED[name]}"
+        return f"its name is now {prefix}{RENAMED[name]}."
     if prefix and name in FOREIGN_OPTIONS:
         here = FOREIGN_OPTIONS[name]
         return here.removeprefix("none: ") if here.startswith("none: ") else f"here it is {here}"
@@ -5771,11 +5772,15 @@ def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
     return sequences_per_rank(cfg, world_size, tokens, seq_len)
 
 
-def derived_numbers(cfg: Config, world_size: int) -> dict:
-    """Numbers that follow from the config, for --print_config and the run record."""
+def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
+    """Numbers that follow from the config, for --print_config and the run record.
+
+    ngram_rows: Runtime's, if the config leaves the choice to it.
+    """
     num_micro_batches, sequences = check_world_size(cfg, world_size)
     with torch.device("meta"):
-        num_params = sum(p.numel() for name, p in GPT(cfg).named_parameters()
+        model = GPT(cfg, Runtime(ngram_rows=ngram_rows))
+        num_params = sum(p.numel() for name, p in model.named_parameters()
                          if name != "embed" or cfg.tie_head == "off" or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
     return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=num_micro_batches,
@@ -7218,6 +7223,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     with explain_memory(cfg):
         rt = keep_choices(cfg, rt, saved.metadata if saved else first)
     run["choices"] = describe_choices(rt)
+    run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
 
     # 2. Log, checkpoints and model
     log = RunLog(cfg, rt, run, saved)

@@ -98,10 +98,9 @@ class Subject:
         trainer, progress, rt = self.trainer, self.trainer.progress, self.rt
         start, state = gpt.clock(rt.device), trainer.schedule.at(progress.step)
         is_measured = self.telemetry is not None and self.telemetry.start_step()
-        if is_measured or self.guard:
-            trainer.optimizer.timer = gpt.StepTimer(trainer.optimizer.groups, rt, is_measured)
+        groups = trainer.optimizer.groups if is_measured or self.guard else ()
+        timer = trainer.optimizer.timer = gpt.StepTimer(groups, rt, is_measured)
         loss = trainer.train_step(self.batches, state)
-        timer, trainer.optimizer.timer = trainer.optimizer.timer, None
         progress.step += 1
         progress.tokens += state.stage.tokens_per_step
         self.log.losses.add(progress.step, loss)
