@@ -1009,11 +1009,11 @@ class Head(nn.Module):
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
         # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
-        # The softmax over fewer classes is not corrected.
+        # The loss is not corrected for the missing classes.
         losses, weights = [], F.embedding(classes, self.weight)  # (sequences, C, D)
         parts = (y.chunk(len(classes)) for y in (x, targets))
         for part, wanted, rows, weight in zip(*parts, classes, weights):
-            places = torch.full_like(self.prefix_tokens, -1)  # (V,) of the classes among the C logits
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
             places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
             wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
             losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
@@ -4666,9 +4666,9 @@ def uses_embedded_corpus(pattern: str) -> bool:
 def make_corpus(cfg: Config, rt: Runtime) -> None:
     """If this run uses the embedded corpus, data/text.py builds it. Without data/text.py nothing is built.
 
-    First rank 0 builds. Then local rank 0 of each node builds, unless the node sees rank 0's files.
+    Rank 0 builds first. Then local rank 0 of each node builds, if its node lacks the files.
     """
-    if not uses_embedded_corpus(cfg.train_files):
+    if not uses_embedded_corpus(cfg.train_files) and not uses_embedded_corpus(cfg.val_files):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
     for is_turn in (rt.rank == 0, rt.local_rank == 0):
@@ -4679,7 +4679,7 @@ def make_corpus(cfg: Config, rt: Runtime) -> None:
 
 
 def describe_val_text(cfg: Config) -> str:
-    """A note if the user's own text is trained on and the embedded corpus is validated on. Else empty."""
+    """A note if a run trains on other text than the embedded corpus, but validates on it. Else empty."""
     if uses_embedded_corpus(cfg.train_files) or not uses_embedded_corpus(cfg.val_files):
         return ""
     return f"validation is on {cfg.val_files}, not on your text: give --val_files, too"
@@ -4722,7 +4722,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
                  if text != "<|endoftext|>"}
         if max(ids.values()) >= cfg.vocab_size:
             raise ValueError("ids beyond the vocabulary")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
         raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from tokens to ids ({error}): "
                          f"run python data/cached_fineweb10B.py, or give {other}") from None
@@ -5358,8 +5358,8 @@ def parse_value(option: Option, text: str):
                 if name not in hints:
                     raise ValueError(f"{name} is not one of {', '.join(hints)}")
                 hint = int | float if hints.get(name) is float else hints.get(name, object)
-                is_boolean = isinstance(value, bool) and hint is not bool
-                if is_boolean or not isinstance(value, hint) or value in (math.inf, math.nan):
+                is_finite = not isinstance(value, float) or math.isfinite(value)
+                if isinstance(value, bool) != (hint is bool) or not isinstance(value, hint) or not is_finite:
                     raise ValueError(f"{name}={value!r} is not of type {getattr(hint, '__name__', hint)}")
             if needed - item.keys():
                 raise ValueError(f"{min(needed - item.keys())} is missing")
@@ -5499,10 +5499,7 @@ def make_config(overrides: dict) -> Config:
     if values["layers"] and "layers" not in overrides:
         values["layers"] = resize_layers(values["layers"], values["num_layers"])
     values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
-    values = switch_off(values, overrides)
-    for key, value in values.items():
-        check_value(key, value)
-    cfg = build_config(values)
+    cfg = build_config(switch_off(values, overrides))
     check_config(cfg)
     for problem in find_idle_options(cfg, {key: value for key, value in overrides.items()
                                            if value != preset[key]}):
@@ -5733,22 +5730,19 @@ def find_layer_problems(cfg: Config) -> Iterator[str]:
     for i, spec in enumerate(cfg.layers):
         has, known = f"--layers: layer {i} has", {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
         here = {*(["attn_in"] if spec.attention != "none" else []), *(["mlp_in"] if spec.mlp else [])}
-        for name, last in (("skip_from", i - 1), ("attention_from", i - 1), ("gates_from", i)):
+        for name, low, high in (("skip_from", 0, i - 1), ("attention_from", 0, i - 1), ("gates_from", 0, i),
+                                ("value_embed", 0, cfg.num_value_embeds - 1), ("v_dim", 1, cfg.head_dim)):
             value = getattr(spec, name)
-            if value is not None and not 0 <= value <= last:
-                yield f"{has} {name}={value}: name an earlier layer, by its number"
+            if value is not None and not low <= value <= high:
+                yield f"{has} {name}={value}: " + (f"give {low} to {high}" if high >= low else "remove it")
         if spec.attention not in ("long", "short", "none"):
             yield f"{has} attention={spec.attention}: choose long, short or none"
-        if spec.value_embed is not None and not 0 <= spec.value_embed < cfg.num_value_embeds:
-            yield f"{has} value_embed={spec.value_embed}: num_value_embeds is {cfg.num_value_embeds}"
         if spec.paired and cfg.num_heads % 2:
             yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
         if spec.mudd_in and spec.attention == "none":
             yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: remove mudd_in"
         if spec.second_mlp and not spec.mlp:
             yield f"{has} second_mlp=true, but no MLP: give mlp=true"
-        if spec.v_dim is not None and not 0 < spec.v_dim <= cfg.head_dim:
-            yield f"{has} v_dim={spec.v_dim}: give 1 to head_dim={cfg.head_dim}"
         if spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim:
             yield f"{has} key_offset=true, but with short_qk_dim all channels rotate: make the layer long"
         if not known.issuperset(split_names(spec.mudd_in)) or not (known | here).issuperset(
@@ -5912,17 +5906,13 @@ def hash_script() -> str:
 def find_commit() -> str:
     """HEAD commit, with -dirty if this script differs from it. "" if git does not track the script."""
     path = Path(__file__).resolve()
-
-    def git(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(["git", *words], capture_output=True, cwd=path.parent)
-
-    try:
-        committed = git("show", f"HEAD:./{path.name}")
-        if committed.returncode:
-            return ""
-        return git("rev-parse", "HEAD").stdout.decode().strip() + "-dirty" * (committed.stdout != SCRIPT)
-    except OSError:  # git is not installed
-        return ""
+    git = functools.partial(subprocess.run, capture_output=True, cwd=path.parent)
+    with suppress(OSError):  # git is not installed
+        committed = git(["git", "show", f"HEAD:./{path.name}"])
+        if not committed.returncode:
+            commit = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
+            return commit + "-dirty" * (committed.stdout != SCRIPT)
+    return ""
 
 
 def describe_machine(rt: Runtime) -> dict:
@@ -5932,7 +5922,7 @@ def describe_machine(rt: Runtime) -> dict:
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
     with suppress(OSError):
-        lines = [line.split(":") for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+        lines = [x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().splitlines() if ":" in x]
         names = {name.strip(): value.strip() for name, value in reversed(lines)}  # of the first processor
         arm = " ".join(names[key] for key in ("CPU implementer", "CPU part", "CPU revision") if key in names)
         hardware["cpu"] = names.get("model name") or f"{hardware['cpu']} {arm}".strip()
@@ -6759,7 +6749,8 @@ class Snapshot:
         trainer.scales.finish()
         self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
         self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
-        self.marks = [table.mark() for table in trainer.optimizer.tables]  # a ShardedTable has no copy
+        # A ShardedTable is not copied. It records the changes since its mark
+        self.marks = [table.mark() for table in trainer.optimizer.tables]
 
     def restore(self) -> None:
         """Restore the snapshot exactly, and discard all gradients."""
@@ -6776,7 +6767,7 @@ class Snapshot:
             part.clear()
 
     def forget_earlier(self) -> None:
-        """Free the records of tables that only earlier snapshots need."""
+        """Free the records of tables that are older than this snapshot."""
         for table, mark in zip(self.trainer.optimizer.tables, self.marks):
             table.forget(mark)
 
@@ -6943,11 +6934,11 @@ class Guard:
     """Detects that training diverges, and restores weights and optimizer state of an earlier step.
 
     A rollback does not rewind the step or the data. All ranks decide from all-reduced sums, so they agree.
-    The sums are read one step late, so that no GPU waits.
+    The sums are read one step late, so that no GPU waits, except before a snapshot.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
-    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # largest number of steps in that median, smallest for gradients
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
     VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
     SNAPSHOT_EVERY = 10  # steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
@@ -6965,7 +6956,7 @@ class Guard:
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
     def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
-        """Check the previous step. Take a snapshot if one is due."""
+        """Check the previous step. If a snapshot is due, check this step too, and take it."""
         trainer, step, squares = self.trainer, self.trainer.progress.step, timer.sums[:, 0]  # by group
         weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes losses of stages comparable
         sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
@@ -7136,7 +7127,7 @@ def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
     """Load a checkpoint. Returns (model with plain forms, config changed by `values`, runtime, metadata)."""
     metadata, tensors = read_checkpoint(path)
     plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
-                 device="auto", dtype="float32")
+                 fp8_qkv="off", device="auto", dtype="float32")
     unknown = sorted(metadata["config"].keys() - {*OPTIONS, "derived"})
     try:
         if unknown:
