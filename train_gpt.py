@@ -6947,9 +6947,10 @@ class Guard:
 
     def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
         self.trainer, self.log, self.stop = trainer, log, stop
-        # Exclude groups that skip steps (every > 1), because their gradient norms vary with the step
-        self.steady = torch.tensor([float(trainer.cfg.groups[name].every == 1)
-                                    for name in trainer.optimizer.groups], device=trainer.rt.device)
+        # Exclude groups that skip steps, because their gradient norms vary with the step
+        groups = (trainer.cfg.groups[name] for name in trainer.optimizer.groups)
+        self.steady = torch.tensor([float(group.every == 1 and not group.late_every) for group in groups],
+                                   device=trainer.rt.device)
         self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
         self.is_snapshot_due = False
