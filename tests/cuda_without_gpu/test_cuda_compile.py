@@ -81,14 +81,16 @@ def test_segments_of_the_newest_recipe_compile(options):
 
 
 @pytest.mark.cards
-@pytest.mark.parametrize("preset, training, validation", [("track_1", 19.9, 16.2), ("frontier", 27.6, 18.9)])
+@pytest.mark.parametrize("preset, training, validation", [("track_1", 19.9, 16.2), ("frontier", 137.4, 83.4)])
 def test_the_whole_step_compiles(preset, training, validation):
     """Peak memory in GB of live tensors, without the passes that compile.
 
     All stages share one forward and one backward graph of the layers. The head has one pair for each number of targets.
+    frontier has 42,301,440 rows of n-grams here, and a pair of graphs for their signs.
     """
     figures = compile_for("h200", f"--preset={preset}")
-    assert figures["graphs"]["training"] == dict(track_1=4, frontier=6)[preset] and figures["graphs"]["validation"] == 2
+    graphs = figures["graphs"]["training"], figures["graphs"]["validation"]
+    assert graphs == dict(track_1=(4, 2), frontier=(8, 3))[preset]
     assert figures["peak_gb"] == pytest.approx(dict(training=training, validation=validation), rel=0.05)
 
 
