@@ -4664,11 +4664,11 @@ def uses_embedded_corpus(pattern: str) -> bool:
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """If this run uses the embedded corpus, data/text.py builds it. Without data/text.py nothing is built.
+    """If this run trains on the embedded corpus, data/text.py builds it. Without data/text.py nothing is built.
 
     Rank 0 builds first. Then local rank 0 of each node builds, if its node lacks the files.
     """
-    if not uses_embedded_corpus(cfg.train_files) and not uses_embedded_corpus(cfg.val_files):
+    if not uses_embedded_corpus(cfg.train_files):
         return
     tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
     for is_turn in (rt.rank == 0, rt.local_rank == 0):

@@ -141,8 +141,8 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--layers={}"], "a list is needed", 'give one like [{"'),
         (['--layers=[{"attention":5}]'], "attention=5", 'give one like [{"'),
         (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "wide", "long, short or none"),
-        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "earlier layer"),
-        (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "num_value_embeds"),
+        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "remove it"),
+        (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "give 0 to 2"),
         (["--layers=[{}]"], "1 layers", "--num_layers=1"),
         (["--depth=4", "--num_layers=6"], "--num_layers=6 is not --depth=4", "one of them"),
         (["--depth=4", "--tokens_per_param=20", "--num_iterations=9"], "--num_iterations=9 both", "one of them"),
@@ -329,7 +329,7 @@ def test_a_pipe_is_no_file(field, shards, capsys, tmp_path, monkeypatch):
         assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards), f"--{field}=pipe"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "pipe" in err
-    assert ("name another one" if field == "resume" else "not a token shard") in err
+    assert ("give --resume=auto" if field == "resume" else "not a token shard") in err
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 

@@ -777,7 +777,8 @@ def test_a_committed_record_is_whole(record, capsys):
         assert results.load_script(record.folder).main(argv) == 0
         assert json.loads(capsys.readouterr().out) == result["config"]
         facts, lines = path.with_suffix(".txt").read_text().split(f"\n{'=' * 100}\n")
-        assert json.loads(facts) == {key: result[key] for key in ("script_sha256", "argv", "versions", "hardware")}
+        facts, keys = json.loads(facts), ("script_sha256", "argv", "versions", "hardware")
+        assert {key: facts[key] for key in keys} == {key: result[key] for key in keys}
         step, loss, milliseconds = result["val_points"][-1]
         assert loss == result["final_val_loss"]
         assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in lines
