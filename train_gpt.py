@@ -4664,7 +4664,7 @@ def uses_embedded_corpus(pattern: str) -> bool:
 
 
 def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """If this run trains on the embedded corpus, data/text.py builds it. Without data/text.py nothing is built.
+    """If this run trains on the embedded corpus, data/text.py builds it, if it is at hand.
 
     Rank 0 builds first. Then local rank 0 of each node builds, if its node lacks the files.
     """
