@@ -794,7 +794,7 @@ class Block(nn.Module):
             for y, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, y)
 
-        # Attention
+        # Attention. With mudd_in the scale of its output is per token. Else it multiplies the matrix
         if self.attention is not None:
             source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
             acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
@@ -806,7 +806,7 @@ class Block(nn.Module):
         if self.x0_mix == "after_attention":
             x = add_embeddings(x, acts, s)
 
-        # MLP
+        # MLP. The scale of its output works like attention's
         x, z = scale(x, s.get("resid_mlp")), x
         if self.mlp is not None:
             z = acts["mlp_in"] = scale(ops.rms_norm(z), self.mlp_gain_in)
