@@ -42,6 +42,7 @@ import ctypes
 import dataclasses
 import datetime
 import difflib
+import errno
 import fcntl
 import functools
 import gc
@@ -3796,6 +3797,9 @@ def explain_files():
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise InputError("too many open files: raise the limit with ulimit -n, or build fewer and larger "
+                             "shards", of_one_rank=True) from None
         if error.filename is None:
             raise
         raise InputError(f"{error.filename}: {error.strerror}: check the path, its permissions and the free "

@@ -110,7 +110,8 @@ def overflow_fp8(patch):
 
     def train_step(self, *args, real_step=gpt.Trainer.train_step):
         if in_step(FAULT)(self):
-            patch.setattr(gpt, "quantize_fp8", lambda x, dtype, scale=None: ((1000 * x / scale).to(dtype), scale))
+            patch.setattr(gpt, "quantize_fp8", lambda x, dtype, scale=None: (
+                (1000 * x / scale).to(dtype), torch.tensor(scale)))
         loss = real_step(self, *args)
         patch.setattr(gpt, "quantize_fp8", real)
         return loss

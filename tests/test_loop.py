@@ -634,7 +634,7 @@ def test_more_shards_than_open_files(hard, status, tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT), *words, "--max_doc_len=600", *data_args(tmp_path)], cwd=tmp_path, preexec_fn=limit,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == status, done.stderr
-    assert bool(re.search(r"train_0\d\d.bin cannot be read \(Too many open files\): raise the limit of open files with ulimit -n", done.stderr)) == bool(hard)
+    assert bool(re.search("too many open files: raise the limit with ulimit -n", done.stderr)) == bool(hard)
 
 
 def test_shards_of_another_bos_are_refused(tmp_path):

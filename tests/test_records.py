@@ -790,7 +790,8 @@ def test_a_replay_compares_losses_and_machines(real_record, tool, monkeypatch):
     result = results.read_record(real_record).results[0]
     assert replay.find_differences(result) == ""
     status, out, err = tool(replay, real_record)
-    assert (status, err) == (0, "") and out.endswith(f"seed 0: {result['final_val_loss']!r} again, bit for bit\n")
+    assert status == 0 and out.endswith(f"seed 0: {result['final_val_loss']!r} again, bit for bit\n")
+    assert err.endswith("_tiny, seed 0: runs again. It took 0 s of training\n")
     other = copy.deepcopy(result)
     other["val_points"][1][1] += 1e-9
     is_same, line = replay.replay(real_record, other)
