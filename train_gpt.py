@@ -3798,8 +3798,8 @@ def explain_files():
         yield
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise InputError("too many open files: raise the limit with ulimit -n, or build fewer and larger "
-                             "shards", of_one_rank=True) from None
+            raise InputError("too many open files: raise the limit with ulimit -n, or build fewer and "
+                             "larger shards", of_one_rank=True) from None
         if error.filename is None:
             raise
         raise InputError(f"{error.filename}: {error.strerror}: check the path, its permissions and the free "
