@@ -4727,9 +4727,10 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
         if max(ids.values()) >= cfg.vocab_size:
             raise ValueError("ids beyond the vocabulary")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
         other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
-        raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from tokens to ids ({error}): "
-                         f"run python data/cached_fineweb10B.py, or give {other}") from None
+        raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from the model's tokens to ids "
+                         f"({error}): {fetch}give {other}") from None
     return texts
 
 
@@ -5458,7 +5459,7 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
     names = [word.partition("=")[0] for word in unknown]
     if problems := [f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}" for name in names
                     if name.startswith("-")]:
-        raise InputError(". ".join(problems))
+        raise InputError(". ".join(problems).replace("?. ", "? ").replace(".. ", ". "))
     if unknown:
         raise InputError(f"{unknown[0][:100]} is not an option: give --preset=NAME and --option=value")
     flags = {flag for flag in FLAGS if flag in values}
@@ -7259,7 +7260,8 @@ def train(cfg: Config, argv: list[str]) -> None:
             log.finish({**setup, **measure_run(trainer, log)})
             if not is_saved:
                 raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
-    print_sample(trainer.model, cfg, trainer.rt)
+    with stop.catch_signals():
+        print_sample(trainer.model, cfg, trainer.rt)
 
 
 def run(argv: list[str]) -> int:

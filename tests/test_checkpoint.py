@@ -944,6 +944,12 @@ def refuse(shards, args, words: str, capsys, monkeypatch) -> None:
     assert [path for path in sorted(Path(".").rglob("*")) if path not in before and path.name != "logs"] == []
 
 
+def test_a_signal_during_the_sample_has_no_effect(shards, here, monkeypatch):
+    """The result is written before, so a loop over seeds sees status 0."""
+    monkeypatch.setattr(gpt, "print_sample", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert len(run(shards, "--num_iterations=2", "--val_loss_every=0")) == 1
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, monkeypatch, name):
     """Before anything is measured or built. Nothing in it is executed."""

@@ -98,6 +98,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
 @pytest.mark.parametrize(
     "args, value, remedy",
     [
+        (["--n_layers=3", "--zzzzzz=2", "--lr=1"], "--n_layers", "layers? --zzzzzz is not an option: see --help. --lr is not"),
         (["--num_iteration=5"], "--num_iteration ", "did you mean --num_iterations"),
         (["--embed-beta=0.9,0.9"], "--embed_beta ", "did you mean --embed_betas"),
         (["stray"], "stray", "--preset=NAME"),
