@@ -1774,7 +1774,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
         self.model, self.cfg, self.rt, self.step_count = model, cfg, rt, 0
-        self.timer = StepTimer((), rt)  # measures the current step, if it has groups
+        self.timer = StepTimer((), rt)  # measures nothing. Trainer.run() sets another one for a step
         self.is_last_micro_batch = False
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg, rt.world_size):
@@ -2533,7 +2533,7 @@ class Trainer:
             stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
         """Run all steps from progress.step on. RunStopped if a signal, time limit or guard ends the run."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
-        guard = Guard(self, log, stop) if cfg.guard == "on" else None
+        guard, idle = Guard(self, log, stop) if cfg.guard == "on" else None, optimizer.timer
         self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
         if cfg.check_ranks_every:
             callbacks.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
@@ -2557,14 +2557,15 @@ class Trainer:
 
                 # 2. One step
                 is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
-                groups = optimizer.groups if is_measured or guard else ()
-                optimizer.timer = StepTimer(groups, rt, is_measured)
+                timer = StepTimer(optimizer.groups, rt, is_measured) if is_measured or guard else idle
+                optimizer.timer = timer
                 loss = self.train_step(batches, state)
+                optimizer.timer = idle
                 progress.step += 1
                 progress.tokens += state.stage.tokens_per_step
                 elapsed = train_clock.read()
                 for callback in callbacks:
-                    callback(loss, optimizer.timer, elapsed)
+                    callback(loss, timer, elapsed)
 
                 # 3. Save or stop, when no gradient waits for a later update
                 is_last = progress.step == cfg.num_iterations
@@ -4700,10 +4701,7 @@ def report_missing_val_tokens(cfg: Config, missing: int) -> typing.NoReturn:
 
 def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int,
                           first_step: int) -> typing.NoReturn:
-    """Raise InputError with the number of missing tokens and the remedies.
-
-    needed, first_step: sequences of the run and of its first step.
-    """
+    """Raise InputError with the remedies. needed, first_step: sequences of the run and of its first step."""
     missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
     epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
     again = f", repeat them (--epochs={epochs})" if planned else ""

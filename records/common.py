@@ -123,8 +123,8 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()
+    old = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
         try:
             status = body() or 0
@@ -143,6 +143,9 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
         status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"
     except UnicodeError as error:
         status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, old)
     if line:
         warn(f"error: {line}")
     try:
