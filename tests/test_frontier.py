@@ -460,8 +460,9 @@ def test_prefixes(tmp_path):
     assert prefixes.tolist()[: len(expected)] == expected
     assert max(expected) > 255  # some have a prefix of two bytes
     (tmp_path / "vocab.json").write_text("[]")
-    with pytest.raises(gpt.InputError, match="vocab_file.*cached_fineweb10B"):
-        gpt.read_vocabulary(cfg)
+    for vocab_size, remedy in ((len(texts) + 1, "give --without"), (50_257, "data/cached_fineweb10B.py, or give")):
+        with pytest.raises(gpt.InputError, match=f"vocab_file.*{remedy}"):  # the hub's file has GPT-2's tokens
+            gpt.read_vocabulary(dataclasses.replace(cfg, vocab_size=vocab_size))
 
 
 def test_low_bits():
