@@ -678,7 +678,7 @@ class Segment(nn.Module):
                  scalars: list[Scalar]):
         super().__init__()
         self.layers, self.blocks, self.tables = layers, blocks, nn.ParameterDict(tables)
-        self.scalars, self.rotary_pairs = scalars, cfg.rotary_pairs
+        self.scalars = scalars
         self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
         self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names of activations to keep
 
@@ -717,7 +717,7 @@ class Segment(nn.Module):
                 x = add_scaled(x, scalars[0]["smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
             x = acts["x0"] = ops.rms_norm(x)
 
-        masks, ropes = {}, {}  # one for each (attention, paired) in this segment
+        masks = {}  # one for each (attention, paired) in this segment
         for layer, block in zip(self.layers, self.blocks):
             spec = block.spec
             for gates, output_scale in ((block.gates, gates_scale), (block.mudd, TokenGates.SCALE)):
@@ -732,11 +732,7 @@ class Segment(nn.Module):
             if spec.attention != "none" and kind not in masks:
                 ids = doc_ids.repeat_interleave(2) if spec.paired else doc_ids
                 masks[kind] = ops.make_mask(ids, step_inputs.windows[0 if spec.attention == "long" else 1])
-                # Expand RoPE tables to all channels. If nothing is compiled, make_step_inputs() expands them
-                rope = step_inputs.ropes[kind]
-                ropes[kind] = rope if rope.cos.dim() > 3 else expand_rope(
-                    rope, block.attention.qk_dim, self.rotary_pairs)
-            x = block(x, acts, s, masks.get(kind), ropes.get(kind), step_inputs, ops)
+            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
             if save_all or f"h{layer}" in self.saved:
                 acts[f"h{layer}"] = x
         if not self.is_last:
@@ -773,7 +769,7 @@ class Block(nn.Module):
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
 
-    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask, rope: Rope | None,
+    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
                 step_inputs: StepInputs, ops: Operations) -> Tensor:
         """x (T, D) -> (T, D). s: this layer's scalars (T, n)."""
         spec, mudd_v, y, acts = self.spec, None, None, dict(acts)
@@ -799,7 +795,7 @@ class Block(nn.Module):
         if self.attention is not None:
             source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
             acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
-            y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, rope, step_inputs, ops)
+            y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
         x = scale(x, s.get("resid_attn"))
         if y is not None:
             x = add_scaled(x, s.get("attn_out") if spec.mudd_in else None, scale(y, self.attn_gain_out))
@@ -833,7 +829,8 @@ class Attention(nn.Module):
         super().__init__()
         self.spec, self.num_heads, self.head_dim, dim = spec, cfg.num_heads, cfg.head_dim, cfg.model_dim
         self.qk_dim, self.v_dim = cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
-        self.has_qk_norm, self.rotary_pairs = cfg.qk_norm == "on", cfg.rotary_pairs
+        self.heads = Heads(cfg.num_heads, self.qk_dim, self.v_dim, 2 if spec.paired else 1, spec.key_offset,
+                           cfg.rotary_pairs, cfg.qk_norm == "on")
         storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
         std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
         group_rows, inner = (cfg.qk_group_heads or cfg.num_heads) * self.qk_dim, cfg.num_heads * self.v_dim
@@ -857,34 +854,20 @@ class Attention(nn.Module):
             self.ve_gate_weight = parameter(zeros, "gate")
 
     def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                rope: Rope, step_inputs: StepInputs, ops: Operations) -> Tensor:
-        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D).
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
+        spec, H, L = self.spec, self.num_heads, self.v_dim  # L: channels of a head's values
 
-        K: channels per head of queries and keys. L: of values.
-        """
-        spec, H, K, L = self.spec, self.num_heads, self.qk_dim, self.v_dim
-
-        # 1. Queries, keys and values in one matmul
+        # 1. Queries, keys and values in one matmul, QK-norm and RoPE
         w_v, w_proj = self.v_proj if self.v_dim == self.head_dim else (self.v[0], self.proj[0])
         w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
         if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
             proj_scale = s["proj_scale"][:1] if spec.mudd_in else s["proj_scale"][:1] * s["attn_out"][:1]
             w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * proj_scale
-        qk, v = ops.qkv(x, w_qkv).split((2 * H * K, H * L), dim=1)
+        q, k, v = ops.make_qkv(x, w_qkv, step_inputs.ropes[spec.attention, spec.paired], self.heads,
+                               step_inputs, ops)  # (T, H, K), (T, H, K), (T, H L)
 
-        # 2. QK-norm and RoPE. The tables of q include the softmax scale. A paired layer (2026-01-07) gives
-        # token t two positions: 2t for its even heads, 2t + 1 for its odd heads.
-        heads_per_position = 2 if spec.paired else 1
-        qk = qk.unflatten(1, (2, H // heads_per_position, heads_per_position, K))
-        qk = ops.norm_rotate(qk, rope.cos, rope.sin, self.rotary_pairs, self.has_qk_norm)
-        q, k = qk.flatten(2, 3).unbind(1)  # (T, H, K) each
-
-        # 3. Key offset (2025-12-14): the unrotated half of a key comes from the previous token. torch.lerp
-        # is five times faster than torch.where.
-        if spec.key_offset:
-            k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
-
-        # 4. Value embeddings (record 14) and dense connections
+        # 2. Value embeddings (record 14) and dense connections
         v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
         if spec.value_embed is not None:
             ve = acts[f"ve{spec.value_embed}"]  # (T, D)
@@ -893,7 +876,7 @@ class Attention(nn.Module):
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
-        # 5. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
+        # 3. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
         # each other's keys. RoPE instead pairs heads 2h and 2h + 1, as the published code does.
         if spec.paired:
             pairs = (y.reshape(-1, H // 2, y.size(-1)) for y in (q, k, v))  # (2T, H/2, K or L)
@@ -901,19 +884,19 @@ class Attention(nn.Module):
         else:
             y = ops.attention(q, k, v, mask)  # (T, H, L)
 
-        # 6. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
+        # 4. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
         if spec.xsa:
             projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
             y = y - (projection * s["xsa"].tanh())[..., None] * v
 
-        # 7. Head gates: from the first channels of x (record 28), or per-token scalars
+        # 5. Head gates: from the first channels of x (record 28), or per-token scalars
         if self.head_gate_weight is not None:
             gate_inputs = x[:, : self.head_gate_weight.size(1)]
             y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
         if spec.gate:
             y = y * s["head_gate"][..., None]
 
-        # 8. Output projection
+        # 6. Output projection
         return ops.linear(y.flatten(1), w_proj)  # (T, D)
 
     def compute_ve_gate(self, x: Tensor, ve: Tensor, s: dict[str, Tensor]) -> Tensor:
@@ -1232,6 +1215,34 @@ def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
     return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales, rope.softmax_scale)
 
 
+class Heads(typing.NamedTuple):
+    """Layout of the heads of an attention layer."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    num_positions: int  # per token. A paired layer (2026-01-07) has 2t for even heads, 2t + 1 for odd heads
+    key_offset: bool
+    pairs: str
+    has_norm: bool
+
+
+def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations
+             ) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
+
+    Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
+    """
+    H, K, P = heads.num_heads, heads.qk_dim, heads.num_positions
+    qk, v = ops.linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
+    rope = expand_rope(rope, K, heads.pairs) if rope.cos.dim() == 3 else rope
+    qk = qk.unflatten(1, (2, H // P, P, K))
+    q, k = ops.norm_rotate(qk, rope.cos, rope.sin, heads.pairs, heads.has_norm).flatten(2, 3).unbind(1)
+    if heads.key_offset:  # torch.lerp is five times faster than torch.where
+        k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
+    return q, k, v
+
+
 def is_visible(query: Tensor, key: Tensor, doc_ids: Tensor, window: Tensor | int) -> Tensor:
     """Whether a query sees a key: equal documents, and the key is 0 to `window` positions earlier."""
     return (key <= query) & (query - key <= window) & (doc_ids[query] == doc_ids[key])
@@ -1327,11 +1338,11 @@ class Operations(typing.NamedTuple):
     """The operations that have fast forms. make_operations() of part two replaces them."""
 
     linear: Callable = linear
-    qkv: Callable = linear
     embedding: Callable = embedding
     rms_norm: Callable = rms_norm
     relu2_mlp: Callable = relu2_mlp
     norm_rotate: Callable = norm_rotate
+    make_qkv: Callable = make_qkv
     make_mask: Callable = make_mask
     attention: Callable = attention
     head_loss: Callable = head_loss
@@ -2194,7 +2205,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
         angles = at[..., None].double() * frequencies  # (T, P, n)
         rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
-        if not rt.use_compile:
+        if not rt.use_compile and "qkv_kernel" not in rt.fast:
             heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
             rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
@@ -2615,9 +2626,9 @@ class Trainer:
 # differ, or if the plain form was edited, the plain form runs. So an edit takes effect. To add a fast form,
 # add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
 
-TRITON_FORMS = ("cross_entropy", "relu2_mlp", "symmetric_matmul")
+TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
-                        "sparse_embedding"})
+                        "qkv_kernel", "sparse_embedding"})
 
 
 class Fast(typing.NamedTuple):
@@ -2639,7 +2650,8 @@ def list_fast_forms() -> dict[str, Fast]:
     """All fast forms. If several replace an operation, the first that works is used. Options select FP8."""
     masked_attention = dict(make_mask=make_mask, attention=attention)
     loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
-    mlp = dict(relu2_mlp=relu2_mlp)
+    mlp, qkv = dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
+    qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope
     return {
         "rms_norm": Fast(
             dict(rms_norm=rms_norm), dict(rms_norm=fused_rms_norm),
@@ -2647,6 +2659,8 @@ def list_fast_forms() -> dict[str, Fast]:
         "norm_rotate": Fast(
             dict(norm_rotate=norm_rotate), dict(norm_rotate=fused_norm_rotate),
             norm_rotate_inputs, run_function, 0.02, "f22c5b3f0285", (rms_norm, rotate)),
+        "qkv_kernel": Fast(
+            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "83daa4958ed6", qkv_helpers, "GPU"),
         "flex_attention": Fast(
             masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
             attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "compiled GPU"),
@@ -2683,13 +2697,12 @@ def list_fast_forms() -> dict[str, Fast]:
             mlp, dict(relu2_mlp=relu2_mlp_fp8),
             mlp_inputs, run_fp8_mlp, 0.2, "0f47cfe2dcdc", needs="fp8_mlp"),
         "fp8_qkv": Fast(
-            dict(qkv=linear), dict(qkv=qkv_fp8),
-            random_inputs((BLOCK, "model_dim"), (256, "model_dim"), scales=[1.0, 0.02]), run_function, 0.2,
-            "069bdba0efb1", needs="fp8_qkv"),
+            qkv, dict(make_qkv=make_qkv_fp8),
+            qkv_inputs, run_qkv, 0.2, "83daa4958ed6", qkv_helpers, "fp8_qkv"),
         "fp8_linear": Fast(
-            dict(linear=linear, qkv=linear) | mlp,
-            dict(linear=linear_fp8, qkv=linear_fp8, relu2_mlp=relu2_mlp_fp8_linear),
-            fp8_linear_inputs, run_fp8_linear, 0.2, "e435a5b65c81", needs="fp8_linear"),
+            dict(linear=linear) | qkv | mlp,
+            dict(linear=linear_fp8, make_qkv=make_qkv, relu2_mlp=relu2_mlp_fp8_linear),
+            fp8_linear_inputs, run_fp8_linear, 0.2, "6ec4fbdaa9d4", needs="fp8_linear"),
     }
 
 
@@ -2724,8 +2737,8 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
             fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
     if "fp8_mlp" in names and "relu2_mlp" in names and "fp8_linear" not in names:
         ops = ops._replace(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel=True))
-    if "fp8_qkv" in names and "cross_entropy" in names and "fp8_linear" not in names:
-        ops = ops._replace(qkv=functools.partial(qkv_fp8, use_kernel=True))
+    if "fp8_qkv" in names and "qkv_kernel" in names and "fp8_linear" not in names:
+        ops = ops._replace(make_qkv=functools.partial(fused_qkv, use_fp8=True))
     return ops
 
 
@@ -3060,37 +3073,42 @@ class LinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, x_scale: float | None, grad_scale: float | None,
-                grad_dtype: torch.dtype, use_kernel: bool) -> Tensor:
+                grad_dtype: torch.dtype) -> Tensor:
         """x (T, K), weight (N, K) -> (T, N). x_scale, grad_scale: constant scales. None: amax / limit."""
         x8, x_scale = quantize_fp8(x, E4M3, x_scale)
         w8, w_scale = quantize_fp8(weight, E4M3)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.grad_dtype, ctx.grad_scale, ctx.use_kernel = grad_dtype, grad_scale, use_kernel
-        ctx.weight_dtype = weight.dtype
+        ctx.grad_dtype, ctx.grad_scale, ctx.weight_dtype = grad_dtype, grad_scale, weight.dtype
         return scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad8, scale = quantize_fp8(grad, ctx.grad_dtype, ctx.grad_scale)
-        grad_t, x_t = (transpose(y, ctx.use_kernel) for y in (grad8, x8))
+        grad_t, x_t = (transpose(y) for y in (grad8, x8))
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
         grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
-        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None
+        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None
 
 
 def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
     """linear() in FP8. All scales are amax / limit."""
-    return LinearFP8.apply(x, weight, None, None, E5M2, False)
+    return LinearFP8.apply(x, weight, None, None, E5M2)
 
 
-def qkv_fp8(x: Tensor, weight: Tensor, use_kernel: bool = False) -> Tensor:
+def qkv_fp8(x: Tensor, weight: Tensor) -> Tensor:
     """linear() for queries, keys and values of normalized x. Source: record 90.
 
     Entries of x and of the output's gradient beyond 8 saturate.
     """
-    return LinearFP8.apply(x, weight, 8 / 448, 8 / 448, E4M3, use_kernel)
+    return LinearFP8.apply(x, weight, 8 / 448, 8 / 448, E4M3)
+
+
+def make_qkv_fp8(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs,
+                 ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
+    """make_qkv() with qkv_fp8()."""
+    return make_qkv(x, weight, rope, heads, step_inputs, ops._replace(linear=qkv_fp8))
 
 
 def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None
@@ -3190,10 +3208,67 @@ class DelayedScales:
     def clear(self) -> None:
         self.amax = self.work = None
 
-# ==== FUSED LOSS AND MLP ===================================================================================
-# The fused loss (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The
-# fused MLP does not store its first product. The MLP calls Triton kernels of the next section. The loss
-# calls them only with use_kernel.
+# ==== FUSED QKV, LOSS AND MLP ==============================================================================
+# Fused queries, keys and values need one kernel after the matmul, and one before those of backward. The
+# fused loss (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused
+# MLP does not store its first product. They call Triton kernels of the next section, the loss only with
+# use_kernel.
+
+class FusedQKV(torch.autograd.Function):
+    """make_qkv() by a kernel each way. The gradients of the matmul are packed, with FP8 in both orders."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
+                is_start: Tensor, heads: Heads, use_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> as make_qkv()."""
+        saved, (H, K, *_) = (x, weight), heads
+        if use_fp8:
+            saved = *quantize_fp8(x, E4M3, 8 / 448), *quantize_fp8(weight, E4M3)
+            packed = scaled_matmul(saved[0], saved[2], saved[1], saved[3], x.dtype, fast=True)
+        else:
+            packed = x @ weight.T
+        tables = cos, sin, softmax_scale, is_start
+        q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
+        launch_qkv(packed, tables, heads, q, k)
+        ctx.heads, ctx.use_fp8, ctx.weight_dtype = heads, use_fp8, weight.dtype
+        ctx.save_for_backward(packed, *tables, *saved)
+        return q, k, packed[:, 2 * H * K :]
+
+    @staticmethod
+    def backward(ctx, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        packed, *tables, x, x_scale, weight, w_scale = (
+            ctx.saved_tensors if ctx.use_fp8 else (*ctx.saved_tensors[:6], None, ctx.saved_tensors[6], None))
+        grads = [grad.contiguous() for grad in (grad_q, grad_k, grad_v)]
+        grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
+        grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
+        launch_qkv(packed, tables, ctx.heads, *grads, grad, grad_t)
+        if ctx.use_fp8:
+            scale = torch.full_like(x_scale, 8 / 448)
+            grad_x = scaled_matmul(grad, weight.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
+            grad_w = scaled_matmul(grad_t, transpose(x, True), scale, x_scale, packed.dtype, fast=False)
+        else:
+            grad_x, grad_w = grad @ weight, grad.T @ x
+        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None, None, None
+
+
+def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
+              use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """make_qkv(). use_fp8: as qkv_fp8()."""
+    return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
+
+
+def launch_qkv(packed: Tensor, tables: Iterable[Tensor], heads: Heads, q: Tensor, k: Tensor,
+               v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None) -> None:
+    """Launch qkv_kernel. It writes q and k, or with grad the gradient of packed (T, 2HK + HL)."""
+    (num_tokens, width), (H, K, L, P, key_offset, pairs, has_norm) = packed.shape, heads
+    cos, sin, softmax_scale, is_start = tables
+    num_slots = 2 * H + (0 if grad is None else triton.cdiv(H * L, K))
+    qkv_kernel[triton.cdiv(num_tokens, 64), num_slots](
+        packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
+            v, grad, grad_t)), num_tokens, width, H, K, P, cos.size(-1), grad is not None,
+        0.0 if grad_t is None else 448 / 8, RMS_EPS, pairs == "adjacent", has_norm, key_offset, BLOCK=64,
+        BLOCK_K=triton.next_power_of_2(K), num_warps=8)
+
 
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
                              grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernel: bool = False
@@ -3392,6 +3467,87 @@ if triton is not None:
         tl.store(out_ptr + here, total, mask=inside)
         if j > i:
             tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
+
+    @triton.jit
+    def split_pairs(x, IS_ADJACENT: tl.constexpr):
+        """(T, K) -> the first and the second channels of all pairs, (T, K/2) each."""
+        HALF: tl.constexpr = x.shape[1] // 2
+        if IS_ADJACENT:
+            return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+        else:
+            return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+
+    @triton.jit
+    def join_pairs(first, second, IS_ADJACENT: tl.constexpr):
+        """Inverse of split_pairs()."""
+        x = tl.join(first, second)
+        x = x if IS_ADJACENT else tl.permute(x, (0, 2, 1))
+        return tl.reshape(x, (first.shape[0], 2 * first.shape[1]))
+
+    @triton.jit
+    def qkv_kernel(packed_ptr, cos_ptr, sin_ptr, softmax_scale_ptr, is_start_ptr, q_ptr, k_ptr, v_ptr,
+                   grad_ptr, grad_t_ptr, T, WIDTH, H: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+                   N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
+                   IS_ADJACENT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr,
+                   BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate.
+
+        In backward q, k and v are gradients, and the result is the gradient of `packed` (T, WIDTH). Programs
+        after those of q and k copy the gradient of v. If FP8_SCALE > 0, the gradient is multiplied by it and
+        its transpose is stored, too.
+        """
+        slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 2)
+        inside = (tokens[:, None] < T) & (columns[None, :] < K) & (slot * K + columns[None, :] < WIDTH)
+        packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
+        if slot < 2 * H:
+            head, is_key = slot % H, slot >= H
+            x = tl.load(packed_ptr + packed, mask=inside, other=0.0).to(tl.float32)
+            inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / K + EPS) if HAS_NORM else 1.0
+            x *= inverse_rms
+            table = (tokens[:, None] * P + head % P) * N + pairs[None, :]
+            rotates = (tokens[:, None] < T) & (pairs[None, :] < N)
+            scale = tl.where(is_key, 1.0, tl.load(softmax_scale_ptr).to(tl.float32))
+            cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
+            sin = tl.load(sin_ptr + table, mask=rotates, other=0.0).to(tl.float32) * scale
+
+            # Key offset: channels of pairs that do not rotate move to the next token of the sequence
+            pair = columns // 2 if IS_ADJACENT else columns % (K // 2)
+            is_moved = ((pair >= (N if HAS_OFFSET else K)) & is_key)[None, :]
+            moves = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
+            stays = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
+            here = tokens[:, None] * (H * K) + head * K + columns[None, :]
+            there, arrives = here + is_moved * (H * K), inside & tl.where(is_moved, moves, True)
+            remains = inside & tl.where(is_moved, stays, False)
+            out_ptr = q_ptr
+            if is_key:
+                out_ptr = k_ptr
+            if IS_BACKWARD:
+                grad = tl.load(out_ptr + there, mask=arrives, other=0.0).to(tl.float32)
+                if HAS_OFFSET:
+                    grad += tl.load(out_ptr + here, mask=remains, other=0.0).to(tl.float32)
+                first, second = split_pairs(grad, IS_ADJACENT)
+                grad = join_pairs(first * cos - second * sin, second * cos + first * sin, IS_ADJACENT)
+                if HAS_NORM:
+                    grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) * inverse_rms
+            else:
+                first, second = split_pairs(x, IS_ADJACENT)
+                y = join_pairs(first * cos + second * sin, second * cos - first * sin, IS_ADJACENT)
+                y = y.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + there, y, mask=arrives)
+                if HAS_OFFSET:
+                    tl.store(out_ptr + here, y, mask=remains)
+        else:
+            place = tokens[:, None] * (WIDTH - 2 * H * K) + (slot - 2 * H) * K + columns[None, :]
+            grad = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if IS_BACKWARD:
+            if FP8_SCALE > 0:
+                grad = tl.clamp(grad * FP8_SCALE, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            grad = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + packed, grad, mask=inside)
+            if FP8_SCALE > 0:
+                columns_t = (slot * K + columns).to(tl.int64)
+                tl.store(grad_t_ptr + columns_t[:, None] * T + tokens[None, :], grad.T, mask=inside.T)
 
     @triton.jit
     def compute_tanh(x, IS_APPROXIMATE: tl.constexpr):
@@ -4282,6 +4438,27 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
     return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm == "on")
 
 
+def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D), weight (2HK + HL, D), and RoPE of two sequences in a paired layer with key offset."""
+    heads = Heads(cfg.num_heads, cfg.short_qk_dim or cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True,
+                  cfg.rotary_pairs, cfg.qk_norm == "on")
+    K, P = heads.qk_dim, heads.num_positions
+    leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
+                              scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
+    positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
+    angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
+        P, device=device)[:, None]
+    pair = torch.arange(K, device=device)
+    pair = pair // 2 if cfg.rotary_pairs == "adjacent" else pair % (K // 2)
+    is_unrotated = ((pair >= K // 4) & (positions > 0)[:, None, None]).to(dtype)
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
+
+
+def run_qkv(forms: dict[str, Callable], *inputs) -> list[Tensor]:
+    return [*forms["make_qkv"](*inputs, Operations())]
+
+
 def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
     """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
     make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
@@ -4331,13 +4508,13 @@ def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> lis
 
 
 def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D) and weight (M, D) for each of two linears, and the inputs of an MLP."""
+    """Make x (T, D) and weight (M, D) of a linear, and the inputs of an MLP."""
     (x, up, down), _ = mlp_inputs(cfg, device, dtype)
-    return [x, up.T, x, up.T, x, up, down], ()
+    return [x, up.T, x, up, down], ()
 
 
 def run_fp8_linear(forms: dict[str, Callable], *inputs: Tensor) -> list[Tensor]:
-    return [forms["linear"](*inputs[:2]), forms["qkv"](*inputs[2:4]), forms["relu2_mlp"](*inputs[4:])]
+    return [forms["linear"](*inputs[:2]), forms["relu2_mlp"](*inputs[2:])]
 
 
 def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:

@@ -488,7 +488,7 @@ def test_not_a_number_is_a_difference(monkeypatch):
 # How auto chooses
 
 EVERYWHERE = {"rms_norm", "norm_rotate", "sparse_embedding"}
-ON_A_GPU = {"cross_entropy", "symmetric_matmul"}
+ON_A_GPU = {"qkv_kernel", "cross_entropy", "symmetric_matmul"}
 CHOICES = {  # (device, capability, use_compile): forms besides EVERYWHERE
     ("cpu", None, False): {"cpu_attention", "head_loss", "fused_adamw"},
     ("cpu", None, True): {"block_attention", "head_loss", "fused_adamw"},

@@ -27,7 +27,8 @@ def relative_error(ours, exact):
 
 
 KERNELS = dict(
-    cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel", relu2_mlp="relu2_matmul_kernel"
+    cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel", relu2_mlp="relu2_matmul_kernel",
+    qkv_kernel="qkv_kernel",
 )
 
 

@@ -212,6 +212,9 @@ def describe_node(lowering: GraphLowering, node) -> dict:
             (rows, inner), columns = tensors[0].get_size(), tensors[1].get_size()[1]
             flops = 2 * int(rows) * int(inner) * int(columns)
             call += "_fp8" if tensors[0].get_dtype().itemsize == 1 else ""
+        if call == "qkv_kernel":  # of the packed matrix it reads the queries and keys
+            packed, q = tensors[0], tensors[5]
+            num_bytes += 2 * count_bytes(q) - count_bytes(packed)
     else:
         touched = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         real = lowering.scheduler.mutation_real_name  # of buffers that are written in place
@@ -304,7 +307,7 @@ def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
     has_triton_forms = card.capability >= (8, 0)
     forms = {
         "rms_norm": True, "norm_rotate": True, "flex_attention": True, "sparse_embedding": True,
-        "cross_entropy": has_triton_forms and bool(cfg.softcap),
+        "qkv_kernel": has_triton_forms, "cross_entropy": has_triton_forms and bool(cfg.softcap),
         "head_loss": not (has_triton_forms and cfg.softcap),
         "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms}
     return {name for name, is_expected in forms.items() if is_expected}

@@ -45,12 +45,12 @@ def test_every_kind_of_layer_compiles_for_hopper(options):
     By default Triton compiles only our kernels. Cubins of all kernels take twice the time and run with -m cards.
     """
     figures = compile_for("h200", *SMALL, *options)
-    # setup: checks of the fast forms, forward and backward: norm, RoPE, attention, cross-entropy, MLP. Only forward:
+    # setup: checks of the fast forms, forward and backward: norm, RoPE, QKV, attention, cross-entropy, MLP. Only forward:
     # symmetric matmuls. Training: forward and backward of layers and head. Update: Muon for two shapes of matrices and
     # the gates, Adam for tables and for scalars. Validation: layers and head
-    assert figures["graphs"] == {"setup": 11, "training": 4, "training update": 5, "validation": 2}
+    assert figures["graphs"] == {"setup": 13, "training": 4, "training update": 5, "validation": 2}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
-    assert set(own) == {"symmetric_kernel", "cross_entropy_kernel", "relu2_matmul_kernel", "transpose_kernel"}
+    assert set(own) == {f"{name}_kernel" for name in "symmetric cross_entropy relu2_matmul transpose qkv".split()}
     for name in ("symmetric_kernel", "relu2_matmul_kernel"):
         assert own[name]["wgmma"] > 0  # Hopper's matrix units
     assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # loads of 16 bytes
