@@ -25,7 +25,7 @@ Part one, the recipe. It decides the loss and the time.
     TRAINING         one step, the timed loop
 Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
     FAST FORMS       the table, and the comparison
-    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
+    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED QKV, LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
     DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, PRESETS AND ABLATIONS, COMMAND LINE, RUN RECORD,
     CHECKPOINTS, TELEMETRY AND GUARD, SAMPLING, MAIN
@@ -546,8 +546,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 # the activations that later layers read.
 
 class Rope(typing.NamedTuple):
-    """RoPE tables (T, P, n) of the n channel pairs that rotate, for P positions per token. expand_rope()
-    expands them to all channels of queries and keys."""
+    """RoPE tables (T, P, n) of the n channel pairs that rotate, for P positions per token."""
 
     cos: Tensor
     sin: Tensor
@@ -593,10 +592,9 @@ class GPT(nn.Module):
         self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
-        self.ngram, self.ngram_rows = None, cfg.ngram_rows
+        self.ngram = None
+        self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0] if cfg.ngram_rows < 0 else cfg.ngram_rows
         if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
-            if cfg.ngram_rows < 0:
-                self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0]
             is_sharded = can_shard(cfg.groups["ngram"], rt)
             rows = -(-self.ngram_rows // rt.world_size) + 1 if is_sharded else self.ngram_rows
             zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
@@ -677,8 +675,8 @@ class Segment(nn.Module):
     def __init__(self, cfg: Config, layers: range, blocks: nn.ModuleList, tables: dict[str, nn.Parameter],
                  scalars: list[Scalar]):
         super().__init__()
-        self.layers, self.blocks, self.tables = layers, blocks, nn.ParameterDict(tables)
-        self.scalars = scalars
+        self.layers, self.blocks, self.scalars = layers, blocks, scalars
+        self.tables = nn.ParameterDict(tables)
         self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
         self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names of activations to keep
 
@@ -827,39 +825,35 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
-        self.spec, self.num_heads, self.head_dim, dim = spec, cfg.num_heads, cfg.head_dim, cfg.model_dim
-        self.qk_dim, self.v_dim = cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
-        self.heads = Heads(cfg.num_heads, self.qk_dim, self.v_dim, 2 if spec.paired else 1, spec.key_offset,
-                           cfg.rotary_pairs, cfg.qk_norm == "on")
+        self.spec, dim, H = spec, cfg.model_dim, cfg.num_heads
+        self.heads = Heads(H, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim, 2 if spec.paired else 1,
+                           spec.key_offset, cfg.rotary_pairs, cfg.qk_norm == "on")
         storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
         std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
-        group_rows, inner = (cfg.qk_group_heads or cfg.num_heads) * self.qk_dim, cfg.num_heads * self.v_dim
-        qk = uniform((cfg.num_heads * self.qk_dim, dim), std, std).to(storage)
+        group_rows, inner = (cfg.qk_group_heads or H) * self.heads.qk_dim, H * self.heads.v_dim
+        qk = uniform((H * self.heads.qk_dim, dim), std, std).to(storage)
         self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
-        v, proj = uniform((inner, dim), std).to(storage), uniform((dim, inner), out_std).to(storage)
-        if inner == dim:
-            v_proj = v.new_empty(2, dim, dim)  # torch.cat() of meta tensors imports the compiler
-            v_proj[0], v_proj[1] = v[0], proj[0]
-            self.v_proj = parameter(v_proj, "matrix")  # (2, D, D) values and output projection
-        else:  # updated as if they were padded to (D, D), see ParamSpec
-            self.v = parameter(v, "matrix", by_row=True)  # (1, inner, D)
-            self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)  # (1, D, inner)
+        if inner == dim:  # values and output projection (2, D, D)
+            self.v_proj = parameter(uniform((dim, dim), std, out_std).to(storage), "matrix")
+        else:  # (1, inner, D) and (1, D, inner), updated as if they were padded to (D, D), see ParamSpec
+            self.v = parameter(uniform((inner, dim), std).to(storage), "matrix", by_row=True)
+            proj = uniform((dim, inner), out_std).to(storage)
+            self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)
         self.head_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
-            zeros = torch.zeros(cfg.num_heads, cfg.attention_gate_dim, dtype=gate_storage)
-            self.head_gate_weight = parameter(zeros, group)
+            self.head_gate_weight = parameter(
+                torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
         if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
-            zeros = torch.zeros(cfg.num_heads, cfg.value_gate_dim, dtype=gate_storage)
-            self.ve_gate_weight = parameter(zeros, "gate")
+            self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
 
     def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
                 step_inputs: StepInputs, ops: Operations) -> Tensor:
         """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
-        spec, H, L = self.spec, self.num_heads, self.v_dim  # L: channels of a head's values
+        spec, (H, _, L, *_) = self.spec, self.heads
 
         # 1. Queries, keys and values in one matmul, QK-norm and RoPE
-        w_v, w_proj = self.v_proj if self.v_dim == self.head_dim else (self.v[0], self.proj[0])
+        w_v, w_proj = self.v_proj if hasattr(self, "v_proj") else (self.v[0], self.proj[0])
         w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
         if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
             proj_scale = s["proj_scale"][:1] if spec.mudd_in else s["proj_scale"][:1] * s["attn_out"][:1]
@@ -906,7 +900,8 @@ class Attention(nn.Module):
             gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
             return 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))
         if "ve_gate" in s:  # (T, 2): one scale for each half of the heads
-            return s["ve_gate"].repeat_interleave(-(-self.num_heads // 2), dim=1)[:, : self.num_heads]
+            H = self.heads.num_heads
+            return s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]
         return s["ve_scale"]
 
 
@@ -916,9 +911,8 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
-        down_inputs = dim if cfg.has_output_gain else hidden
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5,
-                           output_std(cfg, "mlp") * down_inputs**-0.5)
+                           output_std(cfg, "mlp") * (dim if cfg.has_output_gain else hidden) ** -0.5)
         self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
                                  lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
         self.scaling = DelayedScaling() if cfg.fp8_mlp != "off" else None
@@ -941,11 +935,10 @@ class TokenGates(nn.Module):
     def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
         """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
         super().__init__()
-        self.outputs, init = outputs, [value / self.SCALE for s in outputs for value in s.init]
-        self.num_groups = num_groups
+        self.outputs, self.num_groups = outputs, num_groups
+        init = [value / self.SCALE for s in outputs for value in s.init]
         hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
-        fc = uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage)
-        self.fc = parameter(fc, "gate", lr_mul, lr_mul)
+        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
         self.group_proj = None
@@ -971,8 +964,7 @@ class Head(nn.Module):
         self.softcap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
         self.weight = parameter(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
-        none = torch.full((cfg.padded_vocab_size,), -1)  # (V,)
-        self.register_buffer("prefix_tokens", none, persistent=False)
+        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
 
     def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
                 ops: Operations, classes: Tensor | None = None) -> Tensor:
@@ -1136,7 +1128,6 @@ LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
 def at_least_fp32(x: Tensor) -> torch.dtype:
-    """float32, or the dtype of x if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -1216,12 +1207,12 @@ def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
 
 
 class Heads(typing.NamedTuple):
-    """Layout of the heads of an attention layer."""
+    """The heads of an attention layer."""
 
-    num_heads: int
-    qk_dim: int
-    v_dim: int
-    num_positions: int  # per token. A paired layer (2026-01-07) has 2t for even heads, 2t + 1 for odd heads
+    num_heads: int  # H
+    qk_dim: int  # K, channels of a query or key
+    v_dim: int  # L, channels of a value
+    num_positions: int  # P per token. In a paired layer (2026-01-07) even heads have 2t, odd heads 2t + 1
     key_offset: bool
     pairs: str
     has_norm: bool
@@ -1819,8 +1810,9 @@ class Optimizer:
                 bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
                 if bucket in self.tables:
                     kind, num_rows = SparseRows, model.ngram_rows
-                param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
-                                                         cfg.grad_grid, hook)
+                param.sparse_grad = bucket.sparse = kind(
+                    bucket.shard, num_rows, param.size(1), rt.comm, cfg.grad_grid, hook,
+                    sum_rows_triton if "sum_rows" in rt.fast else sum_rows)
                 continue
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
@@ -2626,7 +2618,7 @@ class Trainer:
 # differ, or if the plain form was edited, the plain form runs. So an edit takes effect. To add a fast form,
 # add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
 
-TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul")
+TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "sum_rows")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
                         "qkv_kernel", "sparse_embedding"})
 
@@ -2685,6 +2677,10 @@ def list_fast_forms() -> dict[str, Fast]:
         "sparse_embedding": Fast(
             dict(embedding=embedding), dict(embedding=sparse_embedding),
             embedding_inputs, run_embedding, 0.01, "741266a29c9d", is_compiled=False),
+        "sum_rows": Fast(
+            dict(sum_rows=sum_rows), dict(sum_rows=sum_rows_triton),
+            random_inputs((2 * BLOCK, "model_dim"), (64, "model_dim")), run_sum_rows, 0.01, "1343cba6f135",
+            needs="GPU", is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
             random_inputs(*[(100,)] * 4), run_adamw, 0.01, "618408aef1b0", (adamw, adam_direction), "CPU",
@@ -3221,33 +3217,32 @@ class FusedQKV(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
                 is_start: Tensor, heads: Heads, use_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> as make_qkv()."""
-        saved, (H, K, *_) = (x, weight), heads
+        tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
         if use_fp8:
-            saved = *quantize_fp8(x, E4M3, 8 / 448), *quantize_fp8(weight, E4M3)
-            packed = scaled_matmul(saved[0], saved[2], saved[1], saved[3], x.dtype, fast=True)
+            (x8, x_scale), (w8, w_scale) = quantize_fp8(x, E4M3, 8 / 448), quantize_fp8(weight, E4M3)
+            packed = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, 2HK + HL)
         else:
             packed = x @ weight.T
-        tables = cos, sin, softmax_scale, is_start
         q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
         launch_qkv(packed, tables, heads, q, k)
         ctx.heads, ctx.use_fp8, ctx.weight_dtype = heads, use_fp8, weight.dtype
-        ctx.save_for_backward(packed, *tables, *saved)
+        ctx.save_for_backward(packed, *tables, *((x8, x_scale, w8, w_scale) if use_fp8 else (x, weight)))
         return q, k, packed[:, 2 * H * K :]
 
     @staticmethod
-    def backward(ctx, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        packed, *tables, x, x_scale, weight, w_scale = (
-            ctx.saved_tensors if ctx.use_fp8 else (*ctx.saved_tensors[:6], None, ctx.saved_tensors[6], None))
-        grads = [grad.contiguous() for grad in (grad_q, grad_k, grad_v)]
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values -> gradients of x (T, D) and weight (2HK + HL, D)."""
+        (packed, *tables), saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        grads = [grad.contiguous() for grad in grads]
         grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
         grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
         launch_qkv(packed, tables, ctx.heads, *grads, grad, grad_t)
         if ctx.use_fp8:
-            scale = torch.full_like(x_scale, 8 / 448)
-            grad_x = scaled_matmul(grad, weight.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
-            grad_w = scaled_matmul(grad_t, transpose(x, True), scale, x_scale, packed.dtype, fast=False)
+            (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], 8 / 448)
+            grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
+            grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
         else:
-            grad_x, grad_w = grad @ weight, grad.T @ x
+            grad_x, grad_w = grad @ saved[1], grad.T @ saved[0]
         return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None, None, None
 
 
@@ -3497,8 +3492,12 @@ if triton is not None:
         its transpose is stored, too.
         """
         slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 2)
-        inside = (tokens[:, None] < T) & (columns[None, :] < K) & (slot * K + columns[None, :] < WIDTH)
+        HALF: tl.constexpr = BLOCK_K // 2
+        columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
+        inside, is_fixed = columns < K, (columns >= 2 * N if IS_ADJACENT else columns % HALF >= N)
+        if BLOCK_K > K and not IS_ADJACENT:  # the second half of a head begins in the middle of the tile
+            inside, columns = columns % HALF < K // 2, columns % HALF + columns // HALF * (K // 2)
+        inside = (tokens[:, None] < T) & inside[None, :] & (slot * K + columns[None, :] < WIDTH)
         packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
         if slot < 2 * H:
             head, is_key = slot % H, slot >= H
@@ -3511,21 +3510,22 @@ if triton is not None:
             cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
             sin = tl.load(sin_ptr + table, mask=rotates, other=0.0).to(tl.float32) * scale
 
-            # Key offset: channels of pairs that do not rotate move to the next token of the sequence
-            pair = columns // 2 if IS_ADJACENT else columns % (K // 2)
-            is_moved = ((pair >= (N if HAS_OFFSET else K)) & is_key)[None, :]
-            moves = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
-            stays = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
+            # Key offset: fixed channels move to the next token, and stay too at the start of a sequence
+            stays = inside
+            if HAS_OFFSET:
+                is_moved = (is_fixed & is_key)[None, :]
+                is_start = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
+                has_next = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
+                stays = inside & tl.where(is_moved, is_start, True)
+                moves = inside & tl.where(is_moved, has_next, False)
             here = tokens[:, None] * (H * K) + head * K + columns[None, :]
-            there, arrives = here + is_moved * (H * K), inside & tl.where(is_moved, moves, True)
-            remains = inside & tl.where(is_moved, stays, False)
             out_ptr = q_ptr
             if is_key:
                 out_ptr = k_ptr
             if IS_BACKWARD:
-                grad = tl.load(out_ptr + there, mask=arrives, other=0.0).to(tl.float32)
+                grad = tl.load(out_ptr + here, mask=stays, other=0.0).to(tl.float32)
                 if HAS_OFFSET:
-                    grad += tl.load(out_ptr + here, mask=remains, other=0.0).to(tl.float32)
+                    grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)
                 first, second = split_pairs(grad, IS_ADJACENT)
                 grad = join_pairs(first * cos - second * sin, second * cos + first * sin, IS_ADJACENT)
                 if HAS_NORM:
@@ -3534,9 +3534,9 @@ if triton is not None:
                 first, second = split_pairs(x, IS_ADJACENT)
                 y = join_pairs(first * cos + second * sin, second * cos - first * sin, IS_ADJACENT)
                 y = y.to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + there, y, mask=arrives)
+                tl.store(out_ptr + here, y, mask=stays)
                 if HAS_OFFSET:
-                    tl.store(out_ptr + here, y, mask=remains)
+                    tl.store(out_ptr + here + H * K, y, mask=moves)
         else:
             place = tokens[:, None] * (WIDTH - 2 * H * K) + (slot - 2 * H) * K + columns[None, :]
             grad = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -3612,6 +3612,35 @@ if triton is not None:
             tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
     @triton.jit
+    def sum_rows_kernel(grad_ptr, ordered_ptr, order_ptr, places_ptr, out_ptr, T, D, ADDS: tl.constexpr,
+                        BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+        """Sum the gradients of the tokens that read one row. Tokens are ordered by their rows.
+
+        The program of a row's first token works, all others return. With ADDS the sum is added to the row
+        of `out`. Else it is stored at the row's place among the distinct rows.
+        """
+        first, columns = tl.program_id(0), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        row = tl.load(ordered_ptr + first)
+        if tl.load(ordered_ptr + first - 1, mask=first > 0, other=-1) == row:
+            return
+        at = first + tl.arange(0, BLOCK)
+        is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        while tl.max(is_own.to(tl.int32), axis=0) > 0:
+            tokens = tl.load(order_ptr + at, mask=is_own, other=0)
+            tile = tl.load(grad_ptr + tokens[:, None] * D + columns[None, :],
+                           mask=is_own[:, None] & (columns < D)[None, :], other=0.0)
+            total += tl.sum(tile.to(tl.float32), axis=0)
+            at += BLOCK
+            is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
+        if ADDS:
+            out_ptr += row * D + columns
+            total += tl.load(out_ptr, mask=columns < D, other=0.0).to(tl.float32)
+        else:
+            out_ptr += tl.load(places_ptr + tl.load(order_ptr + first)) * D + columns
+        tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=columns < D)
+
+    @triton.jit
     def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
         """Transpose one tile of bytes."""
         rows = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -3668,17 +3697,50 @@ if triton is not None:
 # (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
 # of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
 
-def find_distinct(rows: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """Distinct rows (T,) in ascending order, padded, and the place of each row (T,) among them.
+class DistinctRows(typing.NamedTuple):
+    """The distinct rows among row numbers (T,). [7, 3, 7] has rows [3, 7, padding] and places [1, 0, 1]."""
 
-    Rows [7, 3, 7] give [3, 7, padding] and [1, 0, 1].
-    """
+    rows: Tensor  # (T,) distinct, in ascending order, then padding
+    places: Tensor  # (T,) of each row number in `rows`
+    ordered: Tensor  # (T,) the row numbers in ascending order
+    order: Tensor  # (T,) and their places before
+
+
+def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
     ordered, order = rows.long().sort(stable=True)  # (T,)
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
     places = is_new.cumsum(0) - 1
     distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
-    return distinct, torch.empty_like(places).scatter_(0, order, places)
+    return DistinctRows(distinct, torch.empty_like(places).scatter_(0, order, places), ordered, order)
+
+
+def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0) -> Tensor:
+    """Sum grad (T, D) over the tokens of each distinct row, in a fixed order -> (T, D), zero in the rest.
+
+    With out (R, D) add the sums to its rows instead, and return it. grid: sums are rounded to multiples.
+    """
+    sums = torch.ops.aten.embedding_dense_backward(grad, distinct.places, len(grad), -1, False)
+    sums = round_to_multiple(sums, grid) if grid else sums
+    return sums if out is None else add_rows(out, distinct.rows, sums)
+
+
+def sum_rows_triton(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0
+                    ) -> Tensor:
+    """sum_rows() by a kernel, which reads each gradient once. A sum is rounded once, with `out` added."""
+    if grid:
+        return sum_rows(grad, distinct, out, grid)
+    result, D = torch.zeros_like(grad) if out is None else out, grad.size(1)
+    sum_rows_kernel[len(grad), triton.cdiv(D, 256)](
+        grad.contiguous(), distinct.ordered, distinct.order, distinct.places, result, len(grad), D,
+        out is not None, BLOCK=16, BLOCK_D=256)
+    return result
+
+
+def add_rows(out: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
+    """Add sums (n, D) to distinct rows (n,). Only padding repeats. index_add_() is six times slower."""
+    out[rows] = out[rows] + sums
+    return out
 
 
 class RowPlan:
@@ -3687,10 +3749,10 @@ class RowPlan:
     def __init__(self, rows: Tensor, num_rows: int, comm: Comm):
         """rows (T,) of a table (num_rows, D)."""
         self.comm, self.rows_per_rank, self.received_rows = comm, -(-num_rows // comm.world_size), None
-        self.rows, self.places = find_distinct(rows, self.rows_per_rank * comm.world_size)
+        self.distinct = find_distinct(rows, self.rows_per_rank * comm.world_size)
         if comm.world_size > 1:
             first = torch.arange(1 + comm.world_size, device=rows.device) * self.rows_per_rank
-            counts = torch.searchsorted(self.rows, first).diff()  # (N,) number of rows that each rank owns
+            counts = torch.searchsorted(self.distinct.rows, first).diff()  # (N,) rows that each rank owns
             self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
 
     def send_rows(self) -> tuple[list[int], list[int]]:
@@ -3698,7 +3760,8 @@ class RowPlan:
         counts, rank = self.counts.read().tolist(), self.comm.rank
         sent, received = counts[rank], [row[rank] for row in counts]
         if self.received_rows is None:
-            self.received_rows = self.comm.all_to_all(self.rows[: sum(sent), None], sent, received)
+            self.received_rows = self.comm.all_to_all(
+                self.distinct.rows[: sum(sent), None], sent, received)
         return sent, received
 
     def send(self, sums: Tensor) -> ReceivedRows:
@@ -3740,18 +3803,18 @@ class RowSparseGradient:
     """Gradient of this rank's shard of a table, accumulated from row sums."""
 
     def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
-                 on_added: Callable[[], None] | None = None):
+                 on_added: Callable[[], None] | None = None, sum_rows: Callable = sum_rows):
         self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
-        self.grid, self.on_added = grid, on_added
+        self.grid, self.on_added, self.sum_rows = grid, on_added, sum_rows
         self.sums: Tensor | None = None  # (rows of the shard + 1 of padding, D)
         self.received: ReceivedRows | None = None
 
-    def add(self, plan: RowPlan, sums: Tensor) -> None:
-        """Add sums (T, D) of a micro-batch. With several ranks, send them and add rows of the last call."""
-        sums = round_to_multiple(sums, self.grid) if self.grid else sums
+    def add(self, plan: RowPlan, grad: Tensor) -> None:
+        """Add the gradient (T, D) of a micro-batch. Several ranks send it, and add that of the last call."""
         if self.comm.world_size == 1:
-            self._accumulate([(plan.rows, sums)])
+            self._add_own(plan.distinct, grad)
         else:
+            sums = self.sum_rows(grad, plan.distinct, grid=self.grid)
             received, self.received = self.received, plan.send(sums)
             self._accumulate(received.wait() if received else ())
         if self.on_added:
@@ -3769,12 +3832,17 @@ class RowSparseGradient:
         if self.sums is not None:
             self.sums.zero_()
 
+    def _make_sums(self) -> Tensor:
+        if self.sums is None:
+            self.sums = self.shard.new_zeros(len(self.shard) // self.row_size + 1, self.row_size)
+        return self.sums
+
+    def _add_own(self, distinct: DistinctRows, grad: Tensor) -> None:
+        self.sum_rows(grad, distinct, self._make_sums(), self.grid)
+
     def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add sums (n, D) to distinct rows (n,). Only padding repeats. index_add_() is six times slower."""
         for rows, sums in pieces:
-            if self.sums is None:
-                self.sums = self.shard.new_zeros(len(self.shard) // self.row_size + 1, self.row_size)
-            self.sums[rows] = self.sums[rows] + sums
+            add_rows(self._make_sums(), rows, sums)
 
 
 def can_shard(group: Group, rt: Runtime) -> bool:
@@ -3883,11 +3951,14 @@ class SparseRows(RowSparseGradient):
             received, self.received = self.received, None
             self._accumulate(received.wait())
         rows, sums = (torch.cat(x) for x in zip(*self.pieces))
-        rows, places = find_distinct(rows, len(self.shard) - 1)
-        return rows, torch.ops.aten.embedding_dense_backward(sums, places, len(rows), -1, False)
+        distinct = find_distinct(rows, len(self.shard) - 1)
+        return distinct.rows, self.sum_rows(sums, distinct)
 
     def clear(self) -> None:
         self.received, self.pieces = None, ()
+
+    def _add_own(self, distinct: DistinctRows, grad: Tensor) -> None:
+        self._accumulate([(distinct.rows, self.sum_rows(grad, distinct, grid=self.grid))])
 
     def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.pieces = (*self.pieces, *pieces)
@@ -3901,14 +3972,12 @@ class SparseEmbedding(torch.autograd.Function):
         """table (R, D), rows (T,) -> (T, D)."""
         ctx.table, ctx.plan = table, plan
         if isinstance(table.sparse_grad, SparseRows) and plan.comm.world_size > 1:
-            return F.embedding(plan.places, plan.fetch(table))
+            return F.embedding(plan.distinct.places, plan.fetch(table))
         return F.embedding(rows, table)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
-        """Sum grad (T, D) over the tokens of each row, in a fixed order."""
-        sums = torch.ops.aten.embedding_dense_backward(grad, ctx.plan.places, len(grad), -1, False)
-        ctx.table.sparse_grad.add(ctx.plan, sums)
+        ctx.table.sparse_grad.add(ctx.plan, grad)  # (T, D)
         return None, None, None
 
 
@@ -4497,6 +4566,13 @@ def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows:
     return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
 
 
+def run_sum_rows(forms: dict[str, Callable], grad: Tensor, out: Tensor) -> list[Tensor]:
+    """The sums of rows, one of which has more tokens than a tile, by themselves and added to `out`."""
+    distinct = find_distinct(torch.arange(len(grad), device=grad.device) ** 2 % 50, 50)
+    with torch.no_grad():
+        return [forms["sum_rows"](grad, distinct), forms["sum_rows"](grad, distinct, out.clone())]
+
+
 def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
     """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
     param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
@@ -4539,6 +4615,8 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
         if is_replaced or obstacle if wanted == ["auto"] else name not in wanted:
             continue
         reason = verify(name, cfg, device, dtype, use_compile)
+        if name == "sum_rows" and "sparse_embedding" not in chosen:
+            reason = "it is a part of sparse_embedding, which is off"
         if is_replaced and not reason:
             reason = "another named form replaces this operation already"
         if reason and wanted != ["auto"]:

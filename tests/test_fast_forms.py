@@ -75,12 +75,12 @@ def test_a_fast_form_equals_its_plain_form_in_float64(name, preset):
 
 
 def test_the_table_names_only_operations():
-    """A row that replaces another name would change nothing. adamw belongs to the optimizer."""
+    """A row that replaces another name would change nothing. adamw and sum_rows belong to the optimizer."""
     for name, row in gpt.list_fast_forms().items():
         assert row.plain and set(row.plain) <= set(row.fast), name
-        assert set(row.fast) <= {*gpt.Operations._fields, "adamw"}, name
+        assert set(row.fast) <= {*gpt.Operations._fields, "adamw", "sum_rows"}, name
         for key, function in row.plain.items():
-            assert key == "adamw" or function is getattr(gpt.Operations(), key), name
+            assert key in ("adamw", "sum_rows") or function is getattr(gpt.Operations(), key), name
     assert {*gpt.FP8_FORMS, *gpt.TRITON_FORMS, *ATTENTION_FORMS, *gpt.EVAL_FORMS} <= set(gpt.list_fast_forms())
 
 
@@ -378,12 +378,16 @@ def test_edited_attention_of_short_sequences_runs(edit, load_copy, runs, shards,
 # (f) Forms that compute something else
 
 
+def map_tensors(change, y):
+    return change(y) if isinstance(y, torch.Tensor) else tuple(map(change, y))
+
+
 def spoil(name: str, factor: float, monkeypatch, wrap=None, key: str = "") -> None:
     """Let a fast form be wrong by a factor. key: which of its functions, if it has several."""
     rows = gpt.list_fast_forms()
     key = key or next(key for key in rows[name].fast if key != "make_mask")
     function = rows[name].fast[key]
-    wrap = wrap or (lambda function: lambda *given, **options: function(*given, **options) * factor)
+    wrap = wrap or (lambda function: lambda *given, **options: map_tensors(lambda y: y * factor, function(*given, **options)))
     row = rows[name]._replace(fast={**rows[name].fast, key: wrap(function)})
     monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, name: row})
 
@@ -399,8 +403,8 @@ def scale_gradient(factor: float):
 
     def wrap(function):
         def wrong(*given, **options):
-            y = function(*given, **options)
-            return y.detach() + (y - y.detach()) * factor
+            change = lambda y: y.detach() + (y - y.detach()) * factor
+            return map_tensors(change, function(*given, **options))
 
         return wrong
 
@@ -425,7 +429,7 @@ def assert_refused(name, monkeypatch, capsys, shards, tmp_path, reason="it diffe
             patch.setattr(gpt, "list_fast_forms", lambda: only)
             chosen, lines = gpt.choose_fast_forms(cfg, *given)
         assert name not in chosen and len(lines) == 2 and lines[1].startswith(f"fast form {name}: off ({reason}")
-        option, rest = f"--fast={name}", []
+        option, rest = f"--fast={'sparse_embedding,' * (name == 'sum_rows')}{name}", []
     words = ["--preset=smoke_frontier", "--device=cpu", "--mlp_ratio=4.0"]
     assert gpt.main([*words, option, *rest, *data_args(shards)]) == 2
     error = capsys.readouterr().err
@@ -449,7 +453,7 @@ def test_an_mlp_of_fp8_linears_that_computes_something_else_is_refused(monkeypat
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in gpt.list_fast_forms() if n not in ("symmetric_matmul", "sparse_embedding", "fused_adamw")]
+    "name", [n for n in gpt.list_fast_forms() if n not in ("symmetric_matmul", "sparse_embedding", "sum_rows", "fused_adamw")]
 )
 def test_a_form_with_another_gradient_is_refused(name, monkeypatch, capsys, shards, tmp_path):
     factor = 1.5 if name in gpt.FP8_FORMS else 1.05
@@ -488,7 +492,7 @@ def test_not_a_number_is_a_difference(monkeypatch):
 # How auto chooses
 
 EVERYWHERE = {"rms_norm", "norm_rotate", "sparse_embedding"}
-ON_A_GPU = {"qkv_kernel", "cross_entropy", "symmetric_matmul"}
+ON_A_GPU = {"qkv_kernel", "cross_entropy", "symmetric_matmul", "sum_rows"}
 CHOICES = {  # (device, capability, use_compile): forms besides EVERYWHERE
     ("cpu", None, False): {"cpu_attention", "head_loss", "fused_adamw"},
     ("cpu", None, True): {"block_attention", "head_loss", "fused_adamw"},
@@ -508,7 +512,7 @@ def test_which_forms_auto_takes(case, monkeypatch):
     chosen, lines = gpt.choose_fast_forms(cfg, device, torch.float32, use_compile)
     assert chosen == EVERYWHERE | CHOICES[case]
     assert lines[0] == f"fast forms: {', '.join(name for name in NAMES if name in chosen)}"
-    assert len(lines) == (3 if capability == (7, 5) else 1)
+    assert len(lines) == (5 if capability == (7, 5) else 1)
     chosen, _ = gpt.choose_fast_forms(smoke_config(softcap=0.0), device, torch.float32, use_compile)
     assert "cross_entropy" not in chosen and "head_loss" in chosen
 
@@ -560,7 +564,7 @@ def test_presets_run_in_plain_forms(preset, runs):
 # (h) The option
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("flex_attention", "symmetric_matmul")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("flex_attention", "symmetric_matmul", "sum_rows")])
 def test_a_named_form_is_the_only_one(name):
     cfg = smoke_config(fast=name)
     chosen, lines = gpt.choose_fast_forms(cfg, CPU, torch.float32, False)
@@ -568,6 +572,11 @@ def test_a_named_form_is_the_only_one(name):
     ops, plain = gpt.make_operations(cfg, chosen, torch.float32), gpt.Operations()
     changed = {key for key in ops._fields if getattr(ops, key) is not getattr(plain, key)}
     assert changed == set(gpt.list_fast_forms()[name].fast) - {"adamw"}
+
+
+def test_the_row_kernel_needs_the_row_sparse_gradient():
+    with pytest.raises(gpt.InputError, match="sum_rows cannot be used .it is a part of sparse_embedding"):
+        gpt.choose_fast_forms(smoke_config(fast="sum_rows"), CPU, torch.float32, False)
 
 
 @pytest.mark.parametrize("preset, fast", [("smoke", "rms_norm"), ("smoke_frontier", "sparse_embedding,cpu_attention")])

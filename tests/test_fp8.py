@@ -242,7 +242,7 @@ def test_layers_validate_and_sample_in_the_activation_dtype(name):
     assert 1e-3 < relative_error(block.mlp(x, None, model.ops), exact) < 0.1 or name == "fp8_qkv"
     doc_ids = torch.zeros(64, dtype=torch.int32)
     s = dict(v_scale=torch.full((64, 1), 0.5), ve_scale=torch.zeros(64, 1))
-    inputs = x, None, dict(ve1=x), s, gpt.make_mask(doc_ids, 64), step_inputs.ropes["long", False], step_inputs
+    inputs = x, None, dict(ve1=x), s, gpt.make_mask(doc_ids, 64), step_inputs
     outputs = [block.attention(*inputs, ops) for ops in (model.ops, model.eval_ops)]
     assert torch.equal(*outputs) == (name == "fp8_mlp")
     tokens = torch.randint(257, (64,))

@@ -28,7 +28,7 @@ def relative_error(ours, exact):
 
 KERNELS = dict(
     cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel", relu2_mlp="relu2_matmul_kernel",
-    qkv_kernel="qkv_kernel",
+    qkv_kernel="qkv_kernel", sum_rows="sum_rows_kernel",
 )
 
 
@@ -67,6 +67,20 @@ def test_symmetric_matmul(shape, product):
         assert relative_error(power, exact) < 4 * bound  # some of it cancels
 
 
+@pytest.mark.parametrize("num_tokens, num_rows", [(300, 40), (50, 1), (64, 1000)])
+def test_sums_of_rows(num_tokens, num_rows):
+    """A third of the tokens read one row, more than a tile of 16. Columns are more than a tile of 256."""
+    torch.manual_seed(0)
+    rows, grad = torch.randint(num_rows, (num_tokens,), device=DEVICE), torch.randn(num_tokens, 300, device=DEVICE)
+    rows[: num_tokens // 3] = 0
+    distinct, out = gpt.find_distinct(rows, num_rows), torch.randn(num_rows + 1, 300, device=DEVICE)
+    exact = out.double().index_add_(0, rows, grad.double())
+    places = torch.zeros(num_tokens, 300, device=DEVICE).double().index_add_(0, distinct.places, grad.double())
+    for sum_rows in (gpt.sum_rows, gpt.sum_rows_triton):
+        assert relative_error(sum_rows(grad, distinct), places) < 1e-6
+        assert relative_error(sum_rows(grad, distinct, out.clone())[:num_rows], exact[:num_rows]) < 1e-6
+
+
 @pytest.mark.parametrize("rows, is_launched", [(128, False), (129, True)])
 def test_a_product_of_one_tile_has_nothing_to_save(rows, is_launched, monkeypatch):
     """So the kernel is launched for more than one tile only."""
@@ -90,6 +104,42 @@ def test_orthogonalize_is_the_same_with_the_kernel(product):
         plain = gpt.orthogonalize(x, update_args(dtype=torch.float64))
         assert ours.dtype == torch.float32 and plain.dtype == torch.float64
         assert relative_error(ours, plain) < 1e-3  # 3.4445^5 = 485 times float32's 6e-8, and more on a GPU
+
+
+@pytest.mark.parametrize("is_paired, key_offset, dims, num_rotating", [
+    (True, True, (16, 16), 4), (False, True, (12, 16), 3), (True, False, (16, 8), 8), (False, False, (16, 16), 5)], ids=str)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("pairs", ["halves", "adjacent"])
+def test_queries_keys_and_values(pairs, has_norm, is_paired, key_offset, dims, num_rotating):
+    """150 tokens of two sequences in tiles of 64, with heads whose size is or is not a power of 2, in float32.
+
+    With FP8 the kernel's gradient is clamped to 8, multiplied by 56 = 448 / 8 and stored in both orders.
+    """
+    torch.manual_seed(0)
+    (K, L), H, P, T = dims, 4, 2 if is_paired else 1, 150
+    heads = gpt.Heads(H, K, L, P, key_offset, pairs, has_norm)
+    positions, pair = torch.arange(T) % 75, torch.arange(K)
+    pair = pair // 2 if pairs == "adjacent" else pair % (K // 2)
+    angles = torch.rand(T, P, num_rotating, device=DEVICE) * 6
+    rope = gpt.Rope(angles.cos(), angles.sin(), torch.tensor(0.3, device=DEVICE))
+    is_unrotated = ((pair >= num_rotating) & (positions > 0)[:, None, None]).float().to(DEVICE)
+    step_inputs = gpt.StepInputs((), {}, is_unrotated, (positions == 0).to(DEVICE))
+    weight = torch.randn(H * (2 * K + L), 32, device=DEVICE) * 32**-0.5
+    x, results = torch.randn(T, 32, device=DEVICE), []
+    grads = [torch.randn(T, H, K, device=DEVICE), torch.randn(T, H, K, device=DEVICE), torch.randn(T, H * L, device=DEVICE)]
+    for make_qkv in (gpt.make_qkv, gpt.fused_qkv):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        outputs = make_qkv(*leaves, rope, heads, step_inputs, gpt.Operations())
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
+    for plain, ours in zip(*results):
+        assert relative_error(ours, plain.double()) < (1e-6 if DEVICE == "cpu" else 1e-3)
+    tables, packed = (*rope, step_inputs.is_sequence_start), x @ weight.T
+    grad, scaled = torch.empty_like(packed), torch.empty_like(packed)
+    scaled_t = scaled.new_empty(scaled.shape[::-1])
+    gpt.launch_qkv(packed, tables, heads, *grads, grad)
+    gpt.launch_qkv(packed, tables, heads, *[4 * y for y in grads], scaled, scaled_t)
+    assert torch.allclose(scaled, (4 * grad).clamp(-8, 8) * 56, rtol=1e-5, atol=1e-3) and scaled.abs().max() == 448
+    assert torch.equal(scaled_t, scaled.T)
 
 
 def exact_loss(x, weight, targets):
@@ -267,16 +317,16 @@ def train_some_steps(trainer: gpt.Trainer, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
-    """And the others not. Validation launches none."""
+    """And the others not. Validation launches only the kernel of queries, keys and values."""
     launched = note_launches(monkeypatch)
     monkeypatch.setitem(gpt.POLYNOMIALS, "newton_schulz", gpt.POLYNOMIALS["newton_schulz"][:1])  # it saves time
-    cfg = smoke_config(shards, seq_len=128, tokens_per_step=128, micro_batch_tokens=128, num_layers=1, num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2)
-    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name})))
+    cfg = smoke_config(shards, seq_len=128, tokens_per_step=128, micro_batch_tokens=128, num_layers=1, layers=(gpt.LayerSpec(value_embed=0),), grad_grid=0.0, num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2)
+    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name, *(["sparse_embedding"] if name == "sum_rows" else [])})))
     train_some_steps(trainer, 1)
     assert launched == {name}
     launched.clear()
     trainer.validate(gpt.ValData(cfg), trainer.schedule.at(1), num_batches=1)
-    assert not launched
+    assert launched == {name} & {"qkv_kernel"}
 
 
 def test_kernels_are_the_forms_that_need_triton():
@@ -286,8 +336,8 @@ def test_kernels_are_the_forms_that_need_triton():
 @pytest.mark.recipe
 def test_kernels_on_the_command_line(shards, tmp_path):
     args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
-    result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)}", *args, "--warmup_iterations=0")
-    assert "fast forms: cross_entropy, relu2_mlp, symmetric_matmul\n" in result["stdout"]
+    result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)},sparse_embedding", *args, "--warmup_iterations=0")
+    assert "fast forms: qkv_kernel, cross_entropy, relu2_mlp, symmetric_matmul, sparse_embedding, sum_rows\n" in result["stdout"]
 
 
 def test_a_compiler_that_is_to_search_must_compile():

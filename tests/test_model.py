@@ -281,7 +281,7 @@ def make_block(**gains):
     torch.manual_seed(0)
     block, x = gpt.Block(cfg, 0, gpt.layer_scalars(cfg, 0)), torch.randn(16, 64)
     scalars = dict(resid=torch.ones(16, 1), x0=torch.zeros(16, 1))
-    return block, lambda: block(x, dict(x0=x), scalars, None, None, None, gpt.Operations()) - x
+    return block, lambda: block(x, dict(x0=x), scalars, None, None, gpt.Operations()) - x
 
 
 @pytest.mark.recipe

@@ -25,7 +25,7 @@ PARTS = {
         "FAST ATTENTION",
         "FAST NORMS AND ADAM",
         "FP8",
-        "FUSED LOSS AND MLP",
+        "FUSED QKV, LOSS AND MLP",
         "TRITON KERNELS",
         "ROW-SPARSE GRADIENTS",
     ],

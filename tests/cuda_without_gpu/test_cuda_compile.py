@@ -50,7 +50,7 @@ def test_every_kind_of_layer_compiles_for_hopper(options):
     # the gates, Adam for tables and for scalars. Validation: layers and head
     assert figures["graphs"] == {"setup": 13, "training": 4, "training update": 5, "validation": 2}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
-    assert set(own) == {f"{name}_kernel" for name in "symmetric cross_entropy relu2_matmul transpose qkv".split()}
+    assert set(own) == {f"{name}_kernel" for name in "symmetric cross_entropy relu2_matmul transpose qkv sum_rows".split()}
     for name in ("symmetric_kernel", "relu2_matmul_kernel"):
         assert own[name]["wgmma"] > 0  # Hopper's matrix units
     assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # loads of 16 bytes
