@@ -1810,9 +1810,8 @@ class Optimizer:
                 bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
                 if bucket in self.tables:
                     kind, num_rows = SparseRows, model.ngram_rows
-                param.sparse_grad = bucket.sparse = kind(
-                    bucket.shard, num_rows, param.size(1), rt.comm, cfg.grad_grid, hook,
-                    sum_rows_triton if "sum_rows" in rt.fast else sum_rows)
+                param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
+                                                         cfg.grad_grid, hook, "sum_rows" in rt.fast)
                 continue
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
@@ -2959,8 +2958,8 @@ def fused_rms_norm(x: Tensor, eps: float = RMS_EPS) -> Tensor:
 
 
 class NormRotary(torch.autograd.Function):
-    """norm_rotate() with its gradient. On CPUs it takes a third less time. Rotation and norm commute, so the
-    eager backward needs only the output. The compiled backward recomputes the normalized input instead."""
+    """norm_rotate() with its gradient. On CPUs it takes a third less time. Rotation and norm commute, so
+    backward needs only the output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float) -> Tensor:
@@ -2968,27 +2967,19 @@ class NormRotary(torch.autograd.Function):
         y = rotate(x, cos, sin, pairs)
         y = y * scale if has_norm else y
         y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses gradients of needless casts
-        ctx.pairs, ctx.saves_input = pairs, torch.compiler.is_compiling()
-        ctx.save_for_backward(x if ctx.saves_input else y, cos, sin, scale)
+        ctx.pairs = pairs
+        ctx.save_for_backward(y, cos, sin, scale)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         """grad (T, ..., K) -> gradient of x."""
-        saved, cos, sin, scale = ctx.saved_tensors
-        if ctx.saves_input:  # rotate back, then the gradient of the norm
-            grad = rotate(grad, cos, sin, ctx.pairs, inverse=True)
-            if scale is not None:
-                x_normed = saved.type_as(grad) * scale
-                mean = torch.linalg.vecdot(grad, x_normed)[..., None] / saved.size(-1)
-                grad = torch.addcmul(grad, x_normed, mean.type_as(grad), value=-1) * scale
-            return grad.type_as(saved), None, None, None, None, None
+        y, cos, sin, scale = ctx.saved_tensors
         if scale is not None:  # the gradient of the norm. The mean square of the output is cos^2 + sin^2
-            square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * saved.size(-1)
-            mean = torch.linalg.vecdot(grad, saved)[..., None] / square
-            grad = torch.addcmul(grad, saved, mean.type_as(grad), value=-1) * scale
-        grad = rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(saved)
-        return grad, None, None, None, None, None
+            square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * y.size(-1)
+            mean = torch.linalg.vecdot(grad, y)[..., None] / square
+            grad = torch.addcmul(grad, y, mean.type_as(grad), value=-1) * scale
+        return rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(y), None, None, None, None, None
 
 
 def fused_norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float = RMS_EPS
@@ -3082,7 +3073,7 @@ class LinearFP8(torch.autograd.Function):
         """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         grad8, scale = quantize_fp8(grad, ctx.grad_dtype, ctx.grad_scale)
-        grad_t, x_t = (transpose(y) for y in (grad8, x8))
+        grad_t, x_t = grad8.T.contiguous(), x8.T.contiguous()
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
         grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
         return grad_x, grad_w.to(ctx.weight_dtype), None, None, None
@@ -3803,9 +3794,10 @@ class RowSparseGradient:
     """Gradient of this rank's shard of a table, accumulated from row sums."""
 
     def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
-                 on_added: Callable[[], None] | None = None, sum_rows: Callable = sum_rows):
+                 on_added: Callable[[], None] | None = None, use_kernel: bool = False):
         self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
-        self.grid, self.on_added, self.sum_rows = grid, on_added, sum_rows
+        self.grid, self.on_added = grid, on_added
+        self.sum_rows = sum_rows_triton if use_kernel else sum_rows
         self.sums: Tensor | None = None  # (rows of the shard + 1 of padding, D)
         self.received: ReceivedRows | None = None
 
@@ -4959,12 +4951,12 @@ def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedS
     """Raise InputError with the remedies. needed, first_step: sequences of the run and of its first step."""
     missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
     epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
-    again = f", repeat them (--epochs={epochs})" if planned else ""
+    again = f"repeat the files (--epochs={epochs}), " if planned else ""
     lower = "num_iterations" if len(planned) >= first_step else "tokens_per_step" if planned else "seq_len"
     hint = "" if cfg.sequence_start == "anywhere" else (
         ". --sequence_start=anywhere uses all tokens of long documents")
-    raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get more "
-                     f"files with data/cached_fineweb10B.py N or data/text.py PATH{again}, or lower "
+    raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: {again}get "
+                     "more files with data/cached_fineweb10B.py N or data/text.py PATH, or lower "
                      f"--{lower}{hint}")
 
 
@@ -5663,11 +5655,13 @@ def check_value(name: str, value) -> None:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A sentence with the name to use instead of an unknown one."""
     if RENAMED.get(name) in known:
         return f"its name is now {prefix}{RENAMED[name]}."
     if prefix and name in FOREIGN_OPTIONS:
         here = FOREIGN_OPTIONS[name]
-        return here.removeprefix("none: ") if here.startswith("none: ") else f"here it is {here}"
+        reason = here.removeprefix("none: ")
+        return f"here it is {here}" if reason == here else f"there is none here, because {reason}"
     matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
     return f"did you mean {' or '.join(matches)}?" if matches else "see --help."
 
@@ -6789,6 +6783,8 @@ def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved,
 def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     """Describe the resumed checkpoint in one line, with all differences except RESTART_OPTIONS."""
     others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
+    if not others and not saved.is_same_run:
+        others = ["it is not the newest checkpoint of its run"]
     others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
     schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
     planned = schedule.count_tokens() - schedule.count_tokens(step)
@@ -7370,10 +7366,10 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
     print0(f"sample: {shown or '(the document ended at once)'}", rt)
 
 
-def find_model(folder: Path, prefix: str) -> Path:
-    """The model or checkpoint that was written last, among the files folder/prefix*."""
-    paths = [path for name in ("model.pt", "step_*.pt") for path in folder.glob(prefix + name)
-             if "_table" not in path.name]
+def find_model(folder: Path) -> Path:
+    """The model or checkpoint that was written last in a folder, or in the folders in it."""
+    paths = [path for name in ("model.pt", "step_*.pt", "*/model.pt", "*/step_*.pt")
+             for path in folder.glob(name) if "_table" not in path.name]
     if not paths:
         raise InputError(f"--sample: {folder} has no model: name a file, as in --sample=checkpoints/"
                          "<run_id>/model.pt, or train one first")
@@ -7424,9 +7420,9 @@ def write_sample(values: dict) -> None:
         check_value(name, value)
     path = Path(values["sample"])
     if values["sample"] == "auto":
-        path = find_model(Path(values.get("checkpoint_dir", Config.checkpoint_dir)), "*/")
-    elif os.path.isdir(path):
-        path = find_model(path, "")
+        path = Path(values.get("checkpoint_dir", Config.checkpoint_dir))
+    if values["sample"] == "auto" or os.path.isdir(path):
+        path = find_model(path)
     model, cfg, rt, metadata = load_model(path, {"seed": 0, **values})
     tokenizer = find_tokenizer(cfg.vocab_size)
     try:
@@ -7484,11 +7480,13 @@ def train(cfg: Config, argv: list[str]) -> None:
             stack.enter_context(log)
         stack.enter_context(checkpoints)
         log.print(describe_sizes(run), to_console=False)
-        for note in filter(None, (*rt.notes, describe_val_text(cfg), resume_line)):
+        for note in filter(None, (*rt.notes, describe_val_text(cfg))):
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
             load_state(trainer, saved, run)
+        if resume_line:
+            log.print(resume_line)
 
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)

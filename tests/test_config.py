@@ -464,7 +464,7 @@ def test_names_of_other_trainers_are_translated(name, capsys):
     assert gpt.main([f"--{name}=1"]) == 2
     errors = capsys.readouterr().err
     here, is_none = gpt.FOREIGN_OPTIONS[name], gpt.FOREIGN_OPTIONS[name].startswith("none: ")
-    reason = here.removeprefix("none: ") if is_none else f"here it is {here}"
+    reason = f"here it is {here}" if not is_none else here.replace("none: ", "there is none here, because ")
     assert errors == f"train_gpt.py: error: --{name} is not an option: {reason}\n"
     named = re.findall(r"--(\w+)", here)
     assert set(named) <= gpt.OPTIONS.keys() and bool(named) != is_none
