@@ -4501,8 +4501,8 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
     """Make x (T, D), weight (2HK + HL, D), and RoPE of two sequences in a paired layer with key offset."""
-    heads = Heads(cfg.num_heads, cfg.short_qk_dim or cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True,
-                  cfg.rotary_pairs, cfg.qk_norm == "on")
+    heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
+                  cfg.qk_norm == "on")
     K, P = heads.qk_dim, heads.num_positions
     leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
                               scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
