@@ -386,7 +386,7 @@ class TrainConfig:
         Stage(duration=1, window_long=1408, window_short=640)),
         "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor, "
         "seq_len, loss_weights, prefix_weight, num_classes")
-    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for stages with a prefix_weight")
+    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight and --val_mask")
 
 
 @dataclass(frozen=True)
@@ -4974,8 +4974,9 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
         other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
-        raise InputError(f"--vocab_file={cfg.vocab_file} is not a JSON map from the model's tokens to ids "
-                         f"({error}): {fetch}give {other}") from None
+        reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
+        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
+                         f"model's tokens: {fetch}give {other}") from None
     return texts
 
 
@@ -5473,6 +5474,7 @@ FOREIGN_OPTIONS = {
     "start": "--prompt, with --sample",
     **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "--tracker=wandb"),
     **dict.fromkeys(("run", "model_tag"), "--record=NAME for a record. Other runs are named by their time"),
+    **dict.fromkeys(("fp16", "bf16"), "--dtype=bfloat16"),
     "config": "--preset, with changes on the command line",
     "target_param_data_ratio": "--tokens_per_param, with --depth",
     "dropout": "none: a run makes one or few passes over its text",

@@ -231,8 +231,6 @@ class Tuner:
         if not re.fullmatch("[1-9][0-9]{0,4}", self.env["NPROC"]) or "RANK" in os.environ:
             raise gpt.InputError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or none, "
                                  "and start without torchrun", of_one_rank=True)
-        if "OMP_WAIT_POLICY" not in os.environ:  # as train_gpt.py chooses with other processes
-            self.env.setdefault("GOMP_SPINCOUNT", "1000")
         try:
             self.plain = self.launch(())
             self.facts = self.plain.read(self.left())

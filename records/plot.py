@@ -157,7 +157,8 @@ def plot_runs(paths: list[Path], out: Path) -> None:
             for group, (style, colour) in zip(groups, styles):  # a step measures the groups that it updates
                 points = [(event["step"], event["groups"][group].get(key, math.nan)) for event in measured
                           if group in event["groups"]]
-                panel.plot(*zip(*points), style, color=colour, label=group)
+                if any(math.isfinite(value) for _, value in points):  # some tables have only a gradient norm
+                    panel.plot(*zip(*points), style, color=colour, label=group)
             panel.set_yscale("log")
         for part, colour in zip(measured[0]["seconds"], itertools.cycle(COLOURS)):
             seconds.plot(steps, [1000 * event["seconds"][part] for event in measured], color=colour,

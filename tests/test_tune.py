@@ -154,7 +154,7 @@ def test_workers_get_environment_and_options(run_stubs, monkeypatch):
     assert [facts["environment"].get(name) for name in names] == ["1", "7", "9", "3"]
     assert facts["argv"] == ["--worker", "--preset=smoke", "--device=cpu", "--embed_lr=0.1"]
     plain = tuner.facts["environment"]
-    assert [plain.get(name) for name in names] == ["1", "7", "1000", os.environ.get("OMP_NUM_THREADS")]
+    assert [plain.get(name) for name in names] == ["1", "7", None, os.environ.get("OMP_NUM_THREADS")]
     assert tuner.facts["argv"] == ["--worker", "--preset=smoke", "--device=cpu"]
 
 
@@ -238,9 +238,10 @@ def test_what_is_tried_on_gpus():
     facts = make_facts(device="cuda", compiles=True, dtype="bfloat16", fp8=["fp8_head"])
     forms = "--fast=rms_norm,norm_rotate,flex_attention"
     assert list_words(cfg, facts) == [
-        "--micro_batch_tokens=98304", "--micro_batch_tokens=196608", f"{forms},cross_entropy,sparse_embedding",
+        "--micro_batch_tokens=98304", "--micro_batch_tokens=196608",
+        "--fast=rms_norm,norm_rotate,qkv_kernel,flex_attention,head_loss,sparse_embedding", f"{forms},cross_entropy,sparse_embedding",
         f"{forms},head_loss,relu2_mlp,sparse_embedding", f"{forms},head_loss,symmetric_matmul,sparse_embedding",
-        f"{forms},head_loss,sparse_embedding", "--segments=3", "--compile_mode=coordinate-descent", "--fp8_head=off",
+        f"{forms},head_loss,sparse_embedding,sum_rows", f"{forms},head_loss,sparse_embedding", "--segments=3", "--compile_mode=coordinate-descent", "--fp8_head=off",
         "--fp8_linear=on", "--fp8_mlp=on", "--fp8_qkv=on", "--compile_mode=max-autotune-no-cudagraphs"]
     found = list_words(cfg, facts, NPROC="8")  # a sequence each: no micro-batch is larger
     assert not [words for words in found if "micro" in words] and "--segments=3" not in found
