@@ -25,7 +25,7 @@ Part one, the recipe. It decides the loss and the time.
     TRAINING         one step, the timed loop
 Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
     FAST FORMS       the table, and the comparison
-    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED QKV, LOSS AND MLP, TRITON KERNELS, ROW-SPARSE GRADIENTS
+    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED OPERATIONS, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
     DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, PRESETS AND ABLATIONS, COMMAND LINE, RUN RECORD,
     CHECKPOINTS, TELEMETRY AND GUARD, SAMPLING, MAIN
@@ -606,9 +606,8 @@ class GPT(nn.Module):
 
     def make_buffers(self) -> None:
         """Create the n-gram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
-        rows = NUM_SIGN_ROWS if self.cfg.ngram_rows else 0
-        signs = make_ngram_signs(rows, self.cfg.model_dim).to(self.embed.dtype)
-        self.register_buffer("ngram_signs", signs, persistent=False)
+        signs = make_ngram_signs(NUM_SIGN_ROWS if self.cfg.ngram_rows else 0, self.cfg.model_dim)
+        self.register_buffer("ngram_signs", signs.to(self.embed.dtype), persistent=False)
         self.head.prefix_tokens = torch.full((self.cfg.padded_vocab_size,), -1)  # (V,)
 
     def use_fp8(self, fp8: frozenset[str]) -> None:
@@ -833,9 +832,9 @@ class Attention(nn.Module):
         group_rows, inner = (cfg.qk_group_heads or H) * self.heads.qk_dim, H * self.heads.v_dim
         qk = uniform((H * self.heads.qk_dim, dim), std, std).to(storage)
         self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
-        if inner == dim:  # values and output projection (2, D, D)
+        if inner == dim:  # v_proj (2, D, D): values, output projection
             self.v_proj = parameter(uniform((dim, dim), std, out_std).to(storage), "matrix")
-        else:  # (1, inner, D) and (1, D, inner), updated as if they were padded to (D, D), see ParamSpec
+        else:  # v (1, inner, D), proj (1, D, inner). Updated like padded (D, D) matrices, see ParamSpec
             self.v = parameter(uniform((inner, dim), std).to(storage), "matrix", by_row=True)
             proj = uniform((dim, inner), out_std).to(storage)
             self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)
@@ -1102,12 +1101,10 @@ def normal(shape: tuple[int, ...], std: float) -> Tensor:
 
 def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
     """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
-    x = torch.empty(len(stds), *shape)
+    x = torch.zeros(len(stds), *shape)
     for matrix, std in zip(x, stds):
         if std and not x.is_meta:
             matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
-        else:
-            matrix.zero_()
     return x
 
 
@@ -1206,16 +1203,23 @@ def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
     return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales, rope.softmax_scale)
 
 
+def mark_unrotated(is_start: Tensor, num_rotating: int, head_dim: int, pairs: str) -> Tensor:
+    """Whether a channel has no RoPE, except at sequence starts. is_start (T,) -> (T, 1, K)."""
+    channels, half = torch.arange(head_dim, device=is_start.device), head_dim // 2
+    is_fixed = (channels % half if pairs == "halves" else channels // 2) >= num_rotating
+    return is_fixed & ~is_start[:, None, None]
+
+
 class Heads(typing.NamedTuple):
-    """The heads of an attention layer."""
+    """Shape and options of the heads of an attention layer."""
 
     num_heads: int  # H
     qk_dim: int  # K, channels of a query or key
     v_dim: int  # L, channels of a value
-    num_positions: int  # P per token. In a paired layer (2026-01-07) even heads have 2t, odd heads 2t + 1
+    num_positions: int  # P, RoPE positions of a token. Paired (2026-01-07): 2t in even heads, 2t + 1 in odd
     key_offset: bool
-    pairs: str
-    has_norm: bool
+    pairs: str  # --rotary_pairs
+    has_norm: bool  # QK-norm
 
 
 def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations
@@ -1845,14 +1849,10 @@ class Optimizer:
 
     def _on_gradient(self, bucket: Bucket, _param: Tensor | None = None) -> None:
         """Gradient hook: reduce-scatter a complete bucket in the last micro-batch before its update."""
-        if self.is_last_micro_batch and self.is_due(bucket):
+        if self.is_last_micro_batch and bucket.group.is_due(self.step_count, self.late_step):
             bucket.num_pending_grads -= 1
             if bucket.num_pending_grads == 0:
                 bucket.start_reduce()
-
-    def is_due(self, bucket: Bucket) -> bool:
-        """Whether this step updates a bucket."""
-        return bucket.group.is_due(self.step_count, self.late_step)
 
     def wait_for_parameters(self, reader: int, *_) -> None:
         """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
@@ -1869,7 +1869,8 @@ class Optimizer:
         """Update every due bucket. New values are complete after wait_for_parameters() or finish()."""
         for bucket in self.updated:
             bucket.num_tokens += state.stage.tokens_per_step
-        due, step = [bucket for bucket in self.updated if self.is_due(bucket)], self.step_count
+        step = self.step_count
+        due = [bucket for bucket in self.updated if bucket.group.is_due(step, self.late_step)]
         self.step_count += 1
 
         # Phase 1: reduce-scatter (on one rank: only pack) the gradients that no hook has sent.
@@ -2183,7 +2184,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
                      ) -> StepInputs:
     """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens.
 
-    RoPE tables are float32 on CUDA. Without torch.compile they are expanded here, once per stage.
+    RoPE tables are float32 on CUDA. Without torch.compile and qkv_kernel they are expanded here.
     """
     dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
     positions = torch.arange(num_tokens, device=rt.device) % seq_len
@@ -2196,7 +2197,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
         angles = at[..., None].double() * frequencies  # (T, P, n)
         rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
-        if not rt.use_compile and "qkv_kernel" not in rt.fast:
+        if not rt.use_compile and ("qkv_kernel" not in rt.fast or "fp8_linear" in rt.fp8):
             heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
             rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
@@ -2204,15 +2205,14 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
 
     kinds = sorted({(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"})
     ropes = {kind: make_rope(kind[0] if cfg.short_qk_dim else "long", kind[1]) for kind in kinds}
-    is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=rt.device)  # (K/2,) pairs
-    is_fixed = is_fixed.repeat(2) if cfg.rotary_pairs == "halves" else is_fixed.repeat_interleave(2)  # (K,)
+    is_start, num_rotating = positions == 0, int((state.rope["long"].frequencies > 0).sum())
     windows = state.windows
     if "flex_attention" in rt.fast:
         windows = torch.tensor(windows, dtype=torch.int32, device=rt.device)
     return StepInputs(
         windows=windows, ropes=ropes,
-        is_unrotated=(is_fixed & (positions > 0)[:, None, None]).to(dtype),
-        is_sequence_start=positions == 0, has_prefix_target=state.stage.has_prefix_target)
+        is_unrotated=mark_unrotated(is_start, num_rotating, cfg.head_dim, cfg.rotary_pairs).to(dtype),
+        is_sequence_start=is_start, has_prefix_target=state.stage.has_prefix_target)
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
@@ -2625,7 +2625,7 @@ EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "r
 class Fast(typing.NamedTuple):
     """A fast form, its plain form, and how to compare them."""
 
-    plain: dict[str, Callable]  # functions of part one by name, mostly fields of Operations
+    plain: dict[str, Callable]  # functions by name, mostly fields of Operations
     fast: dict[str, Callable]  # their replacements
     inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
     run: Callable  # (functions by name, *tensors, *constants) -> list of results
@@ -2642,7 +2642,7 @@ def list_fast_forms() -> dict[str, Fast]:
     masked_attention = dict(make_mask=make_mask, attention=attention)
     loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
     mlp, qkv = dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
-    qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope
+    qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope, mark_unrotated
     return {
         "rms_norm": Fast(
             dict(rms_norm=rms_norm), dict(rms_norm=fused_rms_norm),
@@ -2651,7 +2651,7 @@ def list_fast_forms() -> dict[str, Fast]:
             dict(norm_rotate=norm_rotate), dict(norm_rotate=fused_norm_rotate),
             norm_rotate_inputs, run_function, 0.02, "f22c5b3f0285", (rms_norm, rotate)),
         "qkv_kernel": Fast(
-            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "83daa4958ed6", qkv_helpers, "GPU"),
+            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "30ea0156d32a", qkv_helpers, "GPU"),
         "flex_attention": Fast(
             masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
             attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "compiled GPU"),
@@ -2693,7 +2693,7 @@ def list_fast_forms() -> dict[str, Fast]:
             mlp_inputs, run_fp8_mlp, 0.2, "0f47cfe2dcdc", needs="fp8_mlp"),
         "fp8_qkv": Fast(
             qkv, dict(make_qkv=make_qkv_fp8),
-            qkv_inputs, run_qkv, 0.2, "83daa4958ed6", qkv_helpers, "fp8_qkv"),
+            qkv_inputs, run_qkv, 0.2, "30ea0156d32a", qkv_helpers, "fp8_qkv"),
         "fp8_linear": Fast(
             dict(linear=linear) | qkv | mlp,
             dict(linear=linear_fp8, make_qkv=make_qkv, relu2_mlp=relu2_mlp_fp8_linear),
@@ -3195,25 +3195,25 @@ class DelayedScales:
     def clear(self) -> None:
         self.amax = self.work = None
 
-# ==== FUSED QKV, LOSS AND MLP ==============================================================================
-# Fused queries, keys and values need one kernel after the matmul, and one before those of backward. The
-# fused loss (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused
-# MLP does not store its first product. They call Triton kernels of the next section, the loss only with
+# ==== FUSED OPERATIONS =====================================================================================
+# Fused QKV runs one kernel after the matmul, and in backward one kernel before the matmuls. The fused loss
+# (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused MLP does
+# not store its first product. All call Triton kernels of the next section. The loss does so only with
 # use_kernel.
 
 class FusedQKV(torch.autograd.Function):
-    """make_qkv() by a kernel each way. The gradients of the matmul are packed, with FP8 in both orders."""
+    """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
                 is_start: Tensor, heads: Heads, use_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> as make_qkv()."""
+        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> q, k, v."""
         tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
         if use_fp8:
             (x8, x_scale), (w8, w_scale) = quantize_fp8(x, E4M3, 8 / 448), quantize_fp8(weight, E4M3)
             packed = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, 2HK + HL)
         else:
-            packed = x @ weight.T
+            packed = x @ weight.type_as(x).T
         q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
         launch_qkv(packed, tables, heads, q, k)
         ctx.heads, ctx.use_fp8, ctx.weight_dtype = heads, use_fp8, weight.dtype
@@ -3233,27 +3233,28 @@ class FusedQKV(torch.autograd.Function):
             grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
             grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
         else:
-            grad_x, grad_w = grad @ saved[1], grad.T @ saved[0]
+            grad_x, grad_w = grad @ saved[1].type_as(grad), grad.T @ saved[0]
         return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None, None, None
 
 
 def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
               use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """make_qkv(). use_fp8: as qkv_fp8()."""
+    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls, see qkv_fp8()."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
 
 def launch_qkv(packed: Tensor, tables: Iterable[Tensor], heads: Heads, q: Tensor, k: Tensor,
                v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None) -> None:
-    """Launch qkv_kernel. It writes q and k, or with grad the gradient of packed (T, 2HK + HL)."""
+    """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
     (num_tokens, width), (H, K, L, P, key_offset, pairs, has_norm) = packed.shape, heads
     cos, sin, softmax_scale, is_start = tables
-    num_slots = 2 * H + (0 if grad is None else triton.cdiv(H * L, K))
-    qkv_kernel[triton.cdiv(num_tokens, 64), num_slots](
+    num_slots, width_k = 2 * H + (0 if grad is None else triton.cdiv(H * L, K)), triton.next_power_of_2(K)
+    block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
+    qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
         packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
             v, grad, grad_t)), num_tokens, width, H, K, P, cos.size(-1), grad is not None,
-        0.0 if grad_t is None else 448 / 8, RMS_EPS, pairs == "adjacent", has_norm, key_offset, BLOCK=64,
-        BLOCK_K=triton.next_power_of_2(K), num_warps=8)
+        0.0 if grad_t is None else 448 / 8, RMS_EPS, pairs == "adjacent", has_norm, key_offset,
+        BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
 def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
@@ -3456,7 +3457,7 @@ if triton is not None:
 
     @triton.jit
     def split_pairs(x, IS_ADJACENT: tl.constexpr):
-        """(T, K) -> the first and the second channels of all pairs, (T, K/2) each."""
+        """x (T, K) -> first and second channel of each pair, (T, K/2) each."""
         HALF: tl.constexpr = x.shape[1] // 2
         if IS_ADJACENT:
             return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
@@ -3478,15 +3479,15 @@ if triton is not None:
                    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
         """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate.
 
-        In backward q, k and v are gradients, and the result is the gradient of `packed` (T, WIDTH). Programs
-        after those of q and k copy the gradient of v. If FP8_SCALE > 0, the gradient is multiplied by it and
-        its transpose is stored, too.
+        In backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
+        programs copy the gradient of v. If FP8_SCALE > 0, the gradient is multiplied by it, and its
+        transpose is stored, too.
         """
         slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         HALF: tl.constexpr = BLOCK_K // 2
         columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
-        inside, is_fixed = columns < K, (columns >= 2 * N if IS_ADJACENT else columns % HALF >= N)
-        if BLOCK_K > K and not IS_ADJACENT:  # the second half of a head begins in the middle of the tile
+        inside, is_unrotated = columns < K, (columns >= 2 * N if IS_ADJACENT else columns % HALF >= N)
+        if BLOCK_K > K and not IS_ADJACENT:  # pad each half of a head to half a tile
             inside, columns = columns % HALF < K // 2, columns % HALF + columns // HALF * (K // 2)
         inside = (tokens[:, None] < T) & inside[None, :] & (slot * K + columns[None, :] < WIDTH)
         packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
@@ -3501,10 +3502,10 @@ if triton is not None:
             cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
             sin = tl.load(sin_ptr + table, mask=rotates, other=0.0).to(tl.float32) * scale
 
-            # Key offset: fixed channels move to the next token, and stay too at the start of a sequence
+            # Key offset: unrotated channels go to the next token. The first of a sequence also keeps them
             stays = inside
             if HAS_OFFSET:
-                is_moved = (is_fixed & is_key)[None, :]
+                is_moved = (is_unrotated & is_key)[None, :]
                 is_start = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
                 has_next = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
                 stays = inside & tl.where(is_moved, is_start, True)
@@ -3602,17 +3603,17 @@ if triton is not None:
             target_grad *= factor * (1 - t_target * t_target)
             tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
-    @triton.jit
-    def sum_rows_kernel(grad_ptr, ordered_ptr, order_ptr, places_ptr, out_ptr, T, D, ADDS: tl.constexpr,
-                        BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    @triton.jit(do_not_specialize=["T", "PADDING"])  # a new number of tokens compiles nothing
+    def sum_rows_kernel(grad_ptr, ordered_ptr, order_ptr, places_ptr, out_ptr, T, PADDING, D,
+                        ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
         """Sum the gradients of the tokens that read one row. Tokens are ordered by their rows.
 
-        The program of a row's first token works, all others return. With ADDS the sum is added to the row
-        of `out`. Else it is stored at the row's place among the distinct rows.
+        Only the program of a row's first token adds, the others return. With ADDS the sum is added to the
+        row of `out`. Else it is stored at the row's index in DistinctRows.rows. Row PADDING has no sum.
         """
         first, columns = tl.program_id(0), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         row = tl.load(ordered_ptr + first)
-        if tl.load(ordered_ptr + first - 1, mask=first > 0, other=-1) == row:
+        if (row == PADDING) | (tl.load(ordered_ptr + first - 1, mask=first > 0, other=-1) == row):
             return
         at = first + tl.arange(0, BLOCK)
         is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
@@ -3692,9 +3693,10 @@ class DistinctRows(typing.NamedTuple):
     """The distinct rows among row numbers (T,). [7, 3, 7] has rows [3, 7, padding] and places [1, 0, 1]."""
 
     rows: Tensor  # (T,) distinct, in ascending order, then padding
-    places: Tensor  # (T,) of each row number in `rows`
+    places: Tensor  # (T,) index in `rows` of each row number
     ordered: Tensor  # (T,) the row numbers in ascending order
-    order: Tensor  # (T,) and their places before
+    order: Tensor  # (T,) argsort of the row numbers
+    padding: int
 
 
 def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
@@ -3703,13 +3705,15 @@ def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
     is_new[1:] = ordered[1:] != ordered[:-1]
     places = is_new.cumsum(0) - 1
     distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
-    return DistinctRows(distinct, torch.empty_like(places).scatter_(0, order, places), ordered, order)
+    places = torch.empty_like(places).scatter_(0, order, places)
+    return DistinctRows(distinct, places, ordered, order, padding)
 
 
 def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0) -> Tensor:
-    """Sum grad (T, D) over the tokens of each distinct row, in a fixed order -> (T, D), zero in the rest.
+    """Sum grad (T, D) of each distinct row, in a fixed order -> (T, D). The remaining entries are zero.
 
-    With out (R, D) add the sums to its rows instead, and return it. grid: sums are rounded to multiples.
+    With out (R, D) add the sums to its rows, and return it. Sums are rounded to multiples of grid. The sum
+    of row `padding` is undefined.
     """
     sums = torch.ops.aten.embedding_dense_backward(grad, distinct.places, len(grad), -1, False)
     sums = round_to_multiple(sums, grid) if grid else sums
@@ -3718,14 +3722,15 @@ def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, gr
 
 def sum_rows_triton(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0
                     ) -> Tensor:
-    """sum_rows() by a kernel, which reads each gradient once. A sum is rounded once, with `out` added."""
+    """sum_rows() by a kernel, which reads each gradient once and rounds once, after adding `out`."""
     if grid:
         return sum_rows(grad, distinct, out, grid)
-    result, D = torch.zeros_like(grad) if out is None else out, grad.size(1)
-    sum_rows_kernel[len(grad), triton.cdiv(D, 256)](
-        grad.contiguous(), distinct.ordered, distinct.order, distinct.places, result, len(grad), D,
-        out is not None, BLOCK=16, BLOCK_D=256)
-    return result
+    (T, D), adds = grad.shape, out is not None
+    out = out if adds else grad.new_zeros(T, D)
+    sum_rows_kernel[T, triton.cdiv(D, 256)](
+        grad.contiguous(), distinct.ordered, distinct.order, distinct.places, out, T, distinct.padding, D,
+        adds, BLOCK=16, BLOCK_D=256)
+    return out
 
 
 def add_rows(out: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
@@ -3802,7 +3807,7 @@ class RowSparseGradient:
         self.received: ReceivedRows | None = None
 
     def add(self, plan: RowPlan, grad: Tensor) -> None:
-        """Add the gradient (T, D) of a micro-batch. Several ranks send it, and add that of the last call."""
+        """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add those of the last call."""
         if self.comm.world_size == 1:
             self._add_own(plan.distinct, grad)
         else:
@@ -4500,7 +4505,7 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
 
 
 def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), weight (2HK + HL, D), and RoPE of two sequences in a paired layer with key offset."""
+    """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
     heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
                   cfg.qk_norm == "on")
     K, P = heads.qk_dim, heads.num_positions
@@ -4509,9 +4514,7 @@ def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[l
     positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
     angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
         P, device=device)[:, None]
-    pair = torch.arange(K, device=device)
-    pair = pair // 2 if cfg.rotary_pairs == "adjacent" else pair % (K // 2)
-    is_unrotated = ((pair >= K // 4) & (positions > 0)[:, None, None]).to(dtype)
+    is_unrotated = mark_unrotated(positions == 0, K // 4, K, cfg.rotary_pairs).to(dtype)
     rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
     return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
 
@@ -4559,7 +4562,7 @@ def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows:
 
 
 def run_sum_rows(forms: dict[str, Callable], grad: Tensor, out: Tensor) -> list[Tensor]:
-    """The sums of rows, one of which has more tokens than a tile, by themselves and added to `out`."""
+    """Sums of rows, alone and added to `out`. Two rows have more tokens than a tile."""
     distinct = find_distinct(torch.arange(len(grad), device=grad.device) ** 2 % 50, 50)
     with torch.no_grad():
         return [forms["sum_rows"](grad, distinct), forms["sum_rows"](grad, distinct, out.clone())]
@@ -4606,9 +4609,10 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
         obstacle = find_obstacle(row.needs, cfg, device, use_compile)
         if is_replaced or obstacle if wanted == ["auto"] else name not in wanted:
             continue
-        reason = verify(name, cfg, device, dtype, use_compile)
         if name == "sum_rows" and "sparse_embedding" not in chosen:
-            reason = "it is a part of sparse_embedding, which is off"
+            reason = "it is part of sparse_embedding, which is off"
+        else:
+            reason = verify(name, cfg, device, dtype, use_compile)
         if is_replaced and not reason:
             reason = "another named form replaces this operation already"
         if reason and wanted != ["auto"]:
@@ -4976,7 +4980,7 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
         other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
         reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
         raise InputError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
-                         f"model's tokens: {fetch}give {other}") from None
+                         f"model's tokens. To fix it, {fetch}give {other}") from None
     return texts
 
 
@@ -5657,7 +5661,7 @@ def check_value(name: str, value) -> None:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A sentence with the name to use instead of an unknown one."""
+    """Return a sentence with the name to use instead."""
     if RENAMED.get(name) in known:
         return f"its name is now {prefix}{RENAMED[name]}."
     if prefix and name in FOREIGN_OPTIONS:
@@ -6786,7 +6790,7 @@ def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
     """Describe the resumed checkpoint in one line, with all differences except RESTART_OPTIONS."""
     others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
     if not others and not saved.is_same_run:
-        others = ["it is not the newest checkpoint of its run"]
+        others = [f"it is not the newest in {Path(cfg.checkpoint_dir, saved.metadata['run_id'])}"]
     others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
     schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
     planned = schedule.count_tokens() - schedule.count_tokens(step)
@@ -7369,7 +7373,7 @@ def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
 
 
 def find_model(folder: Path) -> Path:
-    """The model or checkpoint that was written last in a folder, or in the folders in it."""
+    """The newest model or checkpoint in a folder or its subfolders."""
     paths = [path for name in ("model.pt", "step_*.pt", "*/model.pt", "*/step_*.pt")
              for path in folder.glob(name) if "_table" not in path.name]
     if not paths:

@@ -78,6 +78,8 @@ def find_part(graph: dict, node: dict) -> str:
         return f"blocks: FlexAttention {graph['direction']}"
     if node["call"] == "cross_entropy_kernel":
         return "head: cross-entropy kernel"
+    if node["call"] == "qkv_kernel":
+        return "blocks: norm, RoPE, packing (our kernel)"
     if node["call"] == "transpose_kernel":
         return "FP8 transposes (our kernel)"
     if any("_scaled_mm" in operation for operation in node["operations"]) and node["bytes"] > 8e8:

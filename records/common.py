@@ -28,7 +28,7 @@ def warn(line: str) -> None:
 def require_packages() -> Iterator[None]:
     """Wrap the imports of a tool: a package that is not installed ends it with status 2 and one line.
 
-    The tool's threads wait as train_gpt.py's do, which sets this variable only if it is the main script.
+    Set GOMP_SPINCOUNT as train_gpt.py does. That script sets it only if it is the main script.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

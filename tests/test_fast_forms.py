@@ -575,7 +575,7 @@ def test_a_named_form_is_the_only_one(name):
 
 
 def test_the_row_kernel_needs_the_row_sparse_gradient():
-    with pytest.raises(gpt.InputError, match="sum_rows cannot be used .it is a part of sparse_embedding"):
+    with pytest.raises(gpt.InputError, match="sum_rows cannot be used .it is part of sparse_embedding"):
         gpt.choose_fast_forms(smoke_config(fast="sum_rows"), CPU, torch.float32, False)
 
 

@@ -1,6 +1,7 @@
 """The newest recipe against a reference in float64 (record92_reference.py), and its mechanisms."""
 
 import dataclasses
+import functools
 import json
 import types
 
@@ -308,6 +309,12 @@ def train_miniature(rt):
     return results
 
 
+@functools.cache
+def train_reference():
+    """The reference's parameters after all steps, and its state."""
+    return reference.train(SHAPE, init_parameters(), list_calls(), prefix_of=PREFIXES)
+
+
 def init_parameters():
     p = reference.init_params(SHAPE, spread=0.02)
     return p | {"embed": p["head"].clone()}
@@ -327,8 +334,7 @@ def test_all_steps(fast, monkeypatch, tmp_path):
         results = torch.load(tmp_path / "results.pt", weights_only=True)
     else:
         results = train_miniature(make_runtime(dtype=torch.float64, fast=CPU_FORMS if fast == "fast" else frozenset()))
-    model, p = gpt.GPT(make_config(), make_runtime()), init_parameters()
-    after, theirs, _ = reference.train(SHAPE, p, list_calls(), prefix_of=PREFIXES)
+    model, (after, theirs, _) = gpt.GPT(make_config(), make_runtime()), train_reference()
     for ours, expected, when in zip(results, (theirs["last"], after), ("before", "after")):
         values = read_parameters(model, SHAPE, expected)
         errors = {name: (ours[name][: len(x)] - x).abs().max().item() for name, x in values.items() if x.dim()}

@@ -112,7 +112,7 @@ def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
     bucket, steps, num_updates, time = optimizer.bucket_of["head.weight"], [], 0, 0.0
     for step in range(20):
         optimizer.step_count = step
-        is_due = optimizer.is_due(bucket)
+        is_due = bucket.group.is_due(optimizer.step_count, optimizer.late_step)
         steps += [step] if is_due else []
         optimizer.step_count, power = step + 1, 3 if step >= 8 else 1  # as in Optimizer.step()
         num_updates, time = num_updates + is_due, time - is_due * power * np.log(0.9)
