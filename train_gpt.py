@@ -3798,22 +3798,27 @@ class ReceivedRows(typing.NamedTuple):
 class RowSparseGradient:
     """Gradient of this rank's shard of a table, accumulated from row sums."""
 
+    is_dense = True  # the gradient has all rows of the shard
+
     def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
                  on_added: Callable[[], None] | None = None, use_kernel: bool = False):
         self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
         self.grid, self.on_added = grid, on_added
         self.sum_rows = sum_rows_triton if use_kernel else sum_rows
-        self.sums: Tensor | None = None  # (rows of the shard + 1 of padding, D)
+        self.sums = None  # (rows of the shard + 1 of padding, D)
+        if self.is_dense:
+            self.sums = shard.new_zeros(len(shard) // row_size + 1, row_size)
         self.received: ReceivedRows | None = None
 
     def add(self, plan: RowPlan, grad: Tensor) -> None:
         """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add those of the last call."""
-        if self.comm.world_size == 1:
-            self._add_own(plan.distinct, grad)
-        else:
-            sums = self.sum_rows(grad, plan.distinct, grid=self.grid)
+        is_alone = self.comm.world_size == 1
+        sums = self.sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
+        if not is_alone:
             received, self.received = self.received, plan.send(sums)
             self._accumulate(received.wait() if received else ())
+        elif not self.is_dense:  # else sum_rows() has added them
+            self._accumulate([(plan.distinct.rows, sums)])
         if self.on_added:
             self.on_added()
 
@@ -3822,24 +3827,15 @@ class RowSparseGradient:
         if self.received:
             received, self.received = self.received, None
             self._accumulate(received.wait())
-        return torch.zeros_like(self.shard) if self.sums is None else self.sums[:-1].flatten()
+        return self.sums[:-1].flatten()
 
     def clear(self) -> None:
         self.received = None
-        if self.sums is not None:
-            self.sums.zero_()
-
-    def _make_sums(self) -> Tensor:
-        if self.sums is None:
-            self.sums = self.shard.new_zeros(len(self.shard) // self.row_size + 1, self.row_size)
-        return self.sums
-
-    def _add_own(self, distinct: DistinctRows, grad: Tensor) -> None:
-        self.sum_rows(grad, distinct, self._make_sums(), self.grid)
+        self.sums.zero_()
 
     def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
         for rows, sums in pieces:
-            add_rows(self._make_sums(), rows, sums)
+            add_rows(self.sums, rows, sums)
 
 
 def can_shard(group: Group, rt: Runtime) -> bool:
@@ -3940,6 +3936,7 @@ class ShardedTable(Bucket):
 class SparseRows(RowSparseGradient):
     """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
 
+    is_dense = False
     pieces: tuple[tuple[Tensor, Tensor], ...] = ()  # rows of the shard (n,), and their sums (n, D)
 
     def wait(self) -> tuple[Tensor, Tensor]:
@@ -3953,9 +3950,6 @@ class SparseRows(RowSparseGradient):
 
     def clear(self) -> None:
         self.received, self.pieces = None, ()
-
-    def _add_own(self, distinct: DistinctRows, grad: Tensor) -> None:
-        self._accumulate([(distinct.rows, self.sum_rows(grad, distinct, grid=self.grid))])
 
     def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.pieces = (*self.pieces, *pieces)
