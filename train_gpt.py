@@ -3012,6 +3012,7 @@ def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: Upd
 # over tokens. Records also divide it by 8 ranks, so their constant scales of gradients are 8 times smaller.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
 
 
 class FP8Scales(typing.NamedTuple):
@@ -3085,11 +3086,8 @@ def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def qkv_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """linear() for queries, keys and values of normalized x. Source: record 90.
-
-    Entries of x and of the output's gradient beyond 8 saturate.
-    """
-    return LinearFP8.apply(x, weight, 8 / 448, 8 / 448, E4M3)
+    """linear() for queries, keys and values of normalized x, with constant scales."""
+    return LinearFP8.apply(x, weight, QKV_LIMIT / 448, QKV_LIMIT / 448, E4M3)
 
 
 def make_qkv_fp8(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs,
@@ -3210,7 +3208,8 @@ class FusedQKV(torch.autograd.Function):
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> q, k, v."""
         tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
         if use_fp8:
-            (x8, x_scale), (w8, w_scale) = quantize_fp8(x, E4M3, 8 / 448), quantize_fp8(weight, E4M3)
+            x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
+            w8, w_scale = quantize_fp8(weight, E4M3)
             packed = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, 2HK + HL)
         else:
             packed = x @ weight.type_as(x).T
@@ -3229,7 +3228,7 @@ class FusedQKV(torch.autograd.Function):
         grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
         launch_qkv(packed, tables, ctx.heads, *grads, grad, grad_t)
         if ctx.use_fp8:
-            (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], 8 / 448)
+            (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], QKV_LIMIT / 448)
             grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
             grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
         else:
@@ -3253,7 +3252,7 @@ def launch_qkv(packed: Tensor, tables: Iterable[Tensor], heads: Heads, q: Tensor
     qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
         packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
             v, grad, grad_t)), num_tokens, width, H, K, P, cos.size(-1), grad is not None,
-        0.0 if grad_t is None else 448 / 8, RMS_EPS, pairs == "adjacent", has_norm, key_offset,
+        0.0 if grad_t is None else 448 / QKV_LIMIT, RMS_EPS, pairs == "adjacent", has_norm, key_offset,
         BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
@@ -3811,7 +3810,7 @@ class RowSparseGradient:
         self.received: ReceivedRows | None = None
 
     def add(self, plan: RowPlan, grad: Tensor) -> None:
-        """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add those of the last call."""
+        """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add the previous sums."""
         is_alone = self.comm.world_size == 1
         sums = self.sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
         if not is_alone:
