@@ -168,7 +168,8 @@ def plot_runs(paths: list[Path], out: Path) -> None:
             num_rows = -(-len(panel.get_lines()) // columns)
             panel.set_title(title, pad=6 + 11 * num_rows)  # leaves space for the legend
             panel.set_xlabel("step")
-            add_legend(panel, columns).set_in_layout(False)  # a wide legend does not shrink the panel
+            if panel.get_lines():
+                add_legend(panel, columns).set_in_layout(False)  # a wide legend does not shrink the panel
         if len(paths) > 1:
             losses.set_ylabel(path.stem)
     save(figure, out)

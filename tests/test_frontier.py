@@ -321,7 +321,7 @@ def init_parameters():
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("fast", ["plain", "fast", "two ranks"])
+@pytest.mark.parametrize("fast", slow_but(["plain", "fast", "two ranks"], "fast", "two ranks"))
 def test_all_steps(fast, monkeypatch, tmp_path):
     """Every parameter before and after the averages of a run through all stages: every rule and every event.
 

@@ -67,7 +67,7 @@ def test_symmetric_matmul(shape, product):
         assert relative_error(power, exact) < 4 * bound  # some of it cancels
 
 
-@pytest.mark.parametrize("num_tokens, num_rows", [(300, 40), (50, 1), (64, 1000)])
+@pytest.mark.parametrize("num_tokens, num_rows", [(100, 40), (50, 1), (60, 1000)])
 def test_sums_of_rows(num_tokens, num_rows):
     """A third of the tokens read one row, more than a tile of 16. Columns are more than a tile of 256."""
     torch.manual_seed(0)
@@ -337,7 +337,8 @@ def test_kernels_are_the_forms_that_need_triton():
 
 @pytest.mark.recipe
 def test_kernels_on_the_command_line(shards, tmp_path):
-    args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2"]
+    args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2",
+            "--val_seq_len=128", "--val_tokens=128", "--num_layers=1"]  # the interpreter is slow
     result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)},sparse_embedding", *args, "--warmup_iterations=0")
     assert "fast forms: qkv_kernel, cross_entropy, relu2_mlp, symmetric_matmul, sparse_embedding, sum_rows\n" in result["stdout"]
 
