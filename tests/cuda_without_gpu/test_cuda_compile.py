@@ -37,8 +37,9 @@ def compile_for(card: str, *options: str) -> dict:
     return figures
 
 
-@pytest.mark.parametrize(
-    "options", [["--own"], pytest.param([], marks=pytest.mark.cards)], ids=["our kernels", "all kernels"])  # fmt: skip
+@pytest.mark.parametrize("options", [
+    pytest.param(["--own"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.cards)],
+    ids=["our kernels", "all kernels"])  # fmt: skip
 def test_every_kind_of_layer_compiles_for_hopper(options):
     """Head, masks, layers and both update rules compile, and few operations stay eager.
 
