@@ -864,8 +864,15 @@ class Attention(nn.Module):
         v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
         if spec.value_embed is not None:
             ve = acts[f"ve{spec.value_embed}"]  # (T, D)
-            ve_gate = self.compute_ve_gate(x, ve, s)  # (T, H) or (T, 1)
-            v = torch.addcmul(v, ve_gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
+            if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
+                half = self.ve_gate_weight.size(1) // 2
+                gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
+                gate = 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))  # (T, H)
+            elif "ve_gate" in s:  # (T, 2): one scale for each half of the heads
+                gate = s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]  # (T, H)
+            else:
+                gate = s["ve_scale"]  # (T, 1)
+            v = torch.addcmul(v, gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
@@ -891,17 +898,6 @@ class Attention(nn.Module):
 
         # 6. Output projection
         return ops.linear(y.flatten(1), w_proj)  # (T, D)
-
-    def compute_ve_gate(self, x: Tensor, ve: Tensor, s: dict[str, Tensor]) -> Tensor:
-        """Scale of the value embedding: (T, H), or (T, 1) if it is a learned scalar."""
-        if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
-            half = self.ve_gate_weight.size(1) // 2
-            gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
-            return 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))
-        if "ve_gate" in s:  # (T, 2): one scale for each half of the heads
-            H = self.heads.num_heads
-            return s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]
-        return s["ve_scale"]
 
 
 class MLP(nn.Module):
@@ -2645,10 +2641,10 @@ def list_fast_forms() -> dict[str, Fast]:
     qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope, mark_unrotated
     return {
         "rms_norm": Fast(
-            dict(rms_norm=rms_norm), dict(rms_norm=fused_rms_norm),
+            dict(rms_norm=rms_norm), dict(rms_norm=RMSNorm.apply),
             random_inputs((BLOCK, "model_dim")), run_function, 0.01, "fcc3a7e88e55"),
         "norm_rotate": Fast(
-            dict(norm_rotate=norm_rotate), dict(norm_rotate=fused_norm_rotate),
+            dict(norm_rotate=norm_rotate), dict(norm_rotate=NormRotary.apply),
             norm_rotate_inputs, run_function, 0.02, "f22c5b3f0285", (rms_norm, rotate)),
         "qkv_kernel": Fast(
             qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "30ea0156d32a", qkv_helpers, "GPU"),
@@ -2656,7 +2652,7 @@ def list_fast_forms() -> dict[str, Fast]:
             masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
             attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "compiled GPU"),
         "cpu_attention": Fast(
-            masked_attention, dict(make_mask=build_cpu_mask, attention=attend_cpu),
+            masked_attention, dict(make_mask=build_cpu_mask, attention=BlockAttention.apply),
             attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "eager CPU"),
         "block_attention": Fast(
             masked_attention, dict(make_mask=build_dense_mask, attention=attend_blocks),
@@ -2881,13 +2877,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
 
 
-def attend_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """attention() by blocks on a CPU. It takes a third less time, because keys and values are not copied."""
-    return BlockAttention.apply(q, k, v, mask)
-
-
 class BlockAttention(torch.autograd.Function):
-    """attend_cpu() with its gradient."""
+    """attend_blocks() without copies of keys and values. A CPU needs a third less time."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -2930,31 +2921,27 @@ class BlockAttention(torch.autograd.Function):
 # Closed-form gradients take fewer passes over memory than autograd. With a compiler, each gradient is one
 # kernel. The functions of this section replace rms_norm(), norm_rotate() and adamw().
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
+def inverse_rms(x: Tensor) -> Tensor:
     """1 / root mean square of x: (..., D) -> (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
-    return torch.rsqrt(norm.square() / x.size(-1) + eps).type_as(x)
+    return torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)
 
 
 class RMSNorm(torch.autograd.Function):
     """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> Tensor:
-        scale = inverse_rms(x, eps)
+    def forward(ctx, x: Tensor) -> Tensor:
+        scale = inverse_rms(x)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
         mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
-        return torch.addcmul(grad, y, mean, value=-1) * scale, None
-
-
-def fused_rms_norm(x: Tensor, eps: float = RMS_EPS) -> Tensor:
-    return RMSNorm.apply(x, eps)
+        return torch.addcmul(grad, y, mean, value=-1) * scale
 
 
 class NormRotary(torch.autograd.Function):
@@ -2962,8 +2949,8 @@ class NormRotary(torch.autograd.Function):
     backward needs only the output."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float) -> Tensor:
-        scale = inverse_rms(x, eps) if has_norm else None
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool) -> Tensor:
+        scale = inverse_rms(x) if has_norm else None
         y = rotate(x, cos, sin, pairs)
         y = y * scale if has_norm else y
         y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses gradients of needless casts
@@ -2979,12 +2966,7 @@ class NormRotary(torch.autograd.Function):
             square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * y.size(-1)
             mean = torch.linalg.vecdot(grad, y)[..., None] / square
             grad = torch.addcmul(grad, y, mean.type_as(grad), value=-1) * scale
-        return rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(y), None, None, None, None, None
-
-
-def fused_norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool, eps: float = RMS_EPS
-                      ) -> Tensor:
-    return NormRotary.apply(x, cos, sin, pairs, has_norm, eps)
+        return rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(y), None, None, None, None
 
 
 def can_fuse_adamw(bucket: Bucket, cfg: Config) -> bool:

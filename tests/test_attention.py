@@ -48,8 +48,8 @@ def make_dense_mask(build, doc_ids, window):
     [
         (gpt.make_mask, gpt.attention),
         (gpt.build_dense_mask, gpt.attend_blocks),
-        (gpt.build_cpu_mask, gpt.attend_cpu),
-        (gpt.build_dense_mask, gpt.attend_cpu),
+        (gpt.build_cpu_mask, gpt.BlockAttention.apply),
+        (gpt.build_dense_mask, gpt.BlockAttention.apply),
     ],
 )
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)

@@ -121,7 +121,7 @@ def test_the_model_is_the_recipe(step, changes, fast):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("rms_norm", [gpt.rms_norm, gpt.fused_rms_norm])
+@pytest.mark.parametrize("rms_norm", [gpt.rms_norm, gpt.RMSNorm.apply])
 def test_the_norm_and_its_gradient(rms_norm):
     """x / sqrt(mean(x^2) + eps), differentiated by autograd. float64, so that only the formula can differ."""
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_the_norm_and_its_gradient(rms_norm):
     assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("norm_rotate", [gpt.norm_rotate, gpt.fused_norm_rotate])
+@pytest.mark.parametrize("norm_rotate", [gpt.norm_rotate, gpt.NormRotary.apply])
 @pytest.mark.parametrize("pairs", ["halves", "adjacent"])
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("is_paired", [True, False])
