@@ -66,7 +66,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import traceback
 import typing
@@ -120,8 +119,8 @@ except ImportError:  # CPU builds of PyTorch
 AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
 
 
-def option(default, meaning: str, low=None, high=None, choices=None):
-    """Declare an option. low and high are inclusive. choices is a tuple or a function that returns one."""
+def option(default, meaning: str, low=None, high=None, choices=()):
+    """Declare an option. low and high are inclusive."""
     high = 2**31 - 1 if isinstance(default, int) and high is None else high
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices))
@@ -189,7 +188,7 @@ class Stage:
 class Group:
     """How the parameters of one group are trained."""
 
-    rule: str = option("adamw", "update rule", choices=lambda: tuple(RULES))
+    rule: str = option("adamw", "update rule")  # choices: list_options()
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas as a,b. normuon uses only b", 0.0, 0.9999)
     weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
@@ -2477,18 +2476,18 @@ class Trainer:
         return total_loss / num_tokens
 
     @torch.no_grad()
-    def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
-        """Mean loss of the first num_batches batches (None: all). The batches are divided among ranks."""
+    def validate(self, data: ValData, state: StepState, num_batches: int | None = None,
+                 sum_losses: Callable | None = None) -> float:
+        """Mean loss of the first num_batches batches (None: all), by sum_losses() instead of the model."""
         self.optimizer.finish()
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
         comm, num_batches = self.rt.comm, num_batches or data.num_batches
+        step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
         for first in range(0, num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
-            index = first + comm.rank
-            batch = data.batch(min(index, num_batches - 1))[:3]
+            batch = data.batch(min(first + comm.rank, num_batches - 1))[:3]
             batch = (x.to(self.rt.device, non_blocking=True) for x in batch)
-            loss = self.model(*batch, self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len))
-            total += loss * (index < num_batches)
+            total += (sum_losses or self.model)(*batch, step_inputs) * (first + comm.rank < num_batches)
         self.model.train()
         return comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
@@ -4091,7 +4090,9 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         raise InputError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
                          "processes per node, or use --device=cpu", of_one_rank=True)
     check_world_size(cfg, world_size)
-    raise_file_limit()
+    with suppress(ValueError, OSError):  # as many open files as allowed, because every shard stays open
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -4178,20 +4179,15 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
 
     If this machine cannot use these choices, a record run ends with InputError. Other runs choose anew.
     """
-    if not earlier:
+    choices = earlier.get("choices")
+    if not choices:
         return choose_precision(cfg, rt)
-    parts = identify(earlier)
-    kept = {name.removeprefix("choices."): value for name, value in parts.items()
-            if name.startswith("choices.")}
-    if "compile" in kept:
-        kept["compile"] = "on" if kept["compile"] else "off"
-    if "fast" in kept:
-        kept["fast"] = ",".join(kept["fast"]) or "off"
-    if "fp8" in kept:
-        kept |= {name: "on" if name in kept["fp8"] else "off" for name in FP8_FORMS}
+    kept = dict(choices, compile="on" if choices["compile"] else "off",
+                fast=",".join(choices["fast"]) or "off",
+                **{name: "on" if name in choices["fp8"] else "off" for name in FP8_FORMS})
     kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") in ("auto", -1)}
     reason = "another device"
-    if parts.get("machine.device") == rt.device.type:
+    if earlier["hardware"]["device"] == rt.device.type:
         try:
             rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
             return dataclasses.replace(rt, notes=("dtype and fast forms are those of the first start",))
@@ -4203,13 +4199,6 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     rt = choose_precision(cfg, rt)
     return dataclasses.replace(rt, notes=(f"this machine lacks the earlier choices ({reason}). New ones:",
                                           *rt.notes))
-
-
-def raise_file_limit() -> None:
-    """Raise the limit of open files as far as allowed, because every shard stays open."""
-    with suppress(ValueError, OSError):
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:
@@ -4624,8 +4613,8 @@ def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype,
     return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
 
 # ==== COMM =================================================================================================
-# All collectives of the program. Comm counts the bytes that this rank sends, by collective. torchrun ends
-# all ranks when one dies. If a rank stalls, the timeout of a collective ends the waiting ranks.
+# All collectives of the program. Comm counts the bytes of gradients and parameters that this rank sends.
+# torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
 
 LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
@@ -4638,11 +4627,7 @@ class Comm:
         self.rank, self.world_size = rank, world_size
         self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
         self.all_gather_group = all_gather_group
-        self.bytes = Counter()  # sent by this rank, by collective
-
-    def step_bytes(self) -> dict[str, int]:
-        """Total bytes sent so far for gradients and parameters, by collective."""
-        return {name: self.bytes[name] for name in ("reduce_scatter", "all_gather", "all_to_all")}
+        self.bytes = Counter()  # sent so far for gradients and parameters, by collective
 
     def reduce_scatter(self, full: Tensor) -> tuple[Tensor, dist.Work]:
         """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
@@ -4668,7 +4653,6 @@ class Comm:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in place over ranks."""
         if self.world_size > 1:
-            self.bytes["all_reduce"] += tensor.nbytes * (self.world_size - 1)
             dist.all_reduce(tensor)
         return tensor
 
@@ -4676,7 +4660,6 @@ class Comm:
         """Start the maximum over ranks, in place."""
         if self.world_size == 1:
             return None
-        self.bytes["max"] += tensor.nbytes * (self.world_size - 1)
         group = self.gloo_group if on_cpu else None
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -4685,7 +4668,6 @@ class Comm:
         if self.world_size == 1:
             return shard
         full = shard.new_empty(self.world_size * len(shard), *shard.shape[1:])
-        self.bytes["gather_shards"] += full.nbytes - shard.nbytes
         all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))
         return full
 
@@ -4794,7 +4776,6 @@ class Shard:
     starts: np.ndarray  # index of the first token of each document
     bos: int
     sha256: str
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def usable_tokens(self, max_doc_len: int) -> np.ndarray:
         """Running sum over the documents of min(length, max_doc_len)."""
@@ -4804,9 +4785,7 @@ class Shard:
     def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
         """Read tokens first..end-1 (default: all) as uint16. RunError if the file was cut short."""
         end = self.num_tokens if end is None else min(end, self.num_tokens)
-        with self.lock:
-            self.file.seek(SHARD_HEADER_BYTES + 2 * first)
-            data = self.file.read(2 * (end - first))
+        data = os.pread(self.file.fileno(), 2 * (end - first), SHARD_HEADER_BYTES + 2 * first)
         if len(data) != 2 * (end - first):
             raise RunError(f"{self.file.name} became shorter during this run and lacks token {end - 1}: "
                            f"{SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
@@ -5051,26 +5030,22 @@ def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
     return torch.from_numpy(bits)
 
 
-@torch.no_grad()
 def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
     """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
-    model, comm, device = trainer.model.eval(), trainer.rt.comm, trainer.rt.device
-    comm.set_timeout(LONG_TIMEOUT)  # ranks may build the table at different speeds
-    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(device)
-    state, total = trainer.schedule.at(trainer.cfg.num_iterations), torch.zeros((), dtype=torch.float64)
-    step_inputs = trainer.get_step_inputs(state, data.batch_tokens, trainer.cfg.val_seq_len)
-    for first in range(0, data.num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
-        index = first + comm.rank
-        tokens, targets, doc_ids, _ = data.batch(min(index, data.num_batches - 1))
-        tokens, targets, doc_ids = (x.to(device) for x in (tokens, targets, doc_ids))
+    model, rt, places = trainer.model, trainer.rt, torch.arange(8, device=trainer.rt.device)
+    rt.comm.set_timeout(LONG_TIMEOUT)  # ranks may build the table at different speeds
+    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(rt.device)
+
+    def sum_losses(tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs) -> Tensor:
         x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+        total = torch.zeros((), dtype=torch.float64, device=rt.device)
         for part, before, target in zip(*(x.split(LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
-            is_impossible = bits[before.long(), :, None] >> torch.arange(8, device=device) & 1  # (T, V/8, 8)
+            is_impossible = bits[before.long(), :, None] >> places & 1  # (T, V/8, 8)
             logits = model.head.compute_logits(part).masked_fill(is_impossible.flatten(1) > 0, -60.0)
-            loss = F.cross_entropy(logits, target, reduction="sum").double().cpu()
-            total += loss * (index < data.num_batches)
-    model.train()
-    return comm.all_reduce(total.to(device)).item() / (data.num_batches * data.batch_tokens)
+            total += F.cross_entropy(logits, target, reduction="sum")
+        return total
+
+    return trainer.validate(data, trainer.schedule.at(trainer.cfg.num_iterations), sum_losses=sum_losses)
 
 
 class ClassSweeps:
@@ -5090,20 +5065,15 @@ class ClassSweeps:
 
     def choose(self, step: int, slot: int) -> Tensor:
         """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
-        for earlier in range(self.next_steps[slot], step):
-            self._visit(earlier, slot)
+        schedule = self.data.schedule
+        for visited in range(self.next_steps[slot], step + 1):
+            stage = schedule.stages[schedule.find_stage(visited)[0]]
+            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+                targets = self.data.read_tokens(self.data.count_sequences(visited) + slot)[1:]
+                classes, self.offsets[slot] = choose_classes(
+                    targets, stage.num_classes, self.vocab_size, self.offsets[slot])
         self.next_steps[slot] = step + 1
-        return torch.from_numpy(self._visit(step, slot))
-
-    def _visit(self, step: int, slot: int) -> np.ndarray | None:
-        data, schedule = self.data, self.data.schedule
-        stage = schedule.stages[schedule.find_stage(step)[0]]
-        if not stage.num_classes or slot >= stage.tokens_per_step // stage.seq_len:
-            return None
-        targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-        classes, self.offsets[slot] = choose_classes(
-            targets, stage.num_classes, self.vocab_size, self.offsets[slot])
-        return classes
+        return torch.from_numpy(classes)
 
 
 class Prefetcher:
@@ -5385,10 +5355,10 @@ class Option(typing.NamedTuple):
     section: str  # heading in --help
     type: typing.Any
     default: typing.Any
-    meaning: str
+    help: str
     low: float | None
     high: float | None
-    choices: typing.Any
+    choices: tuple[str, ...]  # empty: any value
 
 
 CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group, SampleConfig)  # in the order of --help
@@ -5403,22 +5373,14 @@ def list_options() -> dict[str, Option]:
     for part in CONFIG_PARTS:
         types, section = typing.get_type_hints(part), part.__doc__.strip().rstrip(".")
         fields = {field.name: field for field in dataclasses.fields(part)}
-        names = {name: (field, TRACK_1_GROUPS[group]) for name, (group, field) in GROUP_OPTIONS.items()
-                 } if part is Group else {name: (name, None) for name in fields}
-        for name, (field_name, group) in names.items():
-            field = fields[field_name]
-            default = getattr(group, field_name) if group else field.default
-            meta = field.metadata
-            choices = functools.partial(list_rules, name) if field_name == "rule" else meta["choices"]
-            options[name] = Option(name, section, types[field_name], default, meta["help"], meta["low"],
-                                   meta["high"], choices)
+        places = GROUP_OPTIONS if part is Group else {name: (None, name) for name in fields}
+        for name, (group, field) in places.items():
+            default = getattr(TRACK_1_GROUPS.get(group, part), field)
+            options[name] = Option(name, section, types[field], default, **fields[field].metadata)
+    for name, excluded in (("matrix_rule", "row_state"), ("ngram_rule", "whole_matrix")):
+        rules = tuple(key for key, rule in RULES.items() if not getattr(rule, excluded))
+        options[name] = options[name]._replace(choices=rules)
     return options
-
-
-def list_rules(name: str) -> tuple[str, ...]:
-    """Choices of --matrix_rule (rules without state per row) or --ngram_rule (without whole matrices)."""
-    return tuple(key for key, rule in RULES.items()
-                 if not (rule.row_state if name == "matrix_rule" else rule.whole_matrix))
 
 
 OPTIONS = list_options()
@@ -5470,18 +5432,8 @@ def rule_of(cfg: Config) -> Rule:
     return RULES[cfg.groups["matrix"].rule]
 
 
-def has_layers(**parts) -> Callable[[Config], bool]:
-    """Return a condition on a config: whether at least one layer has all these field values."""
-    return lambda cfg: any(all(getattr(spec, name) == value for name, value in parts.items())
-                           for spec in cfg.layers)
-
-
 def has_momentum(cfg: Config) -> bool:
     return "momentum" in rule_of(cfg).moments
-
-
-def has_tables(cfg: Config) -> bool:
-    return any(spec.value_embed is not None for spec in cfg.layers)
 
 
 # {option: (condition for an effect, the missing part for the error)}. An option of a parameter group also
@@ -5490,7 +5442,8 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "tokens_per_param": (lambda cfg: cfg.depth > 0, "--depth"),
     "num_value_embeds": (lambda cfg: {spec.value_embed for spec in cfg.layers}.issuperset(
         range(cfg.num_value_embeds)), "layers that read these tables, see --layers"),
-    **dict.fromkeys(("value_embed_std", "value_gate_dim"), (has_tables, "value embeddings")),
+    **dict.fromkeys(("value_embed_std", "value_gate_dim"), (
+        lambda cfg: any(spec.value_embed is not None for spec in cfg.layers), "value embeddings")),
     **dict.fromkeys(("embed_lr", "embed_betas", "embed_weight_decay", "embed_every"), (
         lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
         "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
@@ -5500,7 +5453,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"{group}_late_every": (lambda cfg: cfg.late_start < 1, "--late_start below 1")
        for group in TRACK_1_GROUPS},
     "ngram_order": (lambda cfg: cfg.ngram_rows != 0, "--ngram_rows"),
-    "short_qk_dim": (has_layers(attention="short"), "short layers"),
+    "short_qk_dim": (lambda cfg: any(spec.attention == "short" for spec in cfg.layers), "short layers"),
     "short_attention_scale": (lambda cfg: cfg.short_qk_dim > 0, "--short_qk_dim"),
     "mudd_groups": (lambda cfg: any(spec.mudd_out for spec in cfg.layers), "a layer with mudd_out"),
     "max_attention_len": (lambda cfg: cfg.max_attention_len < max(
@@ -5510,13 +5463,14 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
                     "layers with gates_from"),
     **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
     **dict.fromkeys(("fp8_head_amax", "fp8_logits"), (lambda cfg: cfg.fp8_head != "off", "--fp8_head")),
-    **dict.fromkeys(("orthogonalize", "qk_group_heads"), (
-        lambda cfg: has_momentum(cfg), "a rule that orthogonalizes, see --matrix_rule")),
+    **dict.fromkeys(("orthogonalize", "qk_group_heads"),
+                    (has_momentum, "a rule that orthogonalizes, see --matrix_rule")),
     "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
                      "a rule with betas, see --matrix_rule"),
     "matrix_weight_decay": (lambda cfg: not rule_of(cfg).keeps_norm,
                             "a rule that changes norms, see --matrix_rule"),
-    **dict.fromkeys(("mlp_up_lr_mul", "mlp_down_lr_mul"), (has_layers(mlp=True), "layers with an MLP")),
+    **dict.fromkeys(("mlp_up_lr_mul", "mlp_down_lr_mul"), (
+        lambda cfg: any(spec.mlp for spec in cfg.layers), "layers with an MLP")),
     **dict.fromkeys(("decay", "decay_schedule"), (
         lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
         "weight decay, for example --matrix_weight_decay")),
@@ -5524,7 +5478,7 @@ NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "momentum_start": (
         lambda cfg: has_momentum(cfg) and cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
         "a rule with momentum, and --momentum_warmup_steps or --momentum_cooldown_steps"),
-    "momentum_end": (lambda cfg: has_momentum(cfg), "a rule with momentum, see --matrix_rule"),
+    "momentum_end": (has_momentum, "a rule with momentum, see --matrix_rule"),
     **dict.fromkeys(("momentum_warmup_steps", "momentum_cooldown_steps"), (
         lambda cfg: has_momentum(cfg) and cfg.momentum_start != cfg.momentum_end,
         "a rule with momentum, and another --momentum_start")),
@@ -5612,15 +5566,10 @@ def show_value(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def list_choices(option: Option) -> tuple[str, ...]:
-    choices = option.choices or ()
-    return choices() if callable(choices) else choices
-
-
 def check_value(name: str, value) -> None:
     """Raise InputError if a value does not fit its option's type, range or choices."""
-    option, choices = OPTIONS[name], list_choices(OPTIONS[name])
-    low, high, kind = option.low, option.high, option.type
+    option = OPTIONS[name]
+    low, high, kind, choices = option.low, option.high, option.type, option.choices
     if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
         raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give this type")
     if choices and value not in choices:
@@ -5628,7 +5577,7 @@ def check_value(name: str, value) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, (int, float)):
             continue
-        for is_wrong, reason in ((not math.isfinite(number), "is not finite: give an ordinary number"),
+        for is_wrong, reason in ((not abs(number) < math.inf, "is not finite: give an ordinary number"),
                                  (low is not None and number < low, f"is too small: give at least {low}"),
                                  (high is not None and number > high, f"is too large: give at most {high}")):
             if is_wrong:
@@ -5672,13 +5621,13 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
             sections[option.section] = parser.add_argument_group(option.section)
         is_json = option.name in ("layers", "stages")
         kind = {int: "INT", float: "FLOAT", str: "TEXT"}.get(option.type, "A,B")
-        kind = "|".join(list_choices(option)) or kind
+        kind = "|".join(option.choices) or kind
         shown = [] if is_json or option.default == "" else [f"[{show_value(option.default)}]"]
         bounds = (("at least", option.low), ("at most", option.high))
         shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
         sections[option.section].add_argument(
             f"--{option.name}", type=functools.partial(parse_value, option),
-            metavar="JSON" if is_json else kind, help=" ".join((option.meaning, *shown)))
+            metavar="JSON" if is_json else kind, help=" ".join((option.help, *shown)))
     words = []
     for word in argv:
         name, equals, text = word.partition("=")
@@ -6313,7 +6262,7 @@ def measure_run(trainer: Trainer, log: RunLog) -> dict:
     """Speed, communication and memory of a finished run, for its result."""
     rt, progress, start = trainer.rt, trainer.progress, log.start
     num_steps = max(1, progress.step - start.step)  # of this process
-    sent = {name: count - log.bytes_before[name] for name, count in rt.comm.step_bytes().items()}
+    sent = rt.comm.bytes - log.bytes_before
     minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, start.step, progress.step)
     tokens_per_s = progress.tokens / progress.train_time
     flops = tokens_per_s * log.run["config"]["derived"]["flops_per_token"]
@@ -6436,7 +6385,7 @@ class RunLog:
         self.progress = progress = trainer.progress
         self.new_files = []
         self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
-        self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.step_bytes()
+        self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.bytes.copy()
         self.val_seconds = self.shown_at = 0.0
         if has_progress_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",

@@ -122,7 +122,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
 
     The first cycle of adam_every steps compiles both kinds of updates and is not timed.
     """
-    trainer, before = gpt.Trainer(cfg, rt), rt.comm.step_bytes()
+    trainer, before = gpt.Trainer(cfg, rt), rt.comm.bytes.copy()
     state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
     stage, rng = state.stage, np.random.default_rng(rt.rank)
     _, rows = gpt.sequences_per_rank(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
@@ -140,7 +140,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
         trainer.train_step(batches, state)
         trainer.optimizer.finish()
         seconds.append(gpt.clock(rt.device) - start)
-    num_bytes = {name: count - before[name] for name, count in rt.comm.step_bytes().items()}
+    num_bytes = rt.comm.bytes - before
     minimum = num_bytes["all_to_all"] + gpt.count_minimum_bytes(trainer.optimizer, 0, total)
     mb, minimum_mb = (count / 1e6 / total for count in (sum(num_bytes.values()), minimum))
     sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)

@@ -157,17 +157,17 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(rt, 0, steps), rt.device)
         counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes: counted, reported, of rows
-        rows_before = rt.comm.step_bytes()["all_to_all"]
+        rows_before = rt.comm.bytes["all_to_all"]
         for step in range(steps):
             sent.clear()
-            before = sum(rt.comm.step_bytes().values())
+            before = sum(rt.comm.bytes.values())
             trainer.train_step(batches, trainer.schedule.at(step))
-            reported = sum(rt.comm.step_bytes().values()) - before
+            reported = sum(rt.comm.bytes.values()) - before
             counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
             if step < steps - 2:  # the recorded last step must start with pending all-gathers
                 gpt.check_ranks(trainer.optimizer)
         batches.executor.shutdown(cancel_futures=True)
-        rows = rt.comm.step_bytes()["all_to_all"] - rows_before
+        rows = rt.comm.bytes["all_to_all"] - rows_before
         rt.comm.all_reduce(counts)
         gpt.check_ranks(trainer.optimizer)
         results[name] = dict(

@@ -109,6 +109,7 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--final_lr_frac", "-0.5"], "-0.5", "at least 0"),
         (["--seed=-1"], "-1", "at least 0"),
         (["--seed=99999999999999999999999"], "99999999999999999999999", "at most 2147483647"),
+        ([f"--seed={'9' * 400}"], "999999999", "at most 2147483647"),  # more than a float can hold
         (["--num_iterations=" + "9" * 31], "9" * 31, "at most 2147483647"),
         (["--num_iterations=" + "9" * 5000], "9" * 31, "1670"),  # more digits than Python reads
         (["--matrix_lr=nan"], "nan", "ordinary number"),

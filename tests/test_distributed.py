@@ -40,7 +40,7 @@ CASES = {
     "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
     "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
 }
-RULES_AND_CASES = [(rule, "exact") for rule in gpt.list_choices(gpt.OPTIONS["matrix_rule"])] + [
+RULES_AND_CASES = [(rule, "exact") for rule in gpt.OPTIONS["matrix_rule"].choices] + [
     (rule, case) for rule in ("muon", "adamw") for case in ("tied", "bfloat16", "rounded")
 ]
 FEW = [(rule, case) for rule, case in RULES_AND_CASES if rule in ("muon", "adamw") or rule == "normuonh"]

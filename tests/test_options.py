@@ -72,7 +72,7 @@ def list_values(name: str, value) -> list[str]:
     if name in OTHER_VALUES:
         return [str(other) for other in OTHER_VALUES[name] if other != value]
     if option.choices:
-        return [choice for choice in gpt.list_choices(option) if choice not in (value, "auto")]
+        return [choice for choice in option.choices if choice not in (value, "auto")]
     if option.type is int:
         return [str(value + 1), *(["0"] if value and not option.low else [])]
     if option.type is float:

@@ -137,7 +137,7 @@ def test_a_rule_has_a_default_learning_rate():
     def rate(preset, **options):
         return gpt.make_config({"preset": preset, **options}).groups["matrix"].lr
 
-    rules = gpt.list_choices(gpt.OPTIONS["matrix_rule"])
+    rules = gpt.OPTIONS["matrix_rule"].choices
     rates = {name: rate("laptop_32", matrix_rule=name) for name in rules}
     assert rates == {name: gpt.RULES[name].lr for name in rules}
     assert rates["muon"] == rates["normuon"] == 0.05

@@ -67,9 +67,9 @@ def test_a_recorded_step_has_all_its_messages(shards, preset):
     collectives = [gpt.reduce_scatter_single, gpt.all_gather_single, gpt.dist.all_to_all_single, gpt.dist.all_reduce]
 
     def train_step(trainer, *args):
-        before = sum(trainer.rt.comm.step_bytes().values())
+        before = sum(trainer.rt.comm.bytes.values())
         loss = real(trainer, *args)
-        steps.append(sum(trainer.rt.comm.step_bytes().values()) - before)
+        steps.append(sum(trainer.rt.comm.bytes.values()) - before)
         return loss
 
     gpt.Trainer.train_step = train_step

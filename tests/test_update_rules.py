@@ -403,8 +403,8 @@ LRS = dict(muon=0.05, normuon=0.05, muonh=0.02, normuonh=0.02, adamh=0.005, anvi
 
 def test_the_table():
     assert list(gpt.RULES) == [*LRS, "row_adam"] and MATRIX_RULES == list(LRS)
-    assert list(gpt.list_choices(gpt.OPTIONS["matrix_rule"])) == MATRIX_RULES
-    assert list(gpt.list_choices(gpt.OPTIONS["ngram_rule"])) == ["adamw", "row_adam"]
+    assert list(gpt.OPTIONS["matrix_rule"].choices) == MATRIX_RULES
+    assert list(gpt.OPTIONS["ngram_rule"].choices) == ["adamw", "row_adam"]
     assert SPHERES == ["muonh", "normuonh", "adamh"]
     assert [name for name, rule in gpt.RULES.items() if not rule.whole_matrix] == ["adamw", "row_adam"]
     assert gpt.RULES["row_adam"].moments == () and not gpt.RULES["row_adam"].row_variance

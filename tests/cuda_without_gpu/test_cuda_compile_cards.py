@@ -30,5 +30,6 @@ def test_other_options_compile(options):
 
 @pytest.mark.cards
 def test_fp8_linears_compile():
-    figures = compile_for("h200", "--preset=d24", "--num_layers=4", "--layers=[]", "--fp8_linear=on")
+    figures = compile_for("h200", "--preset=track_1", "--num_layers=4", "--layers=[]", "--num_heads=12",
+                          "--model_dim=1536", "--fp8_linear=on")
     assert figures["graphs"]["training"] == 4 and figures["graphs"]["validation"] == 2
