@@ -2478,7 +2478,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self, data: ValData, state: StepState, num_batches: int | None = None,
                  sum_losses: Callable | None = None) -> float:
-        """Mean loss of the first num_batches batches (None: all), by sum_losses() instead of the model."""
+        """Mean loss of the first num_batches batches (None: all). sum_losses() can replace the model."""
         self.optimizer.finish()
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
