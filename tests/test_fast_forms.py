@@ -241,7 +241,7 @@ def test_the_hash_covers_helpers():
 # (d) and (e) Edits of plain forms
 
 GELU = "hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"
-EPS = "keepdim=True) + eps)).type_as(x)", "keepdim=True) + eps * 1.0001)).type_as(x)"
+EPS = "keepdim=True) + RMS_EPS)).type_as(x)", "keepdim=True) + RMS_EPS * 1.0001)).type_as(x)"
 SOFTER = "return (scores.softmax(-1) @ v).transpose(0, 1)", "return ((scores * 0.9).softmax(-1) @ v).transpose(0, 1)"
 FUTURE = "return (key <= query) & (query - key <= window) &", "return (key <= query) & (query - key <= window // 2) &"
 
@@ -325,7 +325,7 @@ def test_an_edited_mlp_trains(load_copy, runs, shards, tmp_path):
 
 
 def test_an_edit_below_the_tolerance_is_refused_by_its_hash(load_copy, monkeypatch):
-    """eps * 1.0001 is no difference in float32, and nevertheless it is computed."""
+    """RMS_EPS * 1.0001 is no difference in float32, and nevertheless it is computed."""
     copy = load_copy(*EPS)
     cfg = copy.make_config(dict(preset="smoke", device="cpu"))
     row = copy.list_fast_forms()["rms_norm"]
