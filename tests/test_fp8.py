@@ -320,6 +320,7 @@ def test_a_scale_that_is_zero_or_not_finite_is_ignored():
         assert found[1::2].tolist() == [2**-3] * 3 and scales.amax is None
 
 
+@pytest.mark.recipe  # an edited MLP has no FP8 form
 def test_the_guard_restores_scales(shards, here, monkeypatch):
     """A weight becomes NaN in step 18. The MLP stays in FP8, and the head leaves it."""
     saved, before, after, losses = {}, [], [], []
