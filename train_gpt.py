@@ -5169,8 +5169,11 @@ PRESETS |= {
             value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
             ngram=Group(rule="row_adam", lr=0.3, betas=(0.0, 0.95)),
             scalar=Group(lr=0.04, betas=(0.9, 0.99))),
-        warmup_iterations=0, num_iterations=560, tokens_per_step=2048, val_loss_every=120,
-        sequence_start="anywhere")),
+        warmup_iterations=0, num_iterations=340, tokens_per_step=2048,
+        sequence_start="anywhere", val_windows=(1024, 128), stages=(
+            Stage(duration=1, window_long=256, window_short=64),
+            Stage(duration=1, window_long=512, window_short=64),
+            Stage(duration=1, window_long=1024, window_short=128)))),
     "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
         track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("laptop_32", "seconds on any machine, for tests", dict(

@@ -151,7 +151,7 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
                   decays=dict(matrix=0.05175, embed=0.006, head=0.006, value_embed=0.014, ngram=0.014, gate=0.00004),
                   targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), [0.2, 0.15, 0.1, 0.05]),
                            *[((1, 1),)] * 4)),
-    laptop=dict(ends=(187, 374, 560), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
+    laptop=dict(ends=(114, 228, 340), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
                 lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3, ngram=0.3)),
     smoke_frontier=dict(ends=(7, 12, 14), extension=2, peaks=(1, 1.5, 1), falls=(0.8, 0.8, 0.3),
                         momentum=(0.85, 0.93, 4, 4), decay_follows_lr=True,
