@@ -1,0 +1,7558 @@
+#!/usr/bin/env python3
+"""Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
+
+Result card
+    track_1   record 32: 271 M parameters, 656.7 M tokens of FineWeb, target loss 3.28. Not yet run on 8xH100
+    frontier  record 92: 292 M parameters and a table of n-grams, 328.7 M tokens. Not yet run on 8xH100
+    laptop    1.12 M parameters, byte tokens of the PyTorch source, two CPU cores, two minutes
+
+Launch
+    python train_gpt.py                                            # CUDA: track_1. CPU: laptop, two minutes
+    torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
+    python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
+    python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
+    python train_gpt.py --sample=auto --prompt='def '              # text from the newest model
+    python train_gpt.py --help                                     # also --list_presets, --print_config
+
+Part one, the recipe. It decides the loss and the time.
+    CONFIG           options, and the layers, stages and parameter groups of both recipes
+    MODEL            GPT, Segment, Block, Attention, MLP, Head, and the scalars of a layer
+    OPERATIONS       each operation as its equation
+    UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
+    OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
+    SCHEDULES        windows, learning rates, momentum and loss weights at each step
+    DATA             packed sequences and batches
+    TRAINING         one step, the timed loop
+Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
+    FAST FORMS       the table, and the comparison
+    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED OPERATIONS, TRITON KERNELS, ROW-SPARSE GRADIENTS
+Part three, infrastructure. It decides nothing about the loss.
+    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, PRESETS AND ABLATIONS, COMMAND LINE, RUN RECORD,
+    CHECKPOINTS, TELEMETRY AND GUARD, SAMPLING, MAIN
+
+Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
+    of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import codecs
+import ctypes
+import dataclasses
+import datetime
+import difflib
+import errno
+import fcntl
+import functools
+import gc
+import glob
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import resource
+import runpy
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+import typing
+import unicodedata
+import zipfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # OpenMP reads this variable when PyTorch is imported. Waiting threads free their core after 1000 spins
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
+
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"train_gpt.py: error: {error.name} is not installed: start with ./run.sh, or first run pip "
+          "install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch
+    triton = None
+
+# ############################## PART ONE: THE RECIPE #######################################################
+
+# ==== CONFIG ===============================================================================================
+# Every option has one line: name, default, meaning, range. The defaults are preset track_1, which is record
+# 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
+# rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
+# command line, help and checks are derived from that line. Presets for small machines are in part three.
+
+AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
+
+
+def option(default, meaning: str, low=None, high=None, choices=()):
+    """Declare an option. low and high are inclusive."""
+    high = 2**31 - 1 if isinstance(default, int) and high is None else high
+    return dataclasses.field(default=default,
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices))
+
+
+def split_names(text: str) -> list[str]:
+    return list(filter(None, text.replace(" ", "").split(",")))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The parts of one layer."""
+
+    attention: str = "short"  # window of the attention: long or short. none: no attention
+    mlp: bool = True
+    second_mlp: bool = False  # another MLP, with the same input
+    v_dim: int | None = None  # channels per head of the values. None: head_dim
+    x0: bool = True  # add the normalized embedding
+    ngram: bool = True  # add the n-gram embedding
+    value_embed: int | None = None  # index of the value-embedding table that is added to the values
+    skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
+    attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
+    paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
+    key_offset: bool = False  # half of each key's channels come from the previous token
+    xsa: bool = False  # exclusive self attention: subtract the token's value from the output
+    gate: bool = False  # per-token scale of each head's output
+    gates_from: int | None = None  # layer whose input feeds the token gates. None: learned scalars
+    mudd_in: str = ""  # activations ("a,b") added to input and values with per-token weights
+    mudd_out: str = ""  # as mudd_in, added to the output. Also attn_in, mlp_in: this layer's normed inputs
+
+    def inputs(self) -> set[str]:
+        """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
+        layers = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
+        tables = {f"ve{self.value_embed}"} if self.value_embed is not None else set()
+        mudd = {*split_names(self.mudd_in), *split_names(self.mudd_out), *(["x_in"] if self.mudd_in else [])}
+        return layers | tables | mudd - {"attn_in", "mlp_in"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A range of steps with constant windows and batch."""
+
+    duration: float  # relative length. Ignored for the last stage if extension_steps > 0
+    window_long: int  # in long layers: number of earlier tokens that a query sees
+    window_short: int  # in short layers
+    tokens_per_step: int | None = None  # None: --tokens_per_step
+    max_doc_len: int | None = None  # None: --max_doc_len
+    lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
+    seq_len: int | None = None  # None: --seq_len
+    loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp, "a/b/c" equal parts
+    prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
+    num_classes: int | None = None  # classes in the loss of a sequence. None, or more than V: all
+
+    @property
+    def has_prefix_target(self) -> bool:
+        return self.prefix_weight != "0"
+
+    @property
+    def num_targets(self) -> int:
+        """Number of targets per token, including the prefix-token target."""
+        return len(self.loss_weights.split()) + self.has_prefix_target
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the parameters of one group are trained."""
+
+    rule: str = option("adamw", "update rule")  # choices: list_options()
+    lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas as a,b. normuon uses only b", 0.0, 0.9999)
+    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
+    every: int = option(1, "steps between updates. Gradients are summed in between", 1)
+    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
+
+    def period(self, step: int, late_step: int) -> int:
+        """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
+        return self.late_every if self.late_every and step >= late_step else self.every
+
+    def is_due(self, step: int, late_step: int = sys.maxsize) -> bool:
+        return (step + 1) % self.period(step, late_step) == 0
+
+    def count_updates(self, num_steps: int, late_step: int) -> int:
+        """Number of updates in the first num_steps steps."""
+        if not self.late_every or num_steps <= late_step:
+            return num_steps // self.every
+        return late_step // self.every + num_steps // self.late_every - late_step // self.late_every
+
+
+TRACK_1_GROUPS = dict(
+    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
+    embed=Group(lr=0.6),
+    value_embed=Group(lr=0.6),
+    ngram=Group(lr=0.6),  # n-gram embedding
+    head=Group(lr=0.008),  # also trains the embedding while they are tied
+    scalar=Group(lr=0.04),  # learned scalars
+    residual=Group(lr=0.04, betas=(0.9, 0.95)),  # scales of the residual stream
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of the terms added to the residual stream
+    gate=Group(lr=0.008, betas=(0.9, 0.99)),  # weights of the gates
+    gain=Group(lr=0.1),  # gains of norms and outputs
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the network."""
+
+    depth: int = option(0, "number of layers. All other sizes follow from it. 0: use the options", 0, 64)
+    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1, 1e6)
+    num_layers: int = option(12, "layers", 1, 1000)
+    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    head_dim: int = option(128, "channels per head", 8, 4096)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
+    mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
+    vocab_size: int = option(50257, "vocabulary size", 2, 65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
+    tie_head: str = option("off", "one table for embedding and head, in group head", choices=ON_OFF)
+    embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates",
+                              choices=("bfloat16", "float32"))
+    matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"))
+    init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
+    embed_std: float = option(1.0, "initial standard deviation of the embedding", 0.0)
+    value_embed_std: float = option(1.0, "initial standard deviation of the value embeddings", 0.0)
+    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
+                            choices=("on", "mlp", "off"))
+    output_gain: str = option("auto", "gains of the outputs of attention and MLP, initialized to 0. auto: "
+                              "on with norm-preserving update rules", choices=AUTO)
+    norm_gain: str = option("off", "gains of the norms before attention and MLP, initialized to 1",
+                            choices=ON_OFF)
+    qk_norm: str = option("on", "normalize each head's queries and keys", choices=ON_OFF)
+    qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
+                                 "0: all heads", 0)
+    rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
+                               "2j + 1 (adjacent)", choices=("halves", "adjacent"))
+    attention_scale: float = option(0.1, "initial softmax scale", 0.0)
+    short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
+                               "YaRN follows the short window. 0: head_dim", 0, 4096)
+    short_attention_scale: float = option(0.13, "attention_scale of short layers with short_qk_dim", 0.0)
+    yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0)
+    attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0)
+    num_value_embeds: int = option(3, "value-embedding tables. 0: none", 0)
+    value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24)
+    x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
+                         "residual stream after attention (after_attention), or nowhere (off)",
+                         choices=("off", "before", "after_attention"))
+    residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
+    smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
+                             "fewer if they do not fit in GPU memory", -1)
+    ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3)
+    gate_hidden: int = option(64, "hidden channels of the token gates", 1)
+    mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096)
+    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). The defaults "
+                            "give 15 tanh(logit / 15) + 15. 0: no softcap", 0)
+    softcap_shift: float = option(0.0, "shift of the softcap")
+    softcap_width: float = option(7.5, "width of the softcap", 1e-3)
+    fp8_head: str = option("auto", "FP8 matmuls in the head during training", choices=AUTO)
+    fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
+    fp8_logits: str = option("off", "logits of the FP8 head in FP8, too", choices=ON_OFF)
+    fp8_mlp: str = option("off", "FP8 matmuls in the MLP, with delayed scaling", choices=AUTO)
+    fp8_qkv: str = option("off", "FP8 matmuls for queries, keys and values", choices=AUTO)
+    fp8_linear: str = option("auto", "FP8 in all linears of the layers. auto: if model_dim >= 1536",
+                             choices=AUTO)
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON. Empty: record 32's pattern")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Update rules and schedules."""
+
+    orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
+                                choices=("newton_schulz", "polar_express", "six_maps", "precise"))
+    mlp_up_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's first matrix", 0.0)
+    mlp_down_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's second matrix", 0.0)
+    decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
+                        choices=("decoupled", "cautious"))
+    decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
+                                 "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
+    momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
+    momentum_end: float = option(0.95, "Muon momentum after the warmup", 0.0, 0.9999)
+    momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0)
+    momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to momentum_start", 0)
+    slow_momentum_start: float = option(1.0, "fraction of the schedule after which anvil mixes in its slow "
+                                        "momentum", 0.0, 1.0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
+    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
+                              "which also keeps the low 16 bits of bfloat16 matrices",
+                              choices=("storage", "float32"))
+    late_start: float = option(1.0, "fraction of the schedule after which groups with late_every have this "
+                               "period, with betas and decay to match", 0.0, 1.0)
+    averages: str = option("off", "at the end, move weights towards their averages over the last steps",
+                           choices=ON_OFF)
+    untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
+    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
+                              "micro-batches are then independent of the number of ranks. 0: off", 0.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
+    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0)
+    final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Data, budget, devices and output."""
+
+    preset: str = option("auto", "starting point (--list_presets). auto: track_1 with CUDA, else laptop")
+    without: str = option("", "mechanisms to switch off, comma-separated (see --list_presets). Explicit "
+                          "options take precedence")
+    only_with: str = option("", "mechanisms to keep, comma-separated. All others are switched off")
+    track: str = option("track_1", "folder under records/ for comparable runs")
+    record: str = option("", "name of a record run. Its script, log and result go to records_dir")
+    seed: int = option(0, "seed of the initial weights", 0)
+    device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
+    dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
+                        choices=("auto", "bfloat16", "float32"))
+    fast: str = option("auto", "fast forms of operations: all that work here (auto), none (off), or names, "
+                       "comma-separated")
+    compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
+    compile_mode: str = option("default", "search effort of the compiler", choices=(
+        "default", "max-autotune-no-cudagraphs", "coordinate-descent"))
+    segments: int = option(0, "number of compiled graphs for the layers. More graphs overlap more "
+                           "communication. 0: one on a single rank, else four", 0)
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
+    epochs: int = option(1, "largest number of passes over the training files", 1)
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
+    val_tokens: int = option(10_485_760, "validation tokens", 1)
+    val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
+    val_windows: tuple[int, ...] = option(
+        (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
+    val_mask: str = option("off", "at the end also measure the loss without tokens that the tokenizer never "
+                           "emits after the previous token (record 91). Needs vocab_file", choices=ON_OFF)
+    val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
+    num_iterations: int = option(1670, "optimizer steps", 1)
+    extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
+    seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
+    micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
+    sequence_start: str = option("document", "start of packed sequences: at a document, or anywhere (at the "
+                                 "end of the previous sequence)", choices=("document", "anywhere"))
+    document_mask: str = option("on", "tokens see only their document, not the whole packed sequence",
+                                choices=ON_OFF)
+    max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
+    max_attention_len: int = option(0, "training: tokens see only their piece of a document, with this many "
+                                    "tokens. 0: the whole document", 0)
+    warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
+    comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
+    comm_timeout: float = option(20.0, "seconds that a collective may take before the run ends", 1.0)
+    check_ranks_every: int = option(0, "debug: steps between bitwise comparisons of ranks. 0: never", 0)
+    checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
+    checkpoint_dir: str = option("checkpoints", "folder of the checkpoints, one subfolder per run")
+    save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: if below 1 GB", choices=AUTO)
+    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
+    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops. 0: never", 0.0)
+    telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
+    tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
+                          choices=("off", "tensorboard", "trackio", "wandb"))
+    guard: str = option("off", "if training diverges, roll back and lower learning rates", choices=ON_OFF)
+    records_dir: str = option("records", "folder of record runs")
+    logs_dir: str = option("logs", "folder of all other runs")
+    stages: tuple[Stage, ...] = option((
+        Stage(duration=1, window_long=384, window_short=128),
+        Stage(duration=1, window_long=896, window_short=384),
+        Stage(duration=1, window_long=1408, window_short=640)),
+        "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor, "
+        "seq_len, loss_weights, prefix_weight, num_classes")
+    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight and --val_mask")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Sampling text from a model."""
+
+    sample: str = option("", "checkpoint or model to sample from. auto: the newest in checkpoint_dir")
+    num_samples: int = option(1, "number of texts", 1)
+    prompt: str = option("", "start of the text. Token ids if there is no tokenizer")
+    max_new_tokens: int = option(256, "number of new tokens, unless the document ends first", 1)
+    temperature: float = option(0.8, "softmax temperature. 0: greedy", 0.0)
+    top_k: int = option(50, "sample from the top_k likeliest tokens. 0: from all", 0)
+
+
+@dataclass(frozen=True)
+class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
+    """All options of a run. Option GROUP_FIELD, for example embed_lr, sets field FIELD of groups[GROUP]."""
+
+    groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(TRACK_1_GROUPS))
+
+    @property
+    def has_output_gain(self) -> bool:
+        """Whether sublayers begin with zero gains instead of zero matrices."""
+        keeps_norm = RULES[self.groups["matrix"].rule].keeps_norm
+        return self.output_gain == "on" or self.output_gain == "auto" and keeps_norm
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """V: the vocabulary size, rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def mlp_hidden(self) -> int:
+        return round(self.mlp_ratio * self.model_dim)
+
+    def qk_dim(self, spec: LayerSpec) -> int:
+        """Channels per head of a layer's queries and keys."""
+        return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
+
+    @property
+    def adam_every(self) -> int:
+        """Largest number of steps between two updates of a group."""
+        return max(max(group.every, group.late_every) for group in self.groups.values())
+
+    @property
+    def scheduled_steps(self) -> int:
+        return self.num_iterations - self.extension_steps
+
+    def step_at(self, fraction: float) -> int:
+        """First step after a fraction of the schedule. 1: never."""
+        return math.ceil(fraction * self.scheduled_steps - 1e-6) if fraction < 1 else sys.maxsize
+
+    @property
+    def full_stages(self) -> tuple[Stage, ...]:
+        """The stages, with unset fields filled from the options."""
+        names = ("tokens_per_step", "max_doc_len", "seq_len")
+        is_sampled = [0 < (stage.num_classes or 0) < self.padded_vocab_size for stage in self.stages]
+        return tuple(dataclasses.replace(
+            stage, num_classes=stage.num_classes if sampled else None,
+            **{name: getattr(stage, name) or getattr(self, name) for name in names})
+            for stage, sampled in zip(self.stages, is_sampled))
+
+
+GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
+
+
+def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
+                 ) -> tuple[LayerSpec, ...]:
+    """The layers of record 32 at any depth. Layer 0 has no MLP.
+
+    Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
+    adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first.
+    """
+    last, layers = num_layers - 1, []
+    num_values = min(num_value_embeds, num_layers // 2)
+    long_layers = {round(i * last / 3) for i in range(4)}
+    no_attention = round(2 * last / 3) if num_layers >= 4 and drop_attention else None
+    for i in range(num_layers):
+        from_end = last - i
+        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
+        layers.append(LayerSpec(
+            attention="none" if i == no_attention else "long" if i in long_layers else "short",
+            mlp=i > 0 or num_layers == 1, value_embed=None if i == no_attention else value_embed,
+            skip_from=from_end if from_end < min(i, num_layers // 2) else None))
+    return tuple(layers)
+
+
+FRONTIER_LAYERS = (  # record 92, 2026-08-30
+    LayerSpec(attention="short", gates_from=0, paired=True),
+    LayerSpec(attention="short", gates_from=0, v_dim=64, value_embed=0, xsa=True),
+    LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True, ngram=False),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, gate=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4),
+    LayerSpec(attention="short", gates_from=4, paired=True),
+    LayerSpec(attention="none", gates_from=4, skip_from=3, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, mlp=False, ngram=False),
+    LayerSpec(attention="short", gates_from=4, v_dim=64, value_embed=2, attention_from=7, second_mlp=True,
+              x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, x0=False),
+    LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True, gate=True,
+              mudd_in="x_in,h7", mudd_out="x_in,h7,h9,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in"),
+)
+
+FRONTIER_STAGES = (  # the fourth row has more classes, and the fifth a smaller batch, for 67 steps
+    Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
+          seq_len=16_384, loss_weights="1 0.5 0.25:0", prefix_weight="0.25", num_classes=10_240),
+    Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52,
+          seq_len=32_768, loss_weights="1 0.5:0", prefix_weight="0.2/0.15/0.1/0.05", num_classes=10_240),
+    Stage(duration=284, window_long=1408, window_short=640, lr_factor=1.73, num_classes=14_336),
+    Stage(duration=142, window_long=1408, window_short=640, lr_factor=1.73, num_classes=24_576),
+    Stage(duration=68, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
+          lr_factor=1.73 * (20 / 24) ** 0.5),
+    Stage(duration=20, window_long=1664, window_short=768, tokens_per_step=131_072, seq_len=16_384),
+)
+
+# The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
+# 1, 3, 5, ..., with the gradients of two steps
+FRONTIER_GROUPS = dict(
+    matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
+    embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
+    head=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # and tied embedding
+    value_embed=Group(lr=0.56, betas=(0.75, 0.95), weight_decay=0.56 * 0.005 * 5, every=2, late_every=4),
+    ngram=Group(rule="row_adam", lr=0.56, betas=(0.0, 0.95), weight_decay=0.56 * 0.005 * 5, every=2,
+                late_every=4),
+    scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
+    residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
+    mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
+    gate=Group(lr=0.008, betas=(0.9, 0.99), weight_decay=0.008 * 0.005, every=2),
+    gain=Group(lr=0.1, every=2),
+)
+
+# name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
+PRESETS: dict[str, tuple[str | None, str, dict]] = {
+    "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
+    "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
+        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0, num_value_embeds=4,
+        value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
+        attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
+        smear="on", ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
+        softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_logits="on", fp8_mlp="auto",
+        fp8_qkv="auto", matrix_dtype="bfloat16",
+        groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
+        orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages="on", decay="cautious",
+        decay_schedule="lr", mlp_up_lr_mul=(11 / 3) ** 0.5, mlp_down_lr_mul=2 * (11 / 3) ** 0.5,
+        momentum_end=0.93, momentum_warmup_steps=240, momentum_cooldown_steps=50,
+        cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
+        stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
+        val_windows=(2560, 768))),
+}
+
+# ==== MODEL ================================================================================================
+# A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
+# are stored as (outputs, inputs), except in the MLP. ops holds the operations of the next section, or their
+# fast forms. Every scalar multiplier of a layer is a row of layer_scalars(): learned, or computed per token.
+# To add a multiplier, add a row there and use it in Block or Attention. acts maps the names of LayerSpec to
+# the activations that later layers read.
+
+class Rope(typing.NamedTuple):
+    """RoPE tables (T, P, n) of the n channel pairs that rotate, for P positions per token."""
+
+    cos: Tensor
+    sin: Tensor
+    softmax_scale: Tensor  # ()
+
+
+class StepInputs(typing.NamedTuple):
+    """Inputs of the model that change with the stage."""
+
+    windows: Tensor | tuple[int, int]  # (long, short) in positions. FlexAttention needs a tensor
+    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
+    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
+    is_sequence_start: Tensor  # (T,) first token of a packed sequence
+    has_prefix_target: bool = False
+
+
+class GPT(nn.Module):
+    """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
+
+    def __init__(self, cfg: Config, rt: Runtime | None = None):
+        super().__init__()
+        rt = rt or Runtime()
+        self.cfg, self.dtype, self.fast = cfg, rt.dtype, rt.fast
+        storage, shape = getattr(torch, cfg.embed_dtype), (cfg.padded_vocab_size, cfg.model_dim)
+        used_tables = {spec.value_embed for spec in cfg.layers} - {None}
+        self.embed = parameter(normal(shape, cfg.embed_std).to(storage), "embed")  # (V, D)
+        self.value_embeds = nn.ParameterDict({
+            str(i): parameter(normal(shape, cfg.value_embed_std).to(storage), "value_embed", is_table=True)
+            for i in sorted(used_tables)})
+        self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
+        self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
+
+        # Learned scalars of all layers: one parameter per group
+        self.scalars = nn.ParameterDict()
+        for group in cfg.groups:
+            init = [value for s in self.layer_scalars if s.source == group for value in s.init]
+            if init:
+                self.scalars[group] = parameter(torch.tensor(init), group)
+        if any(block.gates is not None for block in self.blocks):
+            self.scalars["gates_scale"] = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
+
+        self.head = Head(cfg)
+        self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
+        if self.is_tied:
+            self.head.weight.data.copy_(self.embed.data)
+        self.ngram = None
+        self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0] if cfg.ngram_rows < 0 else cfg.ngram_rows
+        if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
+            is_sharded = can_shard(cfg.groups["ngram"], rt)
+            rows = -(-self.ngram_rows // rt.world_size) + 1 if is_sharded else self.ngram_rows
+            zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
+            self.ngram = parameter(zeros, "ngram", is_table=True)
+        if not self.embed.is_meta:
+            self.make_buffers()
+        self.split_layers(1)
+        self.use_fp8(rt.fp8)
+
+    def make_buffers(self) -> None:
+        """Create the n-gram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
+        signs = make_ngram_signs(NUM_SIGN_ROWS if self.cfg.ngram_rows else 0, self.cfg.model_dim)
+        self.register_buffer("ngram_signs", signs.to(self.embed.dtype), persistent=False)
+        self.head.prefix_tokens = torch.full((self.cfg.padded_vocab_size,), -1)  # (V,)
+
+    def use_fp8(self, fp8: frozenset[str]) -> None:
+        """Choose the operations. FP8 is for training only."""
+        self.fp8 = fp8
+        self.ops = make_operations(self.cfg, self.fast | fp8, self.dtype)
+        self.eval_ops = make_operations(self.cfg, self.fast & EVAL_FORMS, self.dtype)
+
+    def forward(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs,
+                loss_weights: Tensor | None = None, classes: Tensor | None = None) -> Tensor:
+        """tokens, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
+
+        loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
+        classes (sequences, C): the classes in the loss of each packed sequence. None: all.
+        """
+        x, _ = self.run_layers(tokens, doc_ids, step_inputs)
+        ops = self.ops if self.training else self.eval_ops
+        return self.head(x, targets, step_inputs, loss_weights, ops, classes)
+
+    def run_layers(self, tokens: Tensor, doc_ids: Tensor, step_inputs: StepInputs, save_all: bool = False
+                   ) -> tuple[Tensor, dict[str, Tensor]]:
+        """tokens, doc_ids (T,) -> final normalized activations (T, D), and activations by name.
+
+        Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
+        a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
+        """
+        ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
+        x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
+        if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
+            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.ngram_rows,
+                                          self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
+            acts["ngram"] = self.sum_ngrams(ops.embedding(rows.flatten(), self.ngram), sign_rows)  # (T, D)
+        learned = dict(self.scalars.items())
+        if "gates_scale" in learned:  # expand once for all segments, so its gradient is one sum over tokens
+            learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
+        for segment in self.segments:
+            x, acts, scalars = segment(x, tokens, doc_ids, acts, scalars, learned, step_inputs, ops,
+                                       self.dtype, save_all)
+        return x, acts
+
+    def sum_ngrams(self, rows: Tensor, sign_rows: Tensor) -> Tensor:
+        """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
+        signs = F.embedding(sign_rows, self.ngram_signs).to(self.dtype)  # (n, T, D)
+        return (rows.to(self.dtype).view_as(signs) * signs).sum(0)
+
+    def split_layers(self, num_segments: int) -> None:
+        """Divide layers into segments. The first has one layer, which hides all-gathers of later tables."""
+        rest = len(self.blocks) - 1
+        starts = [0, *(1 + rest * i // max(1, num_segments - 1) for i in range(num_segments - 1))]
+        remaining, self.segments = dict(self.value_embeds.items()), []
+        for start, end in itertools.pairwise([*starts, len(self.blocks)]):
+            inputs = set().union(*(spec.inputs() for spec in self.cfg.layers[start:end]))
+            tables = {i: remaining.pop(i) for i in list(remaining) if f"ve{i}" in inputs}
+            self.segments.append(Segment(self.cfg, range(start, end), self.blocks[start:end], tables,
+                                         self.layer_scalars))
+
+
+class Segment(nn.Module):
+    """Consecutive layers, compiled as one graph, and the value embeddings that no earlier segment reads.
+
+    With several ranks there are several segments, so gradients are reduced after each segment's backward.
+    """
+
+    def __init__(self, cfg: Config, layers: range, blocks: nn.ModuleList, tables: dict[str, nn.Parameter],
+                 scalars: list[Scalar]):
+        super().__init__()
+        self.layers, self.blocks, self.scalars = layers, blocks, scalars
+        self.tables = nn.ParameterDict(tables)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
+        self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names of activations to keep
+
+    def forward(self, x: Tensor, tokens: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
+                scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor], step_inputs: StepInputs,
+                ops: Operations, dtype: torch.dtype, save_all: bool):
+        """Look up this segment's value embeddings, then run its layers."""
+        acts = dict(acts)
+        for i, table in self.tables.items():
+            acts[f"ve{i}"] = ops.embedding(tokens, table).to(dtype)  # (T, D)
+        return self.run_blocks(x, doc_ids, acts, scalars, learned, step_inputs, ops, dtype, save_all)
+
+    def run_blocks(self, x: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
+                   scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor],
+                   step_inputs: StepInputs, ops: Operations, dtype: torch.dtype, save_all: bool
+                   ) -> tuple[Tensor, dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+        """x, acts (T, D) by name, scalars (T, n) by layer and name, learned (n,) by group."""
+        acts, scalars = dict(acts), {layer: dict(values) for layer, values in scalars.items()}
+
+        # Expand learned scalars to (T, n). Their gradients are then summed over tokens in the parameter's
+        # dtype, and in an order that does not depend on the segments.
+        learned = {group: param.expand(x.size(0), -1) for group, param in learned.items()}
+        for group, param in learned.items():
+            rows = [scalar for scalar in self.scalars if scalar.source == group]
+            columns = param.split([len(scalar.init) for scalar in rows], dim=1) if rows else ()
+            for scalar, column in zip(rows, columns):
+                if scalar.layer in self.layers:
+                    scalars.setdefault(scalar.layer, {})[scalar.name] = column.to(dtype)
+        gates_scale = learned.get("gates_scale")
+
+        # Embedding: smear (2025-09-18), then norm
+        if self.is_first:
+            x, smear_gate = x.to(dtype), self.blocks[0].smear_gate
+            if smear_gate is not None:
+                gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
+                x = add_scaled(x, scalars[0]["smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
+            x = acts["x0"] = ops.rms_norm(x)
+
+        masks = {}  # one for each (attention, paired) in this segment
+        for layer, block in zip(self.layers, self.blocks):
+            spec = block.spec
+            for gates, output_scale in ((block.gates, gates_scale), (block.mudd, TokenGates.SCALE)):
+                for scalar, column in gates(x, output_scale) if gates is not None else ():
+                    scalars.setdefault(scalar.layer, {})[scalar.name] = column
+            s = scalars.get(layer, {})
+            if layer == 0:
+                x = add_scaled(x, s["ngram_in"], acts["ngram"]) if "ngram_in" in s else x
+                if "x_in" in self.saved:
+                    acts["x_in"] = x
+            kind = (spec.attention, spec.paired)
+            if spec.attention != "none" and kind not in masks:
+                ids = doc_ids.repeat_interleave(2) if spec.paired else doc_ids
+                masks[kind] = ops.make_mask(ids, step_inputs.windows[0 if spec.attention == "long" else 1])
+            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
+            if save_all or f"h{layer}" in self.saved:
+                acts[f"h{layer}"] = x
+        if not self.is_last:
+            return x, acts, scalars
+        return ops.rms_norm(x), acts if save_all else {}, {}  # autograd makes zeros for unused outputs
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, cfg: Config, layer: int, scalars: list[Scalar]):
+        super().__init__()
+        self.spec, self.x0_mix = cfg.layers[layer], cfg.x0_mix
+        has_attention, has_mlp = self.spec.attention != "none", self.spec.mlp
+        self.attention = Attention(cfg, self.spec) if has_attention else None
+        self.mlp = MLP(cfg) if has_mlp else None
+        self.second_mlp = MLP(cfg) if self.spec.second_mlp else None
+
+        # Gains of norms and outputs
+        ones, zeros = torch.ones(cfg.model_dim), torch.zeros(cfg.model_dim)
+        has_in, has_out = cfg.norm_gain == "on", cfg.has_output_gain
+        self.attn_gain_in = parameter(ones.clone(), "gain") if has_in and has_attention else None
+        self.attn_gain_out = parameter(zeros.clone(), "gain") if has_out and has_attention else None
+        self.mlp_gain_in = parameter(ones.clone(), "gain") if has_in and has_mlp else None
+        self.mlp_gain_out = parameter(zeros.clone(), "gain") if has_out and has_mlp else None
+
+        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
+        for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
+            rows = [s for s in scalars if s.source == f"{name}{layer}"]
+            num_groups = cfg.mudd_groups if name == "mudd_out" else 1
+            setattr(self, name, TokenGates(cfg, rows, lr_mul, num_groups) if rows else None)
+        self.smear_gate = None
+        if layer == 0 and cfg.smear == "on":
+            weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
+            self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
+
+    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) -> (T, D). s: this layer's scalars (T, n)."""
+        spec, mudd_v, y, acts = self.spec, None, None, dict(acts)
+
+        # U-Net skip (record 11)
+        if spec.skip_from is not None:
+            skip = torch.sigmoid(s["skip"])
+            skip = skip * s["skip_gate"] if "skip_gate" in s else skip
+            x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
+
+        # x0 and n-gram embedding enter before attention (record 32) ...
+        if self.x0_mix != "after_attention":
+            x = add_embeddings(scale(x, s.get("resid")), acts, s)
+
+        # Dense connections (MUDD, 2026-04-22): earlier activations enter values and residual stream
+        if spec.mudd_in:
+            sources = [*(acts[name] for name in split_names(spec.mudd_in)), x]
+            mudd_v = sum(y * weight for y, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
+            for y, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
+                x = add_scaled(x, weight, y)
+
+        # Attention. With mudd_in the scale of its output is per token. Else it multiplies the matrix
+        if self.attention is not None:
+            source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
+            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
+            y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
+        x = scale(x, s.get("resid_attn"))
+        if y is not None:
+            x = add_scaled(x, s.get("attn_out") if spec.mudd_in else None, scale(y, self.attn_gain_out))
+        # ... or after attention (2026)
+        if self.x0_mix == "after_attention":
+            x = add_embeddings(x, acts, s)
+
+        # MLP. The scale of its output works like attention's
+        x, z = scale(x, s.get("resid_mlp")), x
+        if self.mlp is not None:
+            z = acts["mlp_in"] = scale(ops.rms_norm(z), self.mlp_gain_in)
+            per_token, learned = (s.get("mlp_out"), None) if spec.mudd_in else (None, s.get("mlp_out"))
+            y = self.mlp(z, learned, ops)
+            y = y if self.second_mlp is None else y + self.second_mlp(z, learned, ops)
+            x = add_scaled(x, per_token, scale(y, self.mlp_gain_out))
+
+        # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
+        if self.mudd_out is not None:
+            ((_, weights),) = self.mudd_out(x, TokenGates.SCALE)
+            for name, weight in zip(split_names(spec.mudd_out), weights.split(1, dim=1)):
+                if weight.dim() == 3:
+                    weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
+                x = add_scaled(x, weight, acts[name])
+        return x
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
+
+    def __init__(self, cfg: Config, spec: LayerSpec):
+        super().__init__()
+        self.spec, dim, H = spec, cfg.model_dim, cfg.num_heads
+        self.heads = Heads(H, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim, 2 if spec.paired else 1,
+                           spec.key_offset, cfg.rotary_pairs, cfg.qk_norm == "on")
+        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
+        std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
+        group_rows, inner = (cfg.qk_group_heads or H) * self.heads.qk_dim, H * self.heads.v_dim
+        qk = uniform((H * self.heads.qk_dim, dim), std, std).to(storage)
+        self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
+        if inner == dim:  # v_proj (2, D, D): values, output projection
+            self.v_proj = parameter(uniform((dim, dim), std, out_std).to(storage), "matrix")
+        else:  # v (1, inner, D), proj (1, D, inner). Updated like padded (D, D) matrices, see ParamSpec
+            self.v = parameter(uniform((inner, dim), std).to(storage), "matrix", by_row=True)
+            proj = uniform((dim, inner), out_std).to(storage)
+            self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)
+        self.head_gate_weight = self.ve_gate_weight = None
+        if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
+            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
+            self.head_gate_weight = parameter(
+                torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
+        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
+            self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
+
+    def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
+        spec, (H, _, L, *_) = self.spec, self.heads
+
+        # 1. Queries, keys and values in one matmul, QK-norm and RoPE
+        w_v, w_proj = self.v_proj if hasattr(self, "v_proj") else (self.v[0], self.proj[0])
+        w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
+        if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
+            proj_scale = s["proj_scale"][:1] if spec.mudd_in else s["proj_scale"][:1] * s["attn_out"][:1]
+            w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * proj_scale
+        q, k, v = ops.make_qkv(x, w_qkv, step_inputs.ropes[spec.attention, spec.paired], self.heads,
+                               step_inputs, ops)  # (T, H, K), (T, H, K), (T, H L)
+
+        # 2. Value embeddings (record 14) and dense connections
+        v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
+        if spec.value_embed is not None:
+            ve = acts[f"ve{spec.value_embed}"]  # (T, D)
+            if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
+                half = self.ve_gate_weight.size(1) // 2
+                gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
+                gate = 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))  # (T, H)
+            elif "ve_gate" in s:  # (T, 2): one scale for each half of the heads
+                gate = s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]  # (T, H)
+            else:
+                gate = s["ve_scale"]  # (T, 1)
+            v = torch.addcmul(v, gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
+        if mudd_v is not None:
+            v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
+
+        # 3. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
+        # each other's keys. RoPE instead pairs heads 2h and 2h + 1, as the published code does.
+        if spec.paired:
+            pairs = (y.reshape(-1, H // 2, y.size(-1)) for y in (q, k, v))  # (2T, H/2, K or L)
+            y = ops.attention(*pairs, mask).reshape(v.shape)
+        else:
+            y = ops.attention(q, k, v, mask)  # (T, H, L)
+
+        # 4. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
+        if spec.xsa:
+            projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
+            y = y - (projection * s["xsa"].tanh())[..., None] * v
+
+        # 5. Head gates: from the first channels of x (record 28), or per-token scalars
+        if self.head_gate_weight is not None:
+            gate_inputs = x[:, : self.head_gate_weight.size(1)]
+            y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
+        if spec.gate:
+            y = y * s["head_gate"][..., None]
+
+        # 6. Output projection
+        return ops.linear(y.flatten(1), w_proj)  # (T, D)
+
+
+class MLP(nn.Module):
+    """Two matrices (D, M), stacked for the optimizer."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        dim, hidden = cfg.model_dim, cfg.mlp_hidden
+        matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5,
+                           output_std(cfg, "mlp") * (dim if cfg.has_output_gain else hidden) ** -0.5)
+        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
+                                 lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
+        self.scaling = DelayedScaling() if cfg.fp8_mlp != "off" else None
+
+    def forward(self, x: Tensor, out_scale: Tensor | None, ops: Operations) -> Tensor:
+        """x (T, D) normalized -> (T, D). out_scale (T, 1): equal for all tokens, so it scales the matrix."""
+        up, down = self.up_down.type_as(x).unbind()
+        down = down if out_scale is None else down * out_scale[:1]
+        return ops.relu2_mlp(x, up, down, self.scaling)
+
+
+class TokenGates(nn.Module):
+    """Per-token scalars of layers, computed from an activation by a two-layer MLP.
+
+    Source: multiway dynamic dense connections (MUDD), arXiv 2502.12170, 2026-04-22.
+    """
+
+    SCALE = 0.1  # initial scale of the output
+
+    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
+        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
+        super().__init__()
+        self.outputs, self.num_groups = outputs, num_groups
+        init = [value / self.SCALE for s in outputs for value in s.init]
+        hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
+        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
+        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
+        self.group_proj = None
+        if num_groups > 1:
+            zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
+            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
+
+    def forward(self, x: Tensor, output_scale: Tensor | float) -> Iterator[tuple[Scalar, Tensor]]:
+        """x (T, D) -> pairs (scalar, its values (T, n), or (T, n, num_groups))."""
+        hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
+        y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
+        if self.group_proj is not None:
+            per_group = scale(linear(hidden, self.group_proj), output_scale)
+            y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
+        return zip(self.outputs, y.split([len(s.init) for s in self.outputs], dim=1))
+
+
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.softcap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
+        self.weight = parameter(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
+        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
+
+    def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
+                ops: Operations, classes: Tensor | None = None) -> Tensor:
+        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. Eval: next token only."""
+        if loss_weights is None or not self.training:
+            loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
+            return ops.head_loss(x, self.weight, targets[:, None], loss_weights, self.softcap)
+
+        # Targets of a token: the next token, later tokens of its packed sequence (2025-12-22), and the
+        # prefix of the next token (2026-07-13). -1 is ignored.
+        columns = [targets]
+        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
+            columns.append(columns[-1].roll(-1).masked_fill(step_inputs.is_sequence_start.roll(-1), -1))
+        if step_inputs.has_prefix_target:
+            columns.append(self.prefix_tokens[targets])
+        targets = torch.stack(columns, dim=1)  # (T, n)
+        if classes is None:
+            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
+
+        # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
+        # The loss is not corrected for the missing classes.
+        losses, weights = [], F.embedding(classes, self.weight)  # (sequences, C, D)
+        parts = (y.chunk(len(classes)) for y in (x, targets))
+        for part, wanted, rows, weight in zip(*parts, classes, weights):
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
+            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
+        return torch.stack(losses).sum()
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """x (T, D) -> softcapped logits (T, V), float32."""
+        return self.softcap(linear(x, self.weight))
+
+
+class Scalar(typing.NamedTuple):
+    """A multiplier in a layer: its initial values, and its source.
+
+    The source is a group of learned scalars, or token gates: gates<layer>, mudd<layer>, mudd_out<layer>.
+    """
+
+    layer: int
+    name: str
+    source: str
+    init: tuple[float, ...]
+
+
+def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
+    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
+    spec, scalars = cfg.layers[layer], []
+    has_attention, has_mudd = spec.attention != "none", bool(spec.mudd_in)
+    gates = "mix" if spec.gates_from is None else f"gates{spec.gates_from}"
+    resid, mix = (f"mudd{layer}",) * 2 if has_mudd else ("residual", "mix")
+
+    def add(name: str, source: str, *init: float) -> None:
+        scalars.append(Scalar(layer, name, source, init))
+
+    # Embeddings that enter the residual stream, before attention or after it
+    is_after = cfg.x0_mix == "after_attention"
+    source = (resid if has_mudd else gates) if is_after else "scalar"
+    if cfg.x0_mix == "before":
+        add("resid", "scalar", 1.0)
+    if spec.x0 and cfg.x0_mix != "off":
+        add("x_in" if has_mudd and is_after else "x0", source, 0.0)
+    if spec.ngram and cfg.ngram_rows:
+        add("ngram_in" if is_after and layer == 0 else "ngram", source, 0.05)
+
+    # U-Net skip. The scalar is the logit of its weight
+    if spec.skip_from is not None:
+        add("skip", "scalar", -1.5)
+        if gates != "mix":
+            add("skip_gate", gates, 0.5)
+
+    # Values and value embeddings
+    if has_attention:
+        add("qkv_scale" if cfg.residual_init else "v_scale", "scalar", 0.5)
+        if spec.value_embed is not None and has_mudd:
+            add("ve_gate", resid, 2.0, 2.0)
+        elif spec.value_embed is not None and not cfg.value_gate_dim:
+            add("ve_scale", "scalar", 0.5)
+
+    # Residual stream and outputs of the sublayers
+    if cfg.residual_init:
+        if has_attention:
+            add("proj_scale", "scalar", 1.0)
+            add("attn_out", mix, 1.0)
+        if has_attention or spec.x0 or spec.ngram:
+            add("resid_attn", resid, cfg.residual_init)
+        add("resid_mlp", resid, cfg.residual_init)
+        if spec.mlp:
+            add("mlp_out", mix, 1.0)
+
+    # Per-head scalars
+    if has_attention and spec.xsa:
+        add("xsa", gates, *[0.0] * cfg.num_heads)
+    if has_attention and spec.gate:
+        add("head_gate", gates, *[0.25] * cfg.num_heads)
+
+    if layer == 0 and cfg.smear == "on":
+        add("smear", "scalar", 0.0)
+
+    # Dense connections
+    num_sources = 1 + len(split_names(spec.mudd_in))
+    if has_attention and has_mudd:
+        add("mudd_v", resid, *[0.0] * num_sources)
+    if has_mudd:
+        add("mudd_x", resid, *[0.0] * num_sources)
+    if spec.mudd_out:
+        add("mudd_out", f"mudd_out{layer}", *(
+            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in split_names(spec.mudd_out)))
+    return scalars
+
+
+def parameter(data: Tensor, *spec, **options) -> nn.Parameter:
+    """A parameter with its ParamSpec."""
+    param = nn.Parameter(data)
+    param.spec = ParamSpec(*spec, **options)
+    return param
+
+
+class ParamSpec(typing.NamedTuple):
+    """How a parameter is trained."""
+
+    group: str
+    lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
+    wd_mul: float = 1.0
+    is_table: bool = False  # a value or n-gram embedding, with row-sparse gradients
+    by_row: bool = False  # a wide matrix with one second moment per row
+
+
+def normal(shape: tuple[int, ...], std: float) -> Tensor:
+    x = torch.empty(shape)
+    return x if x.is_meta else x.normal_(0.0, std)  # random numbers on meta tensors import the compiler
+
+
+def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
+    """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
+    x = torch.zeros(len(stds), *shape)
+    for matrix, std in zip(x, stds):
+        if std and not x.is_meta:
+            matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
+    return x
+
+
+def output_std(cfg: Config, part: str) -> float:
+    """init_std of the output projection of attention or mlp."""
+    return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
+
+# ==== OPERATIONS ===========================================================================================
+# Each function is the equation of an operation, on local tensors. Part two has fast forms of the functions
+# in Operations, and compares them at startup. If you edit a function, its fast form is switched off.
+# Both forms use the same constants, for example RMS_EPS.
+
+RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
+BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
+NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
+NGRAM_ROWS = 84_602_880, 42_301_440, 21_150_720, 5_287_680, 1_321_920, 377_280  # record 92, and less
+LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
+
+
+def at_least_fp32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (T, D) @ weight (N, D)^T -> (T, N)."""
+    return x @ weight.type_as(x).T
+
+
+def scale(x: Tensor, weight: Tensor | float | None) -> Tensor:
+    """x * weight. weight=None means 1."""
+    weight = weight.type_as(x) if isinstance(weight, Tensor) else weight
+    return x if weight is None else x * weight
+
+
+def add_scaled(x: Tensor, weight: Tensor | None, y: Tensor) -> Tensor:
+    """x + weight * y. weight=None means 1."""
+    return x + y if weight is None else torch.addcmul(x, weight, y)
+
+
+def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> Tensor:
+    """Add n-gram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
+    for name in ("ngram", "x0", "x_in"):
+        x = add_scaled(x, s[name], acts[name]) if name in s else x
+    return x
+
+
+def embedding(rows: Tensor, table: Tensor) -> Tensor:
+    """Rows (T,) of a table (R, D) -> (T, D)."""
+    return F.embedding(rows, table)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x (..., D) / root mean square over D."""
+    wide = x.to(at_least_fp32(x))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).type_as(x)
+
+
+def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling | None = None) -> Tensor:
+    """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). scaling: only for FP8."""
+    hidden = F.relu(x @ up).square()  # (T, M)
+    return hidden @ down.T
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, inverse: bool = False) -> Tensor:
+    """RoPE: rotate each pair of channels by an angle proportional to the position.
+
+    x (T, ..., K). expand_rope() makes cos and sin. Sources: record 32, and 2026-01-07 for adjacent pairs.
+    """
+    if pairs == "halves":
+        partner = x.roll(x.size(-1) // 2, dims=-1)
+    else:
+        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, partner, sin, value=-1 if inverse else 1)
+
+
+def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool) -> Tensor:
+    """QK-norm (if has_norm), then RoPE. x (T, ..., K) -> (T, ..., K)."""
+    x_normed = rms_norm(x) if has_norm else x
+    return rotate(x_normed, cos, sin, pairs).type_as(x)
+
+
+def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
+    """Expand tables (T, P, n) of the rotating pairs to (T, 2, 1, P, K): all channels of stacked q and k.
+
+    The tables of q are multiplied by the softmax scale. The second channel of each pair gets -sin.
+    """
+    num_fixed = head_dim // 2 - rope.cos.size(-1)  # pairs that do not rotate
+    cos = F.pad(rope.cos, (0, num_fixed), value=1.0)  # (T, P, K/2)
+    sin = F.pad(rope.sin, (0, num_fixed))
+    if pairs == "halves":
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)
+    else:
+        cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((sin, -sin), -1).flatten(-2)
+    scales = torch.stack((rope.softmax_scale, torch.ones_like(rope.softmax_scale))).view(2, 1, 1, 1)
+    return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales, rope.softmax_scale)
+
+
+def mark_unrotated(is_start: Tensor, num_rotating: int, head_dim: int, pairs: str) -> Tensor:
+    """Whether a channel has no RoPE, except at sequence starts. is_start (T,) -> (T, 1, K)."""
+    channels, half = torch.arange(head_dim, device=is_start.device), head_dim // 2
+    is_fixed = (channels % half if pairs == "halves" else channels // 2) >= num_rotating
+    return is_fixed & ~is_start[:, None, None]
+
+
+class Heads(typing.NamedTuple):
+    """Shape and options of the heads of an attention layer."""
+
+    num_heads: int  # H
+    qk_dim: int  # K, channels of a query or key
+    v_dim: int  # L, channels of a value
+    num_positions: int  # P, RoPE positions of a token. Paired (2026-01-07): 2t in even heads, 2t + 1 in odd
+    key_offset: bool
+    pairs: str  # --rotary_pairs
+    has_norm: bool  # QK-norm
+
+
+def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations
+             ) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
+
+    Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
+    """
+    H, K, P = heads.num_heads, heads.qk_dim, heads.num_positions
+    qk, v = ops.linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
+    rope = expand_rope(rope, K, heads.pairs) if rope.cos.dim() == 3 else rope
+    qk = qk.unflatten(1, (2, H // P, P, K))
+    q, k = ops.norm_rotate(qk, rope.cos, rope.sin, heads.pairs, heads.has_norm).flatten(2, 3).unbind(1)
+    if heads.key_offset:  # torch.lerp is five times faster than torch.where
+        k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
+    return q, k, v
+
+
+def is_visible(query: Tensor, key: Tensor, doc_ids: Tensor, window: Tensor | int) -> Tensor:
+    """Whether a query sees a key: equal documents, and the key is 0 to `window` positions earlier."""
+    return (key <= query) & (query - key <= window) & (doc_ids[query] == doc_ids[key])
+
+
+def make_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
+    """doc_ids (T,) -> visible (T, T), queries by keys."""
+    positions = torch.arange(doc_ids.size(0), device=doc_ids.device)
+    return is_visible(positions[:, None], positions, doc_ids, window)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Softmax attention. q includes the softmax scale. q, k (T, H, K), v (T, H, L), mask (T, T) -> as v."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
+    scores = (q @ k.mT).masked_fill(~mask, -math.inf)  # (H, T, T)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
+    """For each token: x (T, ...) of the previous token, or zero if is_sequence_start (T,)."""
+    return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order: int
+                ) -> tuple[Tensor, Tensor]:
+    """Rows and sign rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
+
+    Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
+    their part, and sign row 0. The bigram of the second token reads this row's number in place of the first
+    token. Integers wrap around. Source: record 92.
+    """
+    start, size = is_sequence_start, num_rows // (order - 1)
+    x = tokens.int()
+    y = shift_right(x, start)  # previous token
+    first = x.masked_fill(start, size - 1)
+    rows, signs = [36313 * first ^ 27191 * shift_right(first, start)], [48271 * x ^ 30011 * y]
+    is_cut = [start]
+    if order == 3:
+        z = shift_right(y, start)
+        rows.append(17351 * x ^ 60961 * y ^ 45259 * z)
+        signs.append(58699 * x ^ 39779 * y ^ 26801 * z)
+        is_cut.append(start | start.roll(1))
+    is_cut, part = torch.stack(is_cut), torch.arange(order - 1, device=tokens.device)[:, None]
+    rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1) + part.int() * size
+    return rows, (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
+
+
+def make_ngram_signs(num_rows: int, dim: int) -> Tensor:
+    """Pseudo-random signs (num_rows, D), +1 or -1. They separate n-grams that share a row. 2026-05-20."""
+    bits = torch.arange(num_rows * dim)
+    for _ in range(2):
+        bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+    return ((bits >> 15 & 1) * 2 - 1).view(-1, dim)
+
+
+class Softcap(typing.NamedTuple):
+    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound.
+
+    Sources: records 9 and 19, and 2025-12-26 for the shift.
+    """
+
+    cap: float
+    shift: float
+    width: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits.to(at_least_fp32(logits))
+        logits = logits + self.shift if self.shift else logits
+        return self.cap * torch.sigmoid(logits / self.width) if self.cap else logits
+
+
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap
+              ) -> Tensor:
+    """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored.
+
+    x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (), float32.
+    """
+    loss = torch.zeros((), dtype=at_least_fp32(x), device=x.device)
+    for x_chunk, target_chunk in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+        logits = softcap(linear(x_chunk, weight))  # (T, V)
+        for target, target_weight in zip(target_chunk.unbind(1), target_weights):
+            cross_entropy = F.cross_entropy(logits, target, ignore_index=-1, reduction="sum")
+            loss = loss + target_weight * cross_entropy
+    return loss
+
+
+def symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
+    return torch.bmm(x, x.mT) if add is None else torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+
+
+class Operations(typing.NamedTuple):
+    """The operations that have fast forms. make_operations() of part two replaces them."""
+
+    linear: Callable = linear
+    embedding: Callable = embedding
+    rms_norm: Callable = rms_norm
+    relu2_mlp: Callable = relu2_mlp
+    norm_rotate: Callable = norm_rotate
+    make_qkv: Callable = make_qkv
+    make_mask: Callable = make_mask
+    attention: Callable = attention
+    head_loss: Callable = head_loss
+    symmetric_matmul: Callable = symmetric_matmul
+
+# ==== UPDATE RULES =========================================================================================
+# A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
+# tensors only. To add a rule, write a function with @rule. --matrix_rule then offers the rule, with defaults
+# from the decorator. Its state is sharded, and saved in checkpoints. All groups except matrix use adamw.
+
+class UpdateArgs(typing.NamedTuple):
+    """Hyperparameters of one update. Variable ones are tensors: a new float would cause recompilation."""
+
+    lr: Tensor  # broadcasts against the weight
+    weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
+    momentum: Tensor  # (), on the CPU
+    grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
+    bias_correction1: Tensor  # (), 1 - beta1^t
+    bias_correction2: Tensor  # (), 1 - beta2^t
+    betas: tuple[Tensor | float, Tensor | float]  # () each, on the CPU
+    eps: float
+    decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
+    dtype: torch.dtype = torch.float32  # of the orthogonalization
+    polynomial: str = "newton_schulz"
+    fast_beta: Tensor | None = None  # (), on the CPU, of anvil
+    fast_weight: Tensor | None = None  # (), on the CPU: share of anvil's fast momentum, the rest is slow
+    cautious: bool = False  # decay only weights whose sign equals the update's sign
+    symmetric_matmul: Callable = symmetric_matmul
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: its function, the state that it needs, and its default options."""
+
+    function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
+    moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
+    lr: float  # default of --matrix_lr. betas, weight_decay and the multipliers are defaults too
+    whole_matrix: bool = False  # whether the rule needs whole matrices. Otherwise it is elementwise
+    row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
+    row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
+    keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    mlp_up_lr_mul: float = 1.0
+    mlp_down_lr_mul: float = 1.0
+
+    def init_state(self, param: Tensor, fp32_state: bool = False, by_row: bool = False) -> dict[str, Tensor]:
+        """State of parameters (M, ...). fp32_state: float32 moments, and low_bits of bfloat16 matrices."""
+        dtype = at_least_fp32(param) if fp32_state else param.dtype
+        state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
+        if fp32_state and self.whole_matrix and param.dtype == torch.bfloat16:
+            state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+        if self.row_variance:
+            rows, columns = param.shape[-2:]
+            shape = (len(param), rows, 1) if rows >= columns or by_row else (len(param), 1, columns)
+            state["second_momentum"] = param.new_zeros(shape, dtype=at_least_fp32(param))
+        for name in self.row_state:
+            state[name] = param.new_zeros(len(param), 1, dtype=at_least_fp32(param))
+        if self.keeps_norm:
+            state["radius"] = matrix_norm(param)
+        return state
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
+        """Update param (M, ...) and its state in place, in float32."""
+        if "low_bits" not in state:
+            param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
+            return
+        # A bfloat16 parameter is the upper half of its float32 value. The lower half is state (2026-01-04).
+        wide = join_bits(param, state["low_bits"])
+        bits = self.function(wide, grad, state, args).view(torch.int32)
+        param.view(torch.int16).copy_(bits >> 16)
+        state["low_bits"].copy_(bits)
+
+
+def join_bits(param: Tensor, low_bits: Tensor) -> Tensor:
+    """float32 values from their upper halves (bfloat16) and lower halves (int16)."""
+    return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(name: str, **properties) -> Callable:
+    """Decorator: register a function as an update rule. properties are fields of Rule."""
+    def register(function: Callable) -> Callable:
+        RULES[name] = Rule(function, **properties)
+        return function
+
+    return register
+
+
+@rule("muon", moments=("momentum",), whole_matrix=True, lr=0.05)
+def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update."""
+    update = orthogonalize(nesterov_momentum(grad, state, args), args)
+    return spectral_step(weight, update, args)
+
+
+@rule("normuon", moments=("momentum",), whole_matrix=True, row_variance=True, lr=0.05)
+def normuon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """NorMuon (2025-10-24): Muon with update rows divided by their running root mean square."""
+    update = orthogonalize(nesterov_momentum(grad, state, args), args)
+    return spectral_step(weight, normalize_rows(update, state, args), args)
+
+
+@rule("muonh", moments=("momentum",), whole_matrix=True, keeps_norm=True, lr=0.02)
+def muonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """MuonH: Muon on a sphere (Hyperball, arXiv 2606.16899). lr is the rotation angle."""
+    update = orthogonalize(nesterov_momentum(grad, state, args), args)
+    return sphere_step(weight, update, state, args)
+
+
+@rule("normuonh", moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True, lr=0.02)
+def normuonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """NorMuon on a sphere."""
+    update = orthogonalize(nesterov_momentum(grad, state, args), args)
+    return sphere_step(weight, normalize_rows(update, state, args), state, args)
+
+
+@rule("adamh", moments=("exp_avg", "exp_avg_sq"), whole_matrix=True, keeps_norm=True, lr=0.005)
+def adamh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Adam on a sphere."""
+    return sphere_step(weight, adam_direction(grad, state, args), state, args)
+
+
+@rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True, lr=0.05,
+      betas=(0.9, 0.9))
+def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
+
+    Meant for orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a
+    gradient of rank one can reach them.
+    """
+    fast, slow, (rows, columns) = state["momentum"], state["slow_momentum"], weight.shape[-2:]
+    grad = (grad * args.grad_scale).to(fast.dtype)
+    fast.lerp_(grad, 1 - args.fast_beta.to(fast.dtype))
+    slow.lerp_(grad, SLOW_MOMENTUM_RATE)
+    mean = slow.lerp(fast, args.fast_weight.to(fast.dtype))
+    update = grad.lerp(mean, args.momentum.to(fast.dtype))
+    update = normalize_rows(orthogonalize(update, args), state, args)
+    decay = args.weight_decay * (slow * weight >= 0) if args.cautious else args.weight_decay
+    size = max(1, rows / columns) ** 0.5  # also of the decay
+    return weight * (1 - decay * size) - update * (args.lr * size)
+
+
+@rule("adamw", moments=("exp_avg", "exp_avg_sq"), lr=0.0018, weight_decay=0.1)
+def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """AdamW, elementwise. The defaults are from record 2."""
+    update = adam_direction(grad, state, args)
+    decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
+    return weight * (1 - decay) - update * args.lr
+
+
+@rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"), lr=0.56, betas=(0.0, 0.95))
+def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
+
+    A row without gradient does not change. At its next gradient its second moment also decays for the
+    updates that it missed. Source: record 92.
+    """
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    is_read, (_, beta2) = (grad != 0).any(-1, keepdim=True), args.betas
+    mean_square = grad.square().mean(-1, keepdim=True)
+    exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - beta2)
+    update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
+    decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
+    state["exp_avg_sq"].copy_(torch.where(is_read, exp_avg_sq, state["exp_avg_sq"]))
+    state["last_update"].copy_(torch.where(is_read, args.decay_time, state["last_update"]))
+    return torch.where(is_read, weight * (1 - decay) - update * args.lr, weight)
+
+
+def nesterov_momentum(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    momentum = state["momentum"]
+    grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
+    momentum.mul_(args.momentum).add_(grad)
+    return momentum * args.momentum + grad
+
+
+# a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
+POLYNOMIALS = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values become 0.7 to 1.2
+    "polar_express": (  # 2025-09-29, for inputs divided by 1.02 times their norm
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    "six_maps": (  # record 92, for inputs divided by 1.05 times their norm
+        (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+        (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+        (2.245503932403, -2.443826979899, 0.963091710461),
+        (2.256537145403, -2.166840097229, 0.929501253245)),
+    "precise": ((2.0, -1.5, 0.5),) * 12,  # slow: singular values approach 1 from below
+}
+MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
+
+
+def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
+    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in args.dtype.
+
+    Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
+    """
+    is_tall, matmul = x.size(-2) > x.size(-1), args.symmetric_matmul
+    x = x.to(args.dtype)
+    x = x.mT if is_tall else x  # (M, short, long)
+    norm = x.to(at_least_fp32(x)).norm(dim=(-2, -1), keepdim=True)
+    factor, addend = MARGINS.get(args.polynomial, (1.0, 1e-7))
+    x = x / (norm * factor + addend).to(x.dtype)
+    for a, b, c in POLYNOMIALS[args.polynomial]:
+        gram = matmul(x)  # (M, short, short)
+        gram = matmul(gram, gram, c, b)
+        x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
+    return x.mT if is_tall else x
+
+
+def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
+    wide, second_momentum = update.to(at_least_fp32(update)), state["second_momentum"]  # (M, rows, columns)
+    mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
+    second_momentum.lerp_(mean_square, 1 - args.betas[1])
+    normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
+    return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
+
+
+def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """Adam's update in float32. eps is added before the bias correction, as in record 32."""
+    beta1, beta2 = args.betas
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    return exp_avg / (exp_avg_sq.sqrt() + args.eps) * (args.bias_correction2.sqrt() / args.bias_correction1)
+
+
+def spectral_step(weight: Tensor, update: Tensor, args: UpdateArgs) -> Tensor:
+    """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
+    rows, columns = update.shape[-2:]
+    decay = args.weight_decay * (update * weight >= 0) if args.cautious else args.weight_decay
+    return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
+
+
+def sphere_step(weight: Tensor, update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+    """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix.
+
+    An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
+    """
+    radius, update = state["radius"], update.to(at_least_fp32(update))
+    weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
+    return weight * (radius / matrix_norm(weight).clamp(min=1e-10))
+
+
+def matrix_norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each matrix of x (M, rows, columns), float32 (M, 1, 1)."""
+    return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
+
+# ==== OPTIMIZER ============================================================================================
+# A bucket is one tensor. Its views are parameters with equal group and dtype. In the last micro-batch before
+# a group's update, a gradient hook starts the reduce-scatter of each bucket after its last gradient. step()
+# then updates this rank's shard and starts an all-gather. In the next forward, a pre-hook of each module
+# waits for the buckets that no earlier module reads. With sparse_embedding, tables send gradient rows in
+# every micro-batch (ROW-SPARSE GRADIENTS). A single rank does not communicate. Sources: records 23, 24, 32.
+
+LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
+ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
+
+
+def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Divide the named parameters into buckets of about cfg.comm_bucket_mb, last layers first.
+
+    Parameters of a bucket have equal group, dtype and, for matrix rules, shape. A full bucket grows until
+    its matrices divide evenly among the ranks, if enough remain. On one rank buckets have no size limit.
+    """
+    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in reversed(list(model.named_parameters())):  # last layers first, as in backward
+        spec = getattr(param, "spec", None)
+        assert spec and spec.group in cfg.groups, (
+            f"parameter {name} {tuple(param.shape)} has no group: create it with parameter() in one of "
+            f"{', '.join(cfg.groups)}")
+        if RULES[cfg.groups[spec.group].rule].whole_matrix:
+            kind = (*param.shape[-2:], spec.by_row)
+        else:
+            kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else "small"
+        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
+    buckets = []
+    for (group, dtype, _), named in kinds.items():
+        unit_size = math.prod(get_unit(named[0][1], RULES[cfg.groups[group].rule]))
+        limit = cfg.comm_bucket_mb * 1e6 / (unit_size * dtype.itemsize) if world_size > 1 else math.inf
+        bucket, num_units = [], 0
+        for name, param in named:
+            if bucket and num_units >= limit and num_units % world_size == 0:
+                buckets.append(bucket)
+                bucket, num_units = [], 0
+            bucket.append((name, param))
+            num_units += param.numel() // unit_size
+        buckets.append(bucket)
+    return buckets
+
+
+def get_unit(param: Tensor, rule: Rule) -> tuple[int, ...]:
+    """Shape of a unit of a parameter: a matrix, a row (for rules with state per row), or one element."""
+    num_dims = 2 if rule.whole_matrix else 1 if rule.row_state else 0
+    return tuple(param.shape[param.dim() - num_dims :])
+
+
+class Bucket:
+    """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state.
+
+    A unit is a matrix, a row or an element, see get_unit(). Padding has zero gradient.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
+                 fp32_state: bool):
+        first = named[0][1]
+        self.name, self.group_name, self.group, self.comm = named[0][0], group_name, group, rt.comm
+        self.params, self.rule, num_ranks = dict(named), RULES[group.rule], rt.world_size
+
+        # Layout: parameters begin at multiples of `align`. Padding gives all ranks shards of equal size.
+        # Each rank owns whole rows of a table.
+        unit = get_unit(first, self.rule)
+        row_size = first.size(-1) if first.spec.is_table else ALIGNMENT
+        align, self.slices, size = 1 if unit else row_size, {}, 0
+        for name, param in named:
+            self.slices[name] = slice(size, size + param.numel() // math.prod(unit))
+            size += -(-(self.slices[name].stop - size) // align) * align
+        size = -(-size // (align * num_ranks)) * align * num_ranks
+
+        self.num_units, self.unit = size, unit
+        self._store()
+        self.state = self.rule.init_state(self.shard, fp32_state, first.spec.by_row)
+        self.lr_mul = self.make_multipliers({name: param.spec.lr_mul for name, param in named})
+        self.wd_mul = self.make_multipliers({name: param.spec.wd_mul for name, param in named})
+
+        # Communication
+        self.sparse: RowSparseGradient | None = None  # for a table with a row-sparse gradient
+        self.first_reader = 0  # index of the bucket's first reader in (GPT, *segments, head)
+        self.num_pending_grads = len(named)  # parameters whose gradient is not final
+        self.num_tokens = 0  # training tokens since the last update
+        self.is_reduced = self.needs_gather = False
+        self.grad = self.reducing = self.gathering = None
+
+    def _store(self) -> None:
+        """Parameters become views of values. All ranks begin with the values of rank 0."""
+        first = next(iter(self.params.values()))
+        self.values = torch.zeros(self.num_units, *self.unit, dtype=first.dtype, device=first.device)
+        for name, param in self.params.items():
+            values = self.values[self.slices[name]].view(param.shape)
+            values.copy_(param.data)
+            param.data = values
+        self.comm.broadcast(self.values)
+        self.shard = self.comm.local_shard(self.values)
+
+    def make_multipliers(self, values: dict[str, float | tuple]) -> Tensor:
+        """This rank's multipliers: (M/N, 1, 1) of matrices. Of others (M/N,), or (1,) if all are equal."""
+        like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
+        value = values[self.name]
+        if len(self.unit) < 2 and len(set(values.values())) == 1 and not isinstance(value, tuple):
+            return torch.tensor([value], **like)
+        multipliers = torch.ones(self.num_units, **like)
+        for name, value in values.items():  # value: one number, or one for each stacked matrix
+            value = torch.tensor(value, **like).view(-1, 1)
+            multipliers[self.slices[name]].view(len(value), -1).copy_(value)
+        return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
+
+    def read_shard(self) -> Tensor:
+        """A copy of the shard in float32, with its low bits."""
+        if "low_bits" in self.state:
+            return join_bits(self.shard, self.state["low_bits"])
+        return self.shard.to(at_least_fp32(self.shard), copy=True)
+
+    def start_reduce(self) -> None:
+        """Pack the gradients as (M, *unit) and start their reduce-scatter."""
+        self.is_reduced = True
+        if self.sparse:  # gradient rows were already sent during backward
+            return
+        grads = [param.grad for param in self.params.values()]
+        if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
+            packed = grads[0].view(self.values.shape)
+        else:
+            packed = torch.zeros_like(self.values)
+            pairs = [(packed[part].view(grad.shape), grad)
+                     for part, grad in zip(self.slices.values(), grads) if grad is not None]
+            torch._foreach_copy_(*map(list, zip(*pairs))) if pairs else None
+        self.grad = packed
+        if self.comm.world_size > 1:
+            self.grad, self.reducing = self.comm.reduce_scatter(packed)
+
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
+        """Wait for the gradients, update this rank's shard, clear the gradients."""
+        timer.enter("communication")
+        if self.reducing is not None:
+            self.reducing.wait()
+        if self.sparse:
+            assert all(param.grad is None for param in self.params.values()), (
+                f"table {self.name} has a dense gradient: read it only with ops.embedding()")
+            self.grad = self.sparse.wait()
+        timer.enter("optimizer")
+        before = self.shard.clone() if timer.is_full else None
+        update(self.shard, self.grad, self.state, args)
+        timer.add_norms(self, self.grad, before)
+        self.clear()
+        self.needs_gather = True
+
+    def start_gather(self) -> None:
+        self.needs_gather = False
+        if self.comm.world_size > 1:
+            self.gathering = self.comm.all_gather(self.values, self.shard)
+
+    def finish(self) -> None:
+        """Wait for the new values."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def clear(self) -> None:
+        """Discard the gradients."""
+        self.grad = self.reducing = None
+        self.num_pending_grads, self.num_tokens, self.is_reduced = len(self.params), 0, False
+        if self.sparse:
+            self.sparse.clear()
+        for param in self.params.values():
+            param.grad = None
+
+    def full_tensor(self, key: str) -> Tensor:
+        """Values if key is "", else state `key` of all ranks: (M, ...)."""
+        return self.values if key == "" else self.comm.gather_shards(self.state[key])
+
+    def load(self, key: str, full: Tensor) -> None:
+        """Set values or state from a tensor of full_tensor()."""
+        if key == "":
+            self.values.copy_(full)
+        else:
+            self.state[key].copy_(self.comm.local_shard(full))
+
+
+class Optimizer:
+    """All buckets of a model. Owns the storage of every parameter."""
+
+    def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
+        self.model, self.cfg, self.rt, self.step_count = model, cfg, rt, 0
+        self.timer = StepTimer((), rt)  # measures nothing. Trainer.run() sets another one for a step
+        self.is_last_micro_batch = False
+        self.buckets: list[Bucket] = []
+        for named in plan_buckets(model, cfg, rt.world_size):
+            group = named[0][1].spec.group
+            kind = ShardedTable if can_shard(cfg.groups[group], rt) else Bucket
+            self.buckets.append(kind(named, group, cfg.groups[group], rt, cfg.state_dtype == "float32"))
+        self.tables = [bucket for bucket in self.buckets if isinstance(bucket, ShardedTable)]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        for bucket in self.buckets:
+            for name in bucket.params if bucket.rule.keeps_norm else ():
+                if not matrix_norm(bucket.values[bucket.slices[name]]).all():
+                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
+                                     f"but a matrix of {name} begins with zeros: give --output_gain=on or "
+                                     "--zero_init=off, and --init_std above 0")
+        names = {bucket.group_name for bucket in self.buckets}
+        self.groups = [name for name in cfg.groups if name in names]
+        self.symmetric_matmul = make_operations(cfg, rt.fast, rt.dtype).symmetric_matmul
+        compiled = {name: rt.compile(RULES[name].update) for name in {b.group.rule for b in self.buckets}}
+        self.updates = {bucket: fused_adamw if "fused_adamw" in rt.fast and can_fuse_adamw(bucket, cfg)
+                        else compiled[bucket.group.rule] for bucket in self.buckets}
+
+        # The embedding is untied after the head's first update in step untie_step or later
+        self.untie_step, self.late_step = cfg.step_at(cfg.untie_frac), cfg.step_at(cfg.late_start)
+        self.set_tied(model.is_tied)
+        self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages == "on" else None
+
+        # Gradient hooks start reduce-scatters. Forward pre-hooks wait for all-gathers
+        for name, param in model.named_parameters():
+            hook = functools.partial(self._on_gradient, self.bucket_of[name]) if rt.world_size > 1 else None
+            if param.spec.is_table and "sparse_embedding" in rt.fast:
+                bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
+                if bucket in self.tables:
+                    kind, num_rows = SparseRows, model.ngram_rows
+                param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
+                                                         cfg.grad_grid, hook, "sum_rows" in rt.fast)
+                continue
+            if cfg.grad_grid:
+                param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
+            if hook:
+                param.register_post_accumulate_grad_hook(hook)
+        for index, module in enumerate((model, *model.segments, model.head) if rt.world_size > 1 else ()):
+            module.register_forward_pre_hook(functools.partial(self.wait_for_parameters, index))
+
+    def set_tied(self, is_tied: bool) -> None:
+        """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
+        model, embed = self.model, self.bucket_of["embed"]
+        model.is_tied = is_tied
+        self.updated = [bucket for bucket in self.buckets if not (is_tied and bucket is embed)]
+        first_reader = {}
+        for index, module in enumerate((*model.segments, model.head), start=1):
+            for param in module.parameters():
+                first_reader.setdefault(param, index)
+        if is_tied:
+            first_reader[model.head.weight] = 0
+        for bucket in self.buckets:
+            bucket.first_reader = min(first_reader.get(param, 0) for param in bucket.params.values())
+
+    def untie(self) -> None:
+        """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
+        head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
+        head.finish()
+        embed.values.copy_(head.values)
+        for key, state in embed.state.items():
+            state.copy_(head.state[key])
+        self.set_tied(False)
+
+    def _on_gradient(self, bucket: Bucket, _param: Tensor | None = None) -> None:
+        """Gradient hook: reduce-scatter a complete bucket in the last micro-batch before its update."""
+        if self.is_last_micro_batch and bucket.group.is_due(self.step_count, self.late_step):
+            bucket.num_pending_grads -= 1
+            if bucket.num_pending_grads == 0:
+                bucket.start_reduce()
+
+    def wait_for_parameters(self, reader: int, *_) -> None:
+        """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
+        if torch.compiler.is_compiling():
+            return
+        self.timer.enter("communication")
+        for bucket in self.buckets:
+            if bucket.first_reader == reader:
+                bucket.finish()
+        self.timer.enter("forward and backward")
+
+    @torch.no_grad()
+    def step(self, state: StepState) -> None:
+        """Update every due bucket. New values are complete after wait_for_parameters() or finish()."""
+        for bucket in self.updated:
+            bucket.num_tokens += state.stage.tokens_per_step
+        step = self.step_count
+        due = [bucket for bucket in self.updated if bucket.group.is_due(step, self.late_step)]
+        self.step_count += 1
+
+        # Phase 1: reduce-scatter (on one rank: only pack) the gradients that no hook has sent.
+        for bucket in due:
+            if not bucket.is_reduced:
+                bucket.start_reduce()
+
+        # Phase 2: update this rank's shards. Begin with matrices of segments after the first,
+        # because their gradients arrive first. Gradients of tables may still be in flight.
+        # Phase 3: all-gather new values in the order in which forward reads them. So a bucket that was
+        # updated early is sent only after all buckets that forward reads earlier.
+        in_reading_order = sorted(due, key=lambda bucket: bucket.first_reader)
+        late = [bucket for bucket in due if bucket.group_name == "matrix" and bucket.first_reader > 1]
+        to_gather = deque(in_reading_order)
+        for bucket in (*late, *(bucket for bucket in in_reading_order if bucket not in late)):
+            bucket.update(self.updates[bucket], self.make_args(bucket, state), self.timer)
+            while to_gather and to_gather[0].needs_gather:
+                to_gather.popleft().start_gather()
+        self.is_last_micro_batch = False
+        if self.averages:
+            self.averages.update(step, self.updated)
+        if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
+            self.untie()
+
+    def make_args(self, bucket: Bucket, state: StepState) -> UpdateArgs:
+        """The hyperparameters of a bucket's update."""
+        cfg, group, dtype = self.cfg, bucket.group, at_least_fp32(bucket.values)
+        num_updates = group.count_updates(self.step_count, self.late_step)
+        num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
+        ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
+        beta1, beta2 = (beta**ratio for beta in group.betas)
+        lr = bucket.lr_mul * state.lr[bucket.group_name]
+        return UpdateArgs(
+            lr=lr,
+            weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name] * ratio,
+            momentum=torch.tensor(state.momentum, dtype=dtype),
+            fast_beta=torch.tensor(state.fast_beta, dtype=dtype),
+            fast_weight=torch.tensor(state.fast_weight, dtype=dtype),
+            grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # equal in all stages
+            bias_correction1=torch.tensor(1 - beta1**num_updates, dtype=dtype),
+            bias_correction2=torch.tensor(1 - beta2**num_updates, dtype=dtype),
+            betas=tuple(torch.tensor(beta, dtype=dtype) for beta in (beta1, beta2)),
+            decay_time=torch.tensor(-math.log(max(group.betas[1], 1e-30)) * (
+                num_early + (num_updates - num_early) * ratio), dtype=dtype),
+            eps=cfg.adam_eps, dtype=self.rt.dtype, polynomial=cfg.orthogonalize,
+            cautious=cfg.decay == "cautious", symmetric_matmul=self.symmetric_matmul)
+
+    def finish(self) -> None:
+        """Wait for all parameters."""
+        for bucket in self.buckets:
+            if bucket.gathering is not None:
+                bucket.finish()
+        if self.model.is_tied:
+            self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
+
+    @torch.no_grad()
+    def apply_averages(self) -> None:
+        """After the last step: move parameters towards their averages, if they have any."""
+        if self.averages:
+            self.averages.apply(self.rt.comm, self.updated)
+            self.finish()
+
+    def has_no_pending_gradients(self) -> bool:
+        """Whether all gradients have been applied. Snapshots do not include pending gradients."""
+        return not any(bucket.num_tokens for bucket in self.updated)
+
+
+class Average(typing.NamedTuple):
+    """A running average of some parameters over the last part of the run.
+
+    At the end of the run the parameters move towards it.
+    """
+
+    parts: str  # the parameters with one of these words in their names
+    start: float  # fraction of the run before the first counted step
+    every: int  # steps from one counted step to the next
+    rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
+    weight: float  # 1: the average replaces the parameter
+    last_rate: float | None = None  # of the run's last step. None: rate
+    num_last: int = 1  # final steps that always count
+
+
+AVERAGES_STEPS = 1194
+VO = "attention.v attention.v_proj attention.proj"
+AVERAGES = (  # record 92. They are applied in this order
+    Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
+    Average(f"{VO} up_down", 945 / 1194, 4, 4 / 53, 1.0),
+    Average("value_embeds", 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
+    Average("qk", 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
+    Average(f"{VO} up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+)
+KEEPS_NORM = "embed", "head", "qk", VO, "up_down"  # apply() keeps the norm of each, over all layers together
+
+
+class Averages:
+    """The running averages of AVERAGES in float32. They are optimizer state, so each rank has its shard."""
+
+    def __init__(self, buckets: list[Bucket], num_steps: int):
+        self.num_steps = num_steps
+        self.rows = [(f"average{i}", average, self.select(buckets, average.parts, average.weight))
+                     for i, average in enumerate(AVERAGES)]
+        self.norms = list(filter(None, (self.select(buckets, parts, 1.0) for parts in KEEPS_NORM)))
+        for key, _, selected in self.rows:
+            for bucket in selected:
+                bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
+
+    def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
+        """Map each bucket with parameters of `parts` to multipliers of its shard: weight, else 0."""
+        names = {bucket: {name: weight * any(f".{part}." in f".{name}." for part in parts.split())
+                          for name in bucket.params} for bucket in buckets}
+        return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
+                if any(weights.values())}
+
+    def update(self, step: int, updated: list[Bucket]) -> None:
+        """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
+        last = self.num_steps - 1
+        for key, average, selected in self.rows:
+            first = min(last, math.ceil(average.start * self.num_steps - 1e-6))
+            is_final = step > last - average.num_last
+            if step < first or (step - first) % average.every and not is_final:
+                continue
+            rate = average.last_rate if step == last and average.last_rate else average.rate
+            rate = min(1.0, rate * AVERAGES_STEPS / self.num_steps)
+            for bucket in set(selected) & set(updated):
+                values, mean = bucket.read_shard(), bucket.state[key]
+                weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
+                mean.lerp_(values, torch.where(mean.any(), weight, 1.0))  # the first value is copied
+
+    def apply(self, comm: Comm, updated: list[Bucket]) -> None:
+        """After the last step: move the shards towards their averages, with the norms that they had."""
+        new = {bucket: bucket.read_shard() for bucket in updated
+               if any(bucket in selected for _, _, selected in self.rows)}
+
+        def measure() -> Tensor:
+            squares = torch.zeros(len(self.norms), dtype=torch.float64, device=updated[0].shard.device)
+            for i, selected in enumerate(self.norms):
+                for bucket in selected.keys() & new.keys():
+                    squares[i] += (new[bucket] * selected[bucket]).square().sum(dtype=torch.float64)
+            return comm.all_reduce(squares).sqrt()
+
+        before = measure()
+        for key, _, selected in self.rows:
+            for bucket in selected.keys() & new.keys():
+                new[bucket] += (bucket.state[key] - new[bucket]) * selected[bucket]
+        for factor, selected in zip(before / measure().clamp(min=1e-30), self.norms):
+            for bucket in selected.keys() & new.keys():
+                new[bucket] *= torch.where(selected[bucket] > 0, factor, 1.0).to(new[bucket].dtype)
+        for bucket, values in new.items():
+            bucket.shard.copy_(values)
+            if "low_bits" in bucket.state:
+                bucket.state["low_bits"].zero_()
+            bucket.start_gather()
+
+# ==== SCHEDULES ============================================================================================
+# Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
+# --print_schedule prints some of them. To add a schedule, add a method to Schedule and a field to StepState,
+# and pass the field on in Trainer.train_step(). Source: record 32.
+
+ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
+
+
+class RopeSetting(typing.NamedTuple):
+    """RoPE of one kind of layers in one stage."""
+
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token. 0: no rotation
+    softmax_scale: float
+
+
+class StepState(typing.NamedTuple):
+    """The schedule at one step."""
+
+    stage_index: int
+    stage: Stage
+    windows: tuple[int, int]  # long, short
+    lr: dict[str, float]  # by parameter group
+    weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
+    momentum: float
+    fast_beta: float  # of anvil
+    fast_weight: float  # of anvil's fast momentum. The slow one has the rest
+    loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
+    rope: dict[str, RopeSetting]  # by attention, long or short
+
+
+def parse_weights(text: str) -> list[Callable[[float], float]]:
+    """'1 0.5:0 0.2/0.1' -> functions of the fraction of a stage: constant, ramp, equal parts. ValueError."""
+    def parse(word: str) -> Callable[[float], float]:
+        values = [float(value) for value in re.split("[:/]", word)]
+        is_ramp, first, last = ":" in word, values[0], values[-1]
+        if is_ramp and ("/" in word or len(values) > 2) or not all(0 <= x < 1e6 for x in values):
+            raise ValueError
+        if is_ramp:
+            return lambda t: first + (last - first) * t
+        return lambda t: values[min(int(t * len(values)), len(values) - 1)]
+
+    return [parse(word) for word in text.split()]
+
+
+class Schedule:
+    """The schedules of a run."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
+        self.scheduled_steps = cfg.scheduled_steps
+        self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
+
+        # First step after each stage. The extension is the last stage
+        durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
+        ends = np.cumsum(durations) * (self.scheduled_steps + 1) / sum(durations)
+        self.ends = [math.ceil(end) for end in ends]
+        if cfg.extension_steps:
+            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
+
+        # Windows of each stage, and of the final validation
+        self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
+        self.windows.append(cfg.val_windows or self.windows[-1])
+        self.loss_weights = [
+            parse_weights(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
+            for stage in cfg.stages]
+        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
+        num_pairs, long_windows = cfg.head_dim // 2, [window for window, _ in self.windows]
+        long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale)
+        short = long if not cfg.short_qk_dim else self._adapt_rope(
+            cfg.short_qk_dim // 2, 0, [window for _, window in self.windows], cfg.short_attention_scale)
+        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
+
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: list[int], softmax_scale: float
+                    ) -> list[RopeSetting]:
+        """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
+        exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
+        frequencies, old_window, settings = (1 / ROTARY_BASE) ** exponents, None, []
+        for window in windows:
+            window = min(window, self.cfg.yarn_max_window) or 1
+            old_window = old_window or window
+            rotations = old_window * frequencies / (2 * math.pi)
+            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
+            frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
+            softmax_scale *= 0.2 * math.log(window / old_window) + 1
+            old_window = window
+            settings.append(RopeSetting(frequencies, softmax_scale))
+        return settings
+
+    def stage_ranges(self) -> list[tuple[Stage, int, int]]:
+        """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
+        ranges = [(stage, start, min(end, self.num_iterations))
+                  for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
+        return [(stage, start, end) for stage, start, end in ranges if start < end]
+
+    def count_tokens(self, first_step: int = 0) -> int:
+        """Number of training tokens from first_step to the end of the run."""
+        return sum(stage.tokens_per_step * max(0, end - max(start, first_step))
+                   for stage, start, end in self.stage_ranges())
+
+    def at(self, step: int) -> StepState:
+        """The scheduled values at a step. Step num_iterations is the final validation."""
+        assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
+        index, fraction = self.find_stage(step)
+        window_index = len(self.stages) if step == self.num_iterations else index
+        groups, ones = self.cfg.groups, dict.fromkeys(self.cfg.groups, 1.0)
+        lr_factors = {name: self.compute_lr_factor(step, name) for name in groups}
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
+        momentum, has_slow = self.compute_momentum(step), step >= self.slow_momentum_step
+        decay_factors = dict(constant=ones, lr=lr_factors, cosine=dict.fromkeys(groups, cosine))[
+            self.cfg.decay_schedule]
+        return StepState(
+            stage_index=window_index, stage=self.stages[index], windows=self.windows[window_index],
+            lr={name: group.lr * lr_factors[name] for name, group in groups.items()},
+            weight_decay={name: group.weight_decay * decay_factors[name] for name, group in groups.items()},
+            momentum=momentum, fast_beta=FAST_BETA if has_slow else momentum,
+            fast_weight=FAST_WEIGHT if has_slow else 1.0,
+            loss_weights=tuple(weight(fraction) for weight in self.loss_weights[index]),
+            rope=self.ropes[window_index])
+
+    def find_stage(self, step: int) -> tuple[int, float]:
+        """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
+        index = next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
+        start, end = self.ends[index - 1] if index else 0, min(self.ends[index], self.num_iterations)
+        return index, (step - start) / max(1, end - start)
+
+    def compute_lr_factor(self, step: int, group: str) -> float:
+        """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
+        cfg, peak = self.cfg, self.stages[self.find_stage(step)[0]].lr_factor
+        has_cooldown = group == "matrix" and cfg.matrix_cooldown_frac >= 0
+        cooldown_frac = cfg.matrix_cooldown_frac if has_cooldown else cfg.cooldown_frac
+        warmup_steps = cfg.lr_warmup_frac * self.scheduled_steps
+        if step + 1 < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        remaining = max(0.0, 1 - step / self.scheduled_steps)  # fraction of the schedule
+        if cooldown_frac == 0 or remaining > cooldown_frac:
+            return peak
+        t = remaining / cooldown_frac  # from 1 to 0
+        return peak * t + cfg.final_lr_frac * (1 - t)
+
+    def compute_momentum(self, step: int) -> float:
+        """Muon momentum: linear warmup in the first steps, linear cooldown in the last."""
+        cfg, t = self.cfg, 1.0
+        if step < cfg.momentum_warmup_steps:
+            t = step / cfg.momentum_warmup_steps
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
+        return cfg.momentum_start + t * (cfg.momentum_end - cfg.momentum_start)
+
+    def scale_lr(self, state: StepState, factor: float) -> StepState:
+        """Multiply the learning rates by the guard's factor. decay_schedule=lr: also the weight decays."""
+        decay_factor = factor if self.cfg.decay_schedule == "lr" else 1.0
+        return state._replace(
+            lr={name: lr * factor for name, lr in state.lr.items()},
+            weight_decay={name: decay * decay_factor for name, decay in state.weight_decay.items()})
+
+
+def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtime, cfg: Config
+                     ) -> StepInputs:
+    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens.
+
+    RoPE tables are float32 on CUDA. Without torch.compile and qkv_kernel they are expanded here.
+    """
+    dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
+    positions = torch.arange(num_tokens, device=rt.device) % seq_len
+
+    @functools.cache  # without short_qk_dim all layers share their tables
+    def make_rope(kind: str, is_paired: bool) -> Rope:
+        at = positions[:, None]  # (T, P), P = 2 for paired layers
+        at = 2 * at + torch.arange(2, device=rt.device) if is_paired else at
+        all_frequencies, scale = state.rope[kind]
+        frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
+        angles = at[..., None].double() * frequencies  # (T, P, n)
+        rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
+        if not rt.use_compile and ("qkv_kernel" not in rt.fast or "fp8_linear" in rt.fp8):
+            heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
+            rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
+            rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
+        return Rope(*(x.to(dtype).contiguous() for x in rope))
+
+    kinds = sorted({(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"})
+    ropes = {kind: make_rope(kind[0] if cfg.short_qk_dim else "long", kind[1]) for kind in kinds}
+    is_start, num_rotating = positions == 0, int((state.rope["long"].frequencies > 0).sum())
+    windows = state.windows
+    if "flex_attention" in rt.fast:
+        windows = torch.tensor(windows, dtype=torch.int32, device=rt.device)
+    return StepInputs(
+        windows=windows, ropes=ropes,
+        is_unrotated=mark_unrotated(is_start, num_rotating, cfg.head_dim, cfg.rotary_pairs).to(dtype),
+        is_sequence_start=is_start, has_prefix_target=state.stage.has_prefix_target)
+
+# ==== DATA =================================================================================================
+# Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
+# sequence has seq_len inputs and one more token, the last target. A run plans all sequences before its first
+# step. Ranks and micro-batches divide this plan, so their number does not change the loss. To change the
+# packing, change plan_sequences(). Source: record 32. data/README.md describes the shard files.
+
+class Batch(typing.NamedTuple):
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_ids: Tensor
+    classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
+
+
+SWEEP_STEP = 20_011  # prime
+
+
+class PackedSequence(typing.NamedTuple):
+    """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
+
+    With --sequence_start=anywhere, first and last are positions of tokens in the shard.
+    """
+
+    shard: int
+    first: int
+    last: int
+    seq_len: int
+    max_doc_len: int
+
+
+def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]]) -> Iterator[PackedSequence]:
+    """Yield the packed sequences of the whole run in order. Ends early if the shards run out.
+
+    A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of
+    its last document is dropped. The end of a shard is dropped if it is too short for a sequence.
+    """
+    (index, shard), next_document = next(shards), 0
+    for stage, first_step, end_step in schedule.stage_ranges():
+        usable = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
+        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
+            while (last := find_last_document(usable, next_document, stage.seq_len)) is None:
+                (index, shard), next_document = next(shards, (-1, None)), 0
+                if shard is None:
+                    return
+                usable = shard.usable_tokens(stage.max_doc_len)
+            yield PackedSequence(index, next_document, last, stage.seq_len, stage.max_doc_len)
+            next_document = last + 1
+
+
+def find_last_document(usable: np.ndarray, first: int, seq_len: int) -> int | None:
+    """Last document of the sequence that begins with document `first`. None if too few tokens remain."""
+    tokens_before = usable[first - 1] if first else 0
+    last = int(np.searchsorted(usable, tokens_before + seq_len + 1))
+    return last if last < len(usable) else None
+
+
+def plan_sequences_anywhere(schedule: Schedule, shards: Iterator[tuple[int, Shard]]
+                            ) -> Iterator[PackedSequence]:
+    """As plan_sequences(), but each sequence begins with the last target of the previous one."""
+    (index, shard), position = next(shards), 0
+    for stage, first_step, end_step in schedule.stage_ranges():
+        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
+            while position + stage.seq_len >= shard.num_tokens:
+                (index, shard), position = next(shards, (-1, None)), 0
+                if shard is None:
+                    return
+            last = position + stage.seq_len
+            yield PackedSequence(index, position, last, stage.seq_len, stage.max_doc_len)
+            position = last
+
+
+def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int) -> tuple[int, int]:
+    """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
+    num_sequences = tokens_per_step // seq_len // world_size
+    limit = min(cfg.micro_batch_tokens // seq_len, num_sequences)
+    per_micro_batch = max(n for n in range(1, limit + 1) if num_sequences % n == 0)
+    return num_sequences // per_micro_batch, per_micro_batch
+
+
+class TrainData:
+    """The packed sequences of a whole run. Every rank can read every sequence."""
+
+    def __init__(self, cfg: Config, schedule: Schedule):
+        """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
+        self.cfg, self.schedule, self.shards = cfg, schedule, []
+        plan = plan_sequences if cfg.sequence_start == "document" else plan_sequences_anywhere
+        self.sequences = list(plan(schedule, scan_shards(cfg, self.shards)))
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
+        if len(self.sequences) < self.count_sequences(cfg.num_iterations):
+            report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations),
+                                  self.count_sequences(1))
+
+    def count_sequences(self, step: int) -> int:
+        """Number of packed sequences before a step."""
+        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
+                   for stage, start, end in self.schedule.stage_ranges() if start < step)
+
+    def read_tokens(self, index: int) -> np.ndarray:
+        """The seq_len + 1 tokens of a packed sequence, uint16."""
+        sequence = self.sequences[index]
+        shard = self.shards[sequence.shard]
+        if self.cfg.sequence_start == "anywhere":
+            return shard.read(sequence.first, sequence.last + 1)
+        starts = shard.starts[sequence.first : sequence.last + 2].tolist()
+        ends = [*starts[1:], shard.num_tokens][: sequence.last + 1 - sequence.first]
+        tokens = shard.read(starts[0], min(ends[-1], starts[len(ends) - 1] + sequence.max_doc_len))
+        documents = [tokens[start - starts[0] : min(end, start + sequence.max_doc_len) - starts[0]]
+                     for start, end in zip(starts, ends)]
+        return np.concatenate(documents)[: sequence.seq_len + 1]
+
+    def batch(self, indices: range, classes: Tensor | None = None) -> Batch:
+        tokens = np.stack([self.read_tokens(index) for index in indices])  # (sequences, seq_len + 1)
+        batch = make_batch(tokens, self.bos, self.cfg.document_mask == "on", self.cfg.max_attention_len)
+        return batch._replace(classes=classes)
+
+    def batches(self, rt: Runtime, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
+        """This rank's micro-batches of steps start..end-1.
+
+        The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
+        sweeps through the classes begin at step sweep_from (None: start).
+        """
+        sweeps = ClassSweeps(self, start if sweep_from is None else sweep_from)
+        for step in range(start, end):
+            stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
+            num_micro_batches, size = sequences_per_rank(
+                self.cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+            first = self.count_sequences(step)
+            for i in range(rt.rank * num_micro_batches, (rt.rank + 1) * num_micro_batches):
+                slots = range(i * size, (i + 1) * size)
+                classes = torch.stack([sweeps.choose(step, slot) for slot in slots]
+                                      ) if stage.num_classes else None
+                yield self.batch(range(first + slots.start, first + slots.stop), classes)
+
+
+def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int
+                   ) -> tuple[np.ndarray, int]:
+    """Classes of the sampled softmax, sorted: all targets, and other classes that fill up to num_classes.
+
+    A sweep is a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between
+    neighbors. It starts at offset. A call draws more classes than it needs, and the next call starts after
+    them. If it draws too few, it takes evenly spaced ones. Returns (classes (C,), new offset). Source:
+    record 92.
+    """
+    is_target = np.zeros(vocab_size, dtype=bool)
+    is_target[targets] = True
+    num_missing = num_classes - int(is_target.sum())
+    if num_missing < 0:
+        raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has "
+                       f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
+    if num_missing:
+        num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
+        drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
+        offset = (offset + num_drawn) % vocab_size
+        negatives = drawn[~is_target[drawn]]
+        if len(negatives) < num_missing:
+            negatives = np.flatnonzero(~is_target)
+            negatives = negatives[:: max(1, len(negatives) // num_missing)]
+        is_target[negatives[:num_missing]] = True
+    return np.flatnonzero(is_target), offset
+
+
+def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max_attention_len: int = 0
+               ) -> Batch:
+    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
+
+    Attention stays within a packed sequence. With a document mask it stays within a document, and with
+    max_attention_len within a piece of it.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
+    is_start = (inputs == bos) & has_document_mask
+    is_start[:, 0] = True
+    if max_attention_len:
+        place = np.arange(inputs.shape[1])
+        place = place - np.maximum.accumulate(np.where(is_start, place, 0), axis=1)  # within the document
+        is_start |= place % max_attention_len == 0
+    doc_ids = is_start.cumsum(dtype=np.int32)
+    inputs = inputs.ravel().astype(np.int32)
+    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
+
+
+class ValData:
+    """The first val_tokens validation tokens in sequences of val_seq_len. Documents are not cut."""
+
+    def __init__(self, cfg: Config, bos: int | None = None):
+        """bos: the BOS token of the training shards."""
+        self.cfg, num_sequences = cfg, cfg.val_tokens // cfg.val_seq_len
+        limit = min(num_sequences, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
+        size = next(n for n in range(limit, 0, -1) if num_sequences % n == 0)  # sequences per batch
+        self.batch_tokens, self.num_batches = size * cfg.val_seq_len, num_sequences // size
+        self.shards = [open_shard(path, cfg.vocab_size, bos)
+                       for path in find_shards(cfg.val_files, "val_files")]
+        self.bos = self.shards[0].bos
+        pieces, missing = [], cfg.val_tokens + 1
+        for shard in self.shards:
+            pieces.append(shard.read(0, missing))
+            missing -= len(pieces[-1])
+        if missing:
+            report_missing_val_tokens(cfg, missing)
+        self.tokens = np.concatenate(pieces)
+
+    def batch(self, index: int) -> Batch:
+        tokens = self.tokens[index * self.batch_tokens :]
+        sequences = np.lib.stride_tricks.sliding_window_view(tokens, self.cfg.val_seq_len + 1)
+        sequences = sequences[: self.batch_tokens : self.cfg.val_seq_len]  # (sequences, val_seq_len + 1)
+        return make_batch(sequences, self.bos, self.cfg.document_mask == "on")
+
+
+# ==== TRAINING =============================================================================================
+# One step, and the timed loop of all steps. train() in MAIN is the whole run. The clock stops during
+# validation. Callbacks (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
+
+MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
+
+    def __init__(self, cfg: Config, rt: Runtime):
+        self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
+        torch.manual_seed(cfg.seed)
+        storage = {} if supports_bfloat16(rt.device) else dict(embed_dtype="float32")
+        self.model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
+        num_segments = 1 if rt.world_size == 1 else min(MULTI_RANK_SEGMENTS, cfg.num_layers)
+        self.model.split_layers(cfg.segments or num_segments)
+        self.optimizer, self.scales = Optimizer(self.model, cfg, rt), DelayedScales(self.model, rt.comm)
+        for segment in self.model.segments:
+            segment.run_blocks = rt.compile(segment.run_blocks)
+        self.model.head.forward = rt.compile(self.model.head.forward)
+        self.model.sum_ngrams = rt.compile(self.model.sum_ngrams)
+        self.progress = Progress()
+        self.staging: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
+        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
+        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry measures the next batch
+
+    def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
+        """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
+        rt, progress, optimizer, timer = self.rt, self.progress, self.optimizer, self.optimizer.timer
+        num_tokens = state.stage.tokens_per_step // rt.comm.world_size  # of this rank
+        loss_weights = torch.tensor(state.loss_weights).to(rt.device, non_blocking=True)
+        total_loss, remaining = torch.zeros((), device=rt.device), num_tokens
+        self.scales.finish()
+
+        # Forward and backward of each micro-batch. Hooks reduce the gradients during the last backward.
+        while remaining:
+            timer.enter("data wait")
+            batch = next(batches)
+            timer.enter("forward and backward")
+            remaining -= len(batch.inputs)
+            optimizer.is_last_micro_batch = remaining == 0
+            step_inputs = self.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
+            if self.inspect:
+                self.inspect(batch, step_inputs)
+            loss = self.model(*batch[:3], step_inputs, loss_weights, batch.classes)
+            loss.backward()
+            self.scales.collect()
+            total_loss += loss.detach()
+
+        # Update
+        self.scales.start()
+        if progress.step < progress.lr_scale_until:
+            state = self.schedule.scale_lr(state, progress.lr_scale)
+        optimizer.step(state)
+        timer.enter("")
+        return total_loss / num_tokens
+
+    @torch.no_grad()
+    def validate(self, data: ValData, state: StepState, num_batches: int | None = None,
+                 sum_losses: Callable | None = None) -> float:
+        """Mean loss of the first num_batches batches (None: all). sum_losses() can replace the model."""
+        self.optimizer.finish()
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
+        comm, num_batches = self.rt.comm, num_batches or data.num_batches
+        step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
+        for first in range(0, num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
+            batch = data.batch(min(first + comm.rank, num_batches - 1))[:3]
+            batch = (x.to(self.rt.device, non_blocking=True) for x in batch)
+            total += (sum_losses or self.model)(*batch, step_inputs) * (first + comm.rank < num_batches)
+        self.model.train()
+        return comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
+
+    def get_step_inputs(self, state: StepState, num_tokens: int, seq_len: int) -> StepInputs:
+        """The model's inputs at a schedule state, made once per stage."""
+        stage_index, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
+        if stage_index != state.stage_index:
+            step_inputs = make_step_inputs(state, num_tokens, seq_len, self.rt, self.cfg)
+            self.step_inputs[num_tokens, seq_len] = (state.stage_index, step_inputs)
+        return step_inputs
+
+    def warm_up(self, train_data: TrainData, val_data: ValData, inspect: Callable | None = None) -> None:
+        """Run every shape and window at least once, then restore parameters and optimizer state exactly.
+
+        inspect: Telemetry.inspect() or None. It compiles one graph for each micro-batch size.
+        """
+        if not self.cfg.warmup_iterations:
+            return
+        saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
+        for table in self.optimizer.tables:
+            table.is_dry = True
+        for _, start, end in self.schedule.stage_ranges():
+            self.inspect = inspect
+            num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
+            batches = Prefetcher(train_data.batches(self.rt, start, start + num_steps), self.rt.device)
+            with batches.executor:
+                for _ in range(num_steps):
+                    self.train_step(batches, self.schedule.at(start))
+            self.validate(val_data, self.schedule.at(start), num_batches)
+        self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
+        saved.restore()
+        for table in self.optimizer.tables:
+            table.forget(None)
+            table.is_dry = False
+        del saved
+        if self.rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.rt.device)
+
+    def run(self, train_data: TrainData, val_data: ValData, log: RunLog, checkpoints: Checkpoints,
+            stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
+        """Run all steps from progress.step on. RunStopped if a signal, time limit or guard ends the run."""
+        cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
+        guard, idle = Guard(self, log, stop) if cfg.guard == "on" else None, optimizer.timer
+        self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
+        if cfg.check_ranks_every:
+            callbacks.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
+        callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
+
+        # ON THE CLOCK from here, as in the published runs: prefix-token search, first batches, all steps and
+        # callbacks, and the blocking part of checkpoints. OFF THE CLOCK: validation, everything before run()
+        train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
+        if token_ids:
+            self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
+        batches = train_data.batches(rt, progress.step, cfg.num_iterations, sweep_from=0)
+        batches = Prefetcher(batches, rt.device)
+        with batches.executor:
+            while progress.step < cfg.num_iterations:
+                # 1. Validation
+                state = self.schedule.at(progress.step)
+                if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
+                    val_loss = self.log_validation(val_data, state, train_clock)
+                    if guard:
+                        guard.check_validation(progress.step, val_loss)
+
+                # 2. One step
+                is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
+                timer = StepTimer(optimizer.groups, rt, is_measured) if is_measured or guard else idle
+                optimizer.timer = timer
+                loss = self.train_step(batches, state)
+                optimizer.timer = idle
+                progress.step += 1
+                progress.tokens += state.stage.tokens_per_step
+                elapsed = train_clock.read()
+                for callback in callbacks:
+                    callback(loss, timer, elapsed)
+
+                # 3. Save or stop, when no gradient waits for a later update
+                is_last = progress.step == cfg.num_iterations
+                is_free = is_last or optimizer.has_no_pending_gradients()
+                if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
+                    save_is_due = True
+                status = stop.poll()
+                if guard and is_free and (is_last or save_is_due or status):
+                    guard.check_steps(up_to=progress.step)
+                    status = stop.agreed
+                if (status or save_is_due) and is_free:
+                    checkpoints.wait()
+                    rt.comm.barrier()  # with a long timeout, because a slow disk may delay rank 0
+                    if status:  # this save is slow if no staging buffers exist
+                        rt.comm.set_timeout(LONG_TIMEOUT)
+                    optimizer.finish()
+                    log.flush_losses()
+                    progress.train_time, save_is_due = train_clock.lap(), False
+                    checkpoints.save(self)
+                    if status:
+                        stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
+        optimizer.apply_averages()
+        log.flush_losses()
+        self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
+
+    def log_validation(self, val_data: ValData, state: StepState, train_clock: TrainClock) -> float:
+        """Validate off the clock and log the loss."""
+        step, log = self.progress.step, self.log
+        self.optimizer.finish()
+        with train_clock.paused():
+            start = time.perf_counter()
+            val_loss = self.validate(val_data, state)
+            log.val_seconds = time.perf_counter() - start
+            self.progress.train_time, time_ms = train_clock.seconds, train_clock.seconds * 1000
+            log.val_points.append([step, val_loss, round(time_ms)])
+            log.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
+            log.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
+                      f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms")
+            log.check_loss("validation", step, val_loss)
+        return val_loss
+
+# ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
+
+# ==== FAST FORMS ===========================================================================================
+# A fast form is a faster implementation of an operation. Its plain form is the equation in part one. At
+# startup verify() compares each chosen fast form with its plain form, forward and backward. If the results
+# differ, or if the plain form was edited, the plain form runs. So an edit takes effect. To add a fast form,
+# add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
+
+TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "sum_rows")
+EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
+                        "qkv_kernel", "sparse_embedding"})
+
+
+class Fast(typing.NamedTuple):
+    """A fast form, its plain form, and how to compare them."""
+
+    plain: dict[str, Callable]  # functions by name, mostly fields of Operations
+    fast: dict[str, Callable]  # their replacements
+    inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
+    run: Callable  # (functions by name, *tensors, *constants) -> list of results
+    tolerance: float  # largest allowed relative error of results and gradients
+    code: str  # expected hash_code() of the plain form and its helpers
+    helpers: tuple[Callable, ...] = ()  # other functions that the hash covers
+    needs: str = ""  # a condition that find_obstacle() tests
+    is_compiled: bool = True  # whether to compile the fast form when the model is compiled
+
+
+@functools.cache
+def list_fast_forms() -> dict[str, Fast]:
+    """All fast forms. If several replace an operation, the first that works is used. Options select FP8."""
+    masked_attention = dict(make_mask=make_mask, attention=attention)
+    loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
+    mlp, qkv = dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
+    qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope, mark_unrotated
+    return {
+        "rms_norm": Fast(
+            dict(rms_norm=rms_norm), dict(rms_norm=RMSNorm.apply),
+            random_inputs((BLOCK, "model_dim")), run_function, 0.01, "aa9b06e7928e"),
+        "norm_rotate": Fast(
+            dict(norm_rotate=norm_rotate), dict(norm_rotate=NormRotary.apply),
+            norm_rotate_inputs, run_function, 0.02, "4de14f2b8363", (rms_norm, rotate)),
+        "qkv_kernel": Fast(
+            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "3ad4b29a6047", qkv_helpers, "GPU"),
+        "flex_attention": Fast(
+            masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
+            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "compiled GPU"),
+        "cpu_attention": Fast(
+            masked_attention, dict(make_mask=build_cpu_mask, attention=BlockAttention.apply),
+            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "eager CPU"),
+        "block_attention": Fast(
+            masked_attention, dict(make_mask=build_dense_mask, attention=attend_blocks),
+            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,)),
+        "cross_entropy": Fast(
+            loss, dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
+            head_loss_inputs, run_function, 0.02, "00b545205faf", loss_helpers, "GPU and softcap"),
+        "head_loss": Fast(
+            loss, dict(head_loss=fused_head_loss),
+            head_loss_inputs, run_function, 0.02, "00b545205faf", loss_helpers),
+        "relu2_mlp": Fast(
+            mlp, dict(relu2_mlp=fused_relu2_mlp),
+            mlp_inputs, run_function, 0.02, "0f47cfe2dcdc", needs="Hopper"),
+        "symmetric_matmul": Fast(
+            dict(symmetric_matmul=symmetric_matmul), dict(symmetric_matmul=triton_symmetric_matmul),
+            random_inputs((2, 256, 304)), run_symmetric_matmul, 0.01, "a10feee9059c", needs="GPU"),
+        "sparse_embedding": Fast(
+            dict(embedding=embedding), dict(embedding=sparse_embedding),
+            embedding_inputs, run_embedding, 0.01, "741266a29c9d", is_compiled=False),
+        "sum_rows": Fast(
+            dict(sum_rows=sum_rows), dict(sum_rows=sum_rows_triton),
+            random_inputs((2 * BLOCK, "model_dim"), (64, "model_dim")), run_sum_rows, 0.01, "1343cba6f135",
+            needs="GPU", is_compiled=False),
+        "fused_adamw": Fast(
+            dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "618408aef1b0", (adamw, adam_direction), "CPU",
+            is_compiled=False),
+        "fp8_head": Fast(
+            loss, dict(head_loss=functools.partial(  # scales for the comparison only
+                fused_head_loss, scales=FP8Scales(64 / 448, 1 / 448, 1 / 448))),
+            head_loss_inputs, run_function, 0.2, "00b545205faf", loss_helpers, "fp8_head"),
+        "fp8_mlp": Fast(
+            mlp, dict(relu2_mlp=relu2_mlp_fp8),
+            mlp_inputs, run_fp8_mlp, 0.2, "0f47cfe2dcdc", needs="fp8_mlp"),
+        "fp8_qkv": Fast(
+            qkv, dict(make_qkv=make_qkv_fp8),
+            qkv_inputs, run_qkv, 0.2, "3ad4b29a6047", qkv_helpers, "fp8_qkv"),
+        "fp8_linear": Fast(
+            dict(linear=linear) | qkv | mlp,
+            dict(linear=linear_fp8, make_qkv=make_qkv, relu2_mlp=relu2_mlp_fp8_linear),
+            fp8_linear_inputs, run_fp8_linear, 0.2, "6ec4fbdaa9d4", needs="fp8_linear"),
+    }
+
+
+def hash_code(*functions: Callable) -> str:
+    """Hash the code of functions without comments and docstrings. All Python versions give equal hashes."""
+    def describe(node) -> str:
+        if isinstance(node, ast.AST):
+            entries = [f"{name}={describe(value)}" for name, value in ast.iter_fields(node)
+                       if value not in (None, []) and name not in ("kind", "type_comment")]
+            return f"{type(node).__name__}({','.join(entries)})"
+        return f"[{','.join(map(describe, node))}]" if isinstance(node, list) else repr(node)
+
+    trees = []
+    for function in functions:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        if ast.get_docstring(tree) is not None:
+            del tree.body[0]
+        trees.append(describe(tree))
+    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
+
+
+def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Operations:
+    """Operations with the named fast forms. dtype: dtype of the activations."""
+    ops = Operations()
+    for name in (name for name in list_fast_forms() if name in names):
+        fast = list_fast_forms()[name].fast
+        ops = ops._replace(**{key: fast[key] for key in Operations._fields if key in fast})
+    if "cpu_attention" in names or "block_attention" in names:
+        ops = ops._replace(make_mask=functools.partial(ops.make_mask, dtype=dtype))
+    if "fp8_head" in names:
+        ops = ops._replace(head_loss=functools.partial(
+            fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
+    if "fp8_mlp" in names and "relu2_mlp" in names and "fp8_linear" not in names:
+        ops = ops._replace(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel=True))
+    if "fp8_qkv" in names and "qkv_kernel" in names and "fp8_linear" not in names:
+        ops = ops._replace(make_qkv=functools.partial(fused_qkv, use_fp8=True))
+    return ops
+
+
+def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
+                  ) -> list[Tensor]:
+    """Relative error () of each result and of each input gradient of a fast form."""
+    leaves, constants = row.inputs(cfg, device, dtype)
+    results = []
+    for forms in (row.fast, row.plain):
+        inputs = [x.detach().clone().requires_grad_() for x in leaves]
+        run = functools.partial(row.run, forms)
+        if use_compile and row.is_compiled and forms is row.fast:
+            run = torch.compile(run, dynamic=False)
+        outputs = run(*inputs, *constants)
+        if any(output.requires_grad for output in outputs):
+            sum((output.float() * (output.detach().float() + 1)).sum() for output in outputs).backward()
+        results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
+    pairs = list(zip(*results, strict=True))
+    if any((ours is None) != (plain is None) for ours, plain in pairs):
+        raise RuntimeError("its plain form returns gradients for other inputs")
+    return [(ours.float() - plain.float()).norm() / plain.float().norm()
+            for ours, plain in pairs if plain is not None]
+
+
+def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool,
+           others: frozenset[str] = frozenset()) -> str:
+    """Why a form cannot be used, or "". FP8 forms call the Triton kernels that `others` names."""
+    row, kernels = list_fast_forms()[name], others & set(TRITON_FORMS)
+    if name in FP8_FORMS and kernels:
+        ops = make_operations(cfg, {name, *kernels}, dtype)
+        row = row._replace(fast={key: getattr(ops, key) for key in row.fast})
+    if hash_code(*row.plain.values(), *row.helpers) != row.code:
+        return f"the code of {', '.join(row.plain)} or of its helpers was edited"
+    if name in TRITON_FORMS and triton is None:
+        return "Triton is not installed"
+    if name in TRITON_FORMS and not supports_bfloat16(device):
+        return "its tiles need more registers than GPUs below capability 8.0 have"
+    try:
+        for error in compare_forms(row, cfg, device, dtype, use_compile):
+            if not error < row.tolerance:
+                return f"it differs from its plain form by {float(error):.3g}"
+    except Exception as error:  # a compiler error must not stop training
+        return f"it fails on this {device.type} device: {' '.join(str(error).split())[:120]}"
+    return ""
+
+# ==== FAST ATTENTION =======================================================================================
+# Attention without T x T masks, by blocks of queries and keys. With a compiler on a GPU, FlexAttention skips
+# invisible blocks. Elsewhere each block of queries reads the blocks of keys in its window. All masks agree
+# with is_visible() if doc_ids never decrease.
+
+DENSE_BLOCK = {"cpu": 64, "cuda": 256}  # tokens. Small blocks waste less work, large ones multiply faster
+# FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
+FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
+                    num_warps=4)
+
+
+def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
+    """make_mask() for FlexAttention, from the range of documents in each block.
+
+    window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
+    are contiguous and end with the query block. Key blocks without masked pairs are contiguous too.
+    Therefore the lists need no sort. Sources: records 12 and 16.
+    """
+    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
+    block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
+    row = block[:, None]  # row of the lists: query block in lists by query, key block in lists by key
+    distance = (row - block) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
+    overlap = (first[:, None] <= last) & (first <= last[:, None])
+    visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
+    full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
+            & (first[:, None] == last) & (first == last[:, None]))
+    lists = []  # by query and by key, partial and full: counts (1, 1, T/128), blocks (1, 1, T/128, T/128)
+    for is_by_query, dim in ((True, 1), (False, 0)):
+        num_visible, num_full = (x.sum(dim, dtype=torch.int32) for x in (visible, full))  # (T/128,)
+        start, length = row + 1 - num_visible[:, None], num_full[:, None]
+        if is_by_query:
+            partial = torch.where(start + block < row - length, start + block, row)
+            unmasked = row - length + block
+        else:
+            partial, unmasked = torch.where(block == 0, row, row + length + block), row + 1 + block
+        for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
+            lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
+
+    def mask_mod(_batch, _head, query: Tensor, key: Tensor) -> Tensor:
+        return is_visible(query, key, doc_ids, window)
+
+    return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), mask_mod)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """attention() by FlexAttention, which never stores the scores."""
+    options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
+    q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
+    return y[0].transpose(0, 1)  # (T, H, K)
+
+
+def choose_blocks(doc_ids: Tensor, window: int, size: int | None) -> tuple[int, int]:
+    """Returns (C, M): a query block of C tokens reads its own key block and the M - 1 blocks before it."""
+    num_tokens = doc_ids.size(0)
+    size = math.gcd(num_tokens, size or DENSE_BLOCK[doc_ids.device.type])
+    num_blocks = 1 + -(-window // size)
+    return (size, num_blocks) if num_blocks * size < num_tokens else (num_tokens, 1)
+
+
+def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32,
+                     size: int | None = None) -> Tensor:
+    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf."""
+    size, num_blocks = choose_blocks(doc_ids, window, size)
+    starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device).view(-1, 1, 1)
+    queries = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
+    keys = starts + torch.arange((1 - num_blocks) * size, size, device=doc_ids.device)  # (T/C, 1, M * C)
+    visible = (keys >= 0) & is_visible(queries, keys.clamp(min=0), doc_ids, window)
+    return torch.zeros(visible.shape, dtype=dtype, device=doc_ids.device).masked_fill(~visible, -math.inf)
+
+
+def build_cpu_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32, size: int | None = None
+                   ) -> Tensor:
+    """Equals build_dense_mask(), but takes a sixth of the time if nothing is compiled. All blocks share one
+    mask for causality and window. A table look-up hides the keys before the query's document."""
+    size, num_blocks = choose_blocks(doc_ids, window, size)
+    num_keys, num_before = num_blocks * size, (num_blocks - 1) * size
+    square = torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=doc_ids.device)
+    hidden = square[:size].triu(num_before + 1) + square[:size].tril(num_before - window - 1)  # (C, M * C)
+    starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device)[:, None]
+    first = torch.searchsorted(doc_ids, doc_ids).view(-1, size) - (starts - num_before)  # (T/C, C)
+    return F.embedding(first.clamp(min=0), square.tril(-1)).add_(hidden)
+
+
+def split_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (T, H, K) -> query blocks (T/C, H, C, K), and their keys and values (T/C, H, M * C, K)."""
+    num_blocks, size, num_keys = mask.shape
+    blocks = [q.unflatten(0, (num_blocks, size)).transpose(1, 2)]
+    for x in (k, v):
+        x = F.pad(x, (0, 0, 0, 0, num_keys - size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
+        x = torch.cat([x[i : i + num_blocks] for i in range(num_keys // size)], dim=1)  # (T/C, M * C, H, K)
+        blocks.append(x.transpose(1, 2))
+    return tuple(blocks)
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """attention() by blocks, on any device. Memory is linear in T."""
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        y = F.scaled_dot_product_attention(*split_blocks(q, k, v, mask), attn_mask=mask[:, None], scale=1.0)
+    return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
+
+
+class BlockAttention(torch.autograd.Function):
+    """attend_blocks() without copies of keys and values. A CPU needs a third less time."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q, k, v (T, H, K), mask (T/C, C, M * C) -> (T, H, K)."""
+        num_blocks, size, num_keys = mask.shape
+        q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
+        k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
+        scores = q.new_empty(q.size(0), *mask.shape)  # (H, T/C, C, M * C)
+        y = q.new_empty(*q.shape[:3], v.size(-1))
+        for head, keys in enumerate(k):  # unfold: overlapping views (T/C, K, M * C)
+            torch.baddbmm(mask, q[head], keys.unfold(0, num_keys, size), out=scores[head])
+        probs = scores.softmax(-1)
+        for head, values in enumerate(v):
+            torch.bmm(probs[head], values.unfold(0, num_keys, size).mT, out=y[head])
+        ctx.save_for_backward(q, k, v, probs, mask)
+        return y.flatten(1, 2).transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """grad (T, H, K) -> gradients of q, k, v (T, H, K)."""
+        q, k, v, probs, mask = ctx.saved_tensors
+        num_blocks, size, num_keys = mask.shape
+        grad = grad.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
+        grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+        for head, values in enumerate(v):
+            torch.bmm(grad[head], values.unfold(0, num_keys, size), out=grad_scores[head])
+        grad_scores = torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)
+        for head, keys in enumerate(k):
+            torch.bmm(grad_scores[head], keys.unfold(0, num_keys, size).mT, out=grad_q[head])
+            for total, weights, x in ((grad_k, grad_scores, q), (grad_v, probs, grad)):
+                blocks = (weights[head].mT @ x[head]).unflatten(1, (-1, size))  # (T/C, M, C, K)
+                sums = total[head].unflatten(0, (-1, size))  # (T/C + M - 1, C, K)
+                for i in range(num_keys // size):
+                    sums[i : i + num_blocks] += blocks[:, i]
+        grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
+        return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
+
+# ==== FAST NORMS AND ADAM ==================================================================================
+# Closed-form gradients take fewer passes over memory than autograd. With a compiler, each gradient is one
+# kernel. The functions of this section replace rms_norm(), norm_rotate() and adamw().
+
+def inverse_rms(x: Tensor) -> Tensor:
+    """1 / root mean square of x: (..., D) -> (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
+    return torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)
+
+
+class RMSNorm(torch.autograd.Function):
+    """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        scale = inverse_rms(x)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
+        return torch.addcmul(grad, y, mean, value=-1) * scale
+
+
+class NormRotary(torch.autograd.Function):
+    """norm_rotate() with its gradient. On CPUs it takes a third less time. Rotation and norm commute, so
+    backward needs only the output."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool) -> Tensor:
+        scale = inverse_rms(x) if has_norm else None
+        y = rotate(x, cos, sin, pairs)
+        y = y * scale if has_norm else y
+        y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses gradients of needless casts
+        ctx.pairs = pairs
+        ctx.save_for_backward(y, cos, sin, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """grad (T, ..., K) -> gradient of x."""
+        y, cos, sin, scale = ctx.saved_tensors
+        if scale is not None:  # the gradient of the norm. The mean square of the output is cos^2 + sin^2
+            square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * y.size(-1)
+            mean = torch.linalg.vecdot(grad, y)[..., None] / square
+            grad = torch.addcmul(grad, y, mean.type_as(grad), value=-1) * scale
+        return rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(y), None, None, None, None
+
+
+def can_fuse_adamw(bucket: Bucket, cfg: Config) -> bool:
+    """Whether fused_adamw() can update a bucket: float32, one learning rate, no cautious decay."""
+    dtypes = {bucket.values.dtype, *(state.dtype for state in bucket.state.values())}
+    return (bucket.group.rule == "adamw" and cfg.decay == "decoupled" and dtypes == {torch.float32}
+            and bucket.lr_mul.numel() == bucket.wd_mul.numel() == 1)
+
+
+def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
+    """Apply rule adamw by PyTorch's kernel, which takes an eighth of the time on a CPU. A huge step count
+    disables the kernel's bias correction. Instead lr includes the correction, because adamw() adds eps
+    before it."""
+    lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
+    torch._fused_adamw_(
+        [param], [grad * args.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+        [torch.tensor(1e9)], lr=lr, beta1=float(args.betas[0]), beta2=float(args.betas[1]), eps=args.eps,
+        amsgrad=False, maximize=False, weight_decay=float(args.weight_decay) / lr if lr else 0.0)
+
+# ==== FP8 ==================================================================================================
+# Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
+# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
+# of this tensor (current scaling) or of the previous step (delayed scaling). FP8 is for training only.
+# Validation uses the activations' dtype. On a CPU matmuls convert FP8 values to float32. The loss is a sum
+# over tokens. Records also divide it by 8 ranks, so their constant scales of gradients are 8 times smaller.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
+
+
+class FP8Scales(typing.NamedTuple):
+    """Scales of the FP8 head, and the dtype of its logits."""
+
+    x: float
+    weight: float
+    grad: float
+    logits_dtype: torch.dtype | None = None  # None: dtype of x
+
+
+def head_fp8_scales(cfg: Config) -> FP8Scales:
+    """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
+
+    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
+    """
+    return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
+                     logits_dtype=E4M3 if cfg.fp8_logits == "on" else None)
+
+
+def quantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
+                 ) -> tuple[Tensor, Tensor]:
+    """Quantize x / scale to FP8, saturating. Returns (x8, scale ()). The default scale is amax / limit."""
+    limit = torch.finfo(dtype).max
+    if scale is None:
+        scale = x.abs().max().float().clamp(min=1e-12) / limit
+    elif not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
+    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
+
+
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast: bool
+                  ) -> Tensor:
+    """(a * scale_a) @ (b * scale_b)^T of FP8 tensors. a (M, K), b (N, K), both row-major -> (M, N).
+
+    fast: accumulate with less precision. An FP8 result has scale 1 and saturates.
+    """
+    if a.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32 matmuls
+        out = a.float() @ b.float().T * (scale_a * scale_b)
+        return out.clamp(-448, 448).to(E4M3) if out_dtype == E4M3 else out.to(out_dtype)
+    return torch._scaled_mm(a, b.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+class LinearFP8(torch.autograd.Function):
+    """x W^T in FP8, forward and backward. The weight's scale is amax / limit."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float | None, grad_scale: float | None,
+                grad_dtype: torch.dtype) -> Tensor:
+        """x (T, K), weight (N, K) -> (T, N). x_scale, grad_scale: constant scales. None: amax / limit."""
+        x8, x_scale = quantize_fp8(x, E4M3, x_scale)
+        w8, w_scale = quantize_fp8(weight, E4M3)
+        ctx.save_for_backward(x8, x_scale, w8, w_scale)
+        ctx.grad_dtype, ctx.grad_scale, ctx.weight_dtype = grad_dtype, grad_scale, weight.dtype
+        return scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
+        x8, x_scale, w8, w_scale = ctx.saved_tensors
+        grad8, scale = quantize_fp8(grad, ctx.grad_dtype, ctx.grad_scale)
+        grad_t, x_t = grad8.T.contiguous(), x8.T.contiguous()
+        grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
+        grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
+        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None
+
+
+def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    """linear() in FP8. All scales are amax / limit."""
+    return LinearFP8.apply(x, weight, None, None, E5M2)
+
+
+def qkv_fp8(x: Tensor, weight: Tensor) -> Tensor:
+    """linear() for queries, keys and values of normalized x, with constant scales."""
+    return LinearFP8.apply(x, weight, QKV_LIMIT / 448, QKV_LIMIT / 448, E4M3)
+
+
+def make_qkv_fp8(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs,
+                 ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
+    """make_qkv() with qkv_fp8()."""
+    return make_qkv(x, weight, rope, heads, step_inputs, ops._replace(linear=qkv_fp8))
+
+
+def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None
+                         ) -> Tensor:
+    """relu2_mlp() with linear_fp8()."""
+    return linear_fp8(F.relu(linear_fp8(x, up.T)).square(), down)
+
+
+class MLPFP8(torch.autograd.Function):
+    """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_grad_scale: Tensor,
+                amax: Tensor, use_kernel: bool) -> Tensor:
+        """x (T, D), up and down (D, M) -> (T, D).
+
+        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up.
+        amax (2,) is not used. Backward returns the amax of these two tensors as its gradient.
+        """
+        x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
+        (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
+        hidden8, hidden_t, hidden_amax = relu2_matmul_fp8(
+            x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M), (M, T), ()
+        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale,
+                              hidden_amax, pre_grad_scale)
+        ctx.use_kernel = use_kernel
+        return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor, None]:
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
+        (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale, hidden_amax,
+         pre_grad_scale) = ctx.saved_tensors
+        grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
+        pre8, pre_t, pre_amax = relu2_matmul_fp8(
+            grad8, down8, scale, down_scale, pre_grad_scale, E5M2, grad.dtype, ctx.use_kernel, hidden8,
+            hidden_scale)  # (T, M), (M, T), ()
+        grad_x = scaled_matmul(pre8, up8, pre_grad_scale, up_scale, grad.dtype, fast=False)
+        x_t, grad_t = (transpose(y, ctx.use_kernel) for y in (x8, grad8))
+        grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_grad_scale, grad.dtype, fast=False)
+        grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
+        return grad_x, grad_up, grad_down, None, None, torch.stack((hidden_amax, pre_amax)), None
+
+
+def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
+                  ) -> Tensor:
+    return MLPFP8.apply(x, up, down, scaling.hidden_scale, scaling.pre_grad_scale, scaling.amax, use_kernel)
+
+
+class DelayedScaling(nn.Module):
+    """Scales of MLPFP8, from the amax of the previous step. A kernel can then quantize its own result."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("hidden_scale", torch.tensor(1.0), persistent=False)
+        self.register_buffer("pre_grad_scale", torch.tensor(2.0**-3), persistent=False)
+        self.register_buffer("amax", torch.zeros(2), persistent=False)  # its gradient is the amax
+
+
+class DelayedScales:
+    """Delayed scaling of a whole model. The amax over all ranks determines the scales of the next step."""
+
+    FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
+
+    def __init__(self, model: nn.Module, comm: Comm):
+        modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
+        self.scales = [scale for m in modules for scale in (m.hidden_scale, m.pre_grad_scale)]
+        self.inputs = [m.amax.requires_grad_() for m in modules]
+        self.comm, self.amax, self.work = comm, None, None  # amax (modules, 2) of this step so far
+        device = self.scales[0].device if modules else None
+        self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
+
+    def collect(self) -> None:
+        """After each backward: keep the largest amax. Autograd would add the micro-batches."""
+        if self.inputs and self.inputs[0].grad is not None:
+            found = torch.stack([amax.grad for amax in self.inputs])
+            self.amax = found if self.amax is None else torch.maximum(self.amax, found)
+            for amax in self.inputs:
+                amax.grad = None
+
+    def start(self) -> None:
+        """After the last backward: start the asynchronous amax all-reduce."""
+        if self.amax is not None:
+            self.work = self.comm.start_max(self.amax)
+
+    def finish(self) -> None:
+        """Before the next forward: set the new scales. If an amax is 0 or not finite, its scale stays."""
+        if self.work is not None:
+            self.work.wait()
+        if self.amax is not None:
+            is_usable = self.amax.isfinite() & (self.amax > 0)
+            old = torch.stack(self.scales).view_as(self.amax)
+            new = (self.amax * self.factors).maximum(self.floors).where(is_usable, old)
+            torch._foreach_copy_(self.scales, list(new.flatten().unbind()))
+            self.clear()
+
+    def clear(self) -> None:
+        self.amax = self.work = None
+
+# ==== FUSED OPERATIONS =====================================================================================
+# Fused QKV runs one kernel after the matmul, and in backward one kernel before the matmuls. The fused loss
+# (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused MLP does
+# not store its first product. All call Triton kernels of the next section. The loss does so only with
+# use_kernel.
+
+class FusedQKV(torch.autograd.Function):
+    """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
+                is_start: Tensor, heads: Heads, use_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> q, k, v."""
+        tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
+        if use_fp8:
+            x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
+            w8, w_scale = quantize_fp8(weight, E4M3)
+            packed = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, 2HK + HL)
+        else:
+            packed = x @ weight.type_as(x).T
+        q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
+        launch_qkv(packed, tables, heads, q, k)
+        ctx.heads, ctx.use_fp8, ctx.weight_dtype = heads, use_fp8, weight.dtype
+        ctx.save_for_backward(packed, *tables, *((x8, x_scale, w8, w_scale) if use_fp8 else (x, weight)))
+        return q, k, packed[:, 2 * H * K :]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of queries, keys and values -> gradients of x (T, D) and weight (2HK + HL, D)."""
+        (packed, *tables), saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        grads = [grad.contiguous() for grad in grads]
+        grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
+        grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
+        launch_qkv(packed, tables, ctx.heads, *grads, grad, grad_t)
+        if ctx.use_fp8:
+            (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], QKV_LIMIT / 448)
+            grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
+            grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
+        else:
+            grad_x, grad_w = grad @ saved[1].type_as(grad), grad.T @ saved[0]
+        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None, None, None
+
+
+def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
+              use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls, see qkv_fp8()."""
+    return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
+
+
+def launch_qkv(packed: Tensor, tables: Iterable[Tensor], heads: Heads, q: Tensor, k: Tensor,
+               v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None) -> None:
+    """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
+    (num_tokens, width), (H, K, L, P, key_offset, pairs, has_norm) = packed.shape, heads
+    cos, sin, softmax_scale, is_start = tables
+    num_slots, width_k = 2 * H + (0 if grad is None else triton.cdiv(H * L, K)), triton.next_power_of_2(K)
+    block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
+    qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
+        packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
+            v, grad, grad_t)), num_tokens, width, H, K, P, cos.size(-1), grad is not None,
+        0.0 if grad_t is None else 448 / QKV_LIMIT, RMS_EPS, pairs == "adjacent", has_norm, key_offset,
+        BLOCK=block, BLOCK_K=width_k, num_warps=8)
+
+
+def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
+                             grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernel: bool = False
+                             ) -> tuple[Tensor, Tensor]:
+    """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V).
+
+    A target of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the
+    gradient exceeds 1 / grad_scale.
+    Source: the fused kernel of 2026-01-16.
+    """
+    if use_kernel:
+        losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
+        grads = torch.empty_like(logits, dtype=grad_dtype)
+        cross_entropy_kernel[(logits.size(0),)](
+            logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *softcap, grad_scale,
+            logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
+        return losses, grads
+    capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
+    log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
+    weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
+    losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
+    weights = weights / (grad_scale * softcap.width if softcap.cap else grad_scale)
+    grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
+    if softcap.cap:  # softcap derivative. 1/width is applied above
+        grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))
+    return losses, grads.to(grad_dtype)
+
+
+class FusedHeadLoss(torch.autograd.Function):
+    """head_loss() that computes its gradients in forward. Logits exist for LOGITS_CHUNK tokens at a time.
+    With FP8, x must be RMS-normalized."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
+                use_kernel: bool, scales: FP8Scales | None) -> Tensor:
+        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
+        w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
+        if scales:  # quantize once for all chunks
+            w, w_scale = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
+            w_t, grad_scale = transpose(w, use_kernel), torch.full_like(w_scale, scales.grad)  # (D, V)
+            logits_dtype = scales.logits_dtype or x.dtype
+        for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+            if scales:
+                x8, x_scale = quantize_fp8(x_chunk, E4M3, scales.x)
+                logits = scaled_matmul(x8, w, x_scale, w_scale, logits_dtype, fast=True)  # (T, V)
+                losses, grad8 = softcapped_cross_entropy(logits, target, target_weights, softcap, E5M2,
+                                                         scales.grad, use_kernel)
+                grad_x = scaled_matmul(grad8, w_t, grad_scale, w_scale, x.dtype, fast=False)
+                grad_w_chunk = scaled_matmul(transpose(grad8, use_kernel), transpose(x8, use_kernel),
+                                             grad_scale, x_scale, torch.float32, fast=False)  # (V, D)
+            else:
+                losses, grads = softcapped_cross_entropy(x_chunk @ w.T, target, target_weights, softcap,
+                                                         x.dtype, use_kernel=use_kernel)
+                grad_x, grad_w_chunk = grads @ w, (grads.T @ x_chunk).to(at_least_fp32(x))  # (T, D), (V, D)
+            loss = loss + losses.sum()
+            grad_xs.append(grad_x)
+            grad_w = grad_w_chunk if grad_w is None else grad_w + grad_w_chunk
+        ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None, None
+
+
+def fused_head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
+                    use_kernel: bool = False, scales: FP8Scales | None = None) -> Tensor:
+    return FusedHeadLoss.apply(x, weight, targets, target_weights, softcap, use_kernel, scales)
+
+
+def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
+    """Transpose FP8 x (M, N) to a row-major (N, M). The kernel takes a ninth of Inductor's time."""
+    if not use_kernel:
+        return x.T.contiguous()
+    out = x.new_empty(x.size(1), x.size(0), dtype=torch.uint8)
+    transpose_kernel[triton.cdiv(x.size(1), 128), triton.cdiv(x.size(0), 128)](
+        x.view(torch.uint8), out, *x.shape, BLOCK=128, num_warps=8)
+    return out.view(x.dtype)
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu2_mlp() by a kernel, which does not store x @ up."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        """x (T, D), up and down (D, M) -> (T, D)."""
+        hidden = relu2_matmul(x, up)  # (T, M)
+        ctx.save_for_backward(x, up, down, hidden)
+        return hidden @ down.T
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M)."""
+        x, up, down, hidden = ctx.saved_tensors
+        grad_pre = relu2_matmul(grad, down, hidden)  # (T, M)
+        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden
+
+
+def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None) -> Tensor:
+    return FusedMLP.apply(x, up, down)
+
+
+def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
+
+    The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
+    form's result. Sources: 2026-01-14, 2026-06-11.
+    """
+    return launch_relu2_matmul(x.contiguous(), w.contiguous(), hidden, x.dtype)
+
+
+def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_scale: Tensor,
+                     out_dtype: torch.dtype, dtype: torch.dtype, use_kernel: bool,
+                     hidden: Tensor | None = None, hidden_scale: Tensor | None = None
+                     ) -> tuple[Tensor, Tensor, Tensor]:
+    """relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M). Returns the output / out_scale in FP8, its
+    transpose (M, T), and the amax () of the output. dtype: of the product x w, if no kernel is used."""
+    w_t = w.T.contiguous()  # (M, D), the layout of FP8 tensor cores
+    if use_kernel:
+        scale = x_scale * w_scale if hidden is None else x_scale * w_scale * hidden_scale.sqrt()
+        amax = torch.zeros((), device=x.device)
+        out_t, scales = x.new_empty(len(w_t), len(x), dtype=out_dtype), torch.stack((scale, 1 / out_scale))
+        return launch_relu2_matmul(x, w_t.T, hidden, out_dtype, out_t, scales, amax), out_t, amax
+    y = scaled_matmul(x, w_t, x_scale, w_scale, dtype, fast=hidden is None).float()
+    y = F.relu(y).square() if hidden is None else y * 2 * (hidden.float() * hidden_scale).sqrt()
+    out, _ = quantize_fp8(y, out_dtype, out_scale)
+    return out, out.T.contiguous(), y.abs().max()
+
+
+def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: torch.dtype,
+                        out_t: Tensor | None = None, scales: Tensor | None = None, amax: Tensor | None = None
+                        ) -> Tensor:
+    """Launch relu2_matmul_kernel. out_t (M, T), scales (2,) and amax (): only for FP8."""
+    (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
+    is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients: float32 sums
+    is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.device.type == "cuda"
+               and torch.cuda.get_device_capability(x.device)[0] in (9, 10))  # four stages fit
+    width, depth = 256 if is_wide else 128, 128 // num_bytes
+    depth = depth if inner % depth == 0 else 64
+    if rows % 128 or columns % width or inner % depth:
+        raise ValueError(f"tiles of 128 x {depth} x {width} do not divide {rows} x {inner} x {columns}")
+    out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
+    relu2_matmul_kernel[(rows // 128 * (columns // width),)](
+        x, w, out if hidden is None else hidden, out, *((out, out, out) if amax is None else (
+            out_t, scales, amax)), rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
+        0.0 if amax is None else torch.finfo(out_dtype).max, depth if is_precise else None, BLOCK_M=128,
+        BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
+    return out
+
+
+def triton_symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
+                            ) -> Tensor:
+    """symmetric_matmul() with half of the FLOPs: the kernel computes one triangle (record 27)."""
+    if x.size(-2) <= 128:  # one tile
+        return symmetric_matmul(x, add, alpha, beta)
+    x = x.contiguous()
+    num_matrices, size, depth = x.shape
+    out = x.new_empty(num_matrices, size, size)
+    tiles = triton.cdiv(size, 128)
+    symmetric_kernel[tiles, tiles, num_matrices](
+        x, x if add is None else add.contiguous(), out, size, depth, alpha, beta, add is not None, BLOCK=128,
+        DEPTH=64, num_warps=8, num_stages=4 if x.element_size() == 2 else 2)  # stages that fit shared memory
+    return out
+
+# ==== TRITON KERNELS =======================================================================================
+# Each program computes one tile or one row. Sums are in float32. Tests run the kernels on a CPU, by Triton's
+# interpreter.
+
+if triton is not None:
+    @triton.jit
+    def symmetric_kernel(x_ptr, add_ptr, out_ptr, SIZE, INNER, ALPHA: tl.constexpr, BETA: tl.constexpr,
+                         HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+        """One tile of alpha X X^T + beta A, on or above the diagonal. Its transpose is stored too."""
+        i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        if j < i:
+            return
+        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+        x_ptr += matrix * SIZE * INNER
+        add_ptr += matrix * SIZE * SIZE
+        out_ptr += matrix * SIZE * SIZE
+        total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for start in range(0, INNER, DEPTH):
+            depth = start + tl.arange(0, DEPTH)
+            left = tl.load(x_ptr + rows[:, None] * INNER + depth[None, :],
+                           mask=(rows[:, None] < SIZE) & (depth[None, :] < INNER), other=0.0)
+            right = tl.load(x_ptr + cols[None, :] * INNER + depth[:, None],
+                            mask=(cols[None, :] < SIZE) & (depth[:, None] < INNER), other=0.0)
+            total += tl.dot(left, right)
+        total *= ALPHA
+        inside = (rows[:, None] < SIZE) & (cols[None, :] < SIZE)
+        here = rows[:, None] * SIZE + cols[None, :]
+        if HAS_ADD:
+            total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total, mask=inside)
+        if j > i:
+            tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
+
+    @triton.jit
+    def split_pairs(x, IS_ADJACENT: tl.constexpr):
+        """x (T, K) -> first and second channel of each pair, (T, K/2) each."""
+        HALF: tl.constexpr = x.shape[1] // 2
+        if IS_ADJACENT:
+            return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
+        else:
+            return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+
+    @triton.jit
+    def join_pairs(first, second, IS_ADJACENT: tl.constexpr):
+        """Inverse of split_pairs()."""
+        x = tl.join(first, second)
+        x = x if IS_ADJACENT else tl.permute(x, (0, 2, 1))
+        return tl.reshape(x, (first.shape[0], 2 * first.shape[1]))
+
+    @triton.jit
+    def qkv_kernel(packed_ptr, cos_ptr, sin_ptr, softmax_scale_ptr, is_start_ptr, q_ptr, k_ptr, v_ptr,
+                   grad_ptr, grad_t_ptr, T, WIDTH, H: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+                   N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
+                   IS_ADJACENT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr,
+                   BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate.
+
+        In backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
+        programs copy the gradient of v. If FP8_SCALE > 0, the gradient is multiplied by it, and its
+        transpose is stored, too.
+        """
+        slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        HALF: tl.constexpr = BLOCK_K // 2
+        columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
+        inside, is_unrotated = columns < K, (columns >= 2 * N if IS_ADJACENT else columns % HALF >= N)
+        if BLOCK_K > K and not IS_ADJACENT:  # pad each half of a head to half a tile
+            inside, columns = columns % HALF < K // 2, columns % HALF + columns // HALF * (K // 2)
+        inside = (tokens[:, None] < T) & inside[None, :] & (slot * K + columns[None, :] < WIDTH)
+        packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
+        if slot < 2 * H:
+            head, is_key = slot % H, slot >= H
+            x = tl.load(packed_ptr + packed, mask=inside, other=0.0).to(tl.float32)
+            inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / K + EPS) if HAS_NORM else 1.0
+            x *= inverse_rms
+            table = (tokens[:, None] * P + head % P) * N + pairs[None, :]
+            rotates = (tokens[:, None] < T) & (pairs[None, :] < N)
+            scale = tl.where(is_key, 1.0, tl.load(softmax_scale_ptr).to(tl.float32))
+            cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
+            sin = tl.load(sin_ptr + table, mask=rotates, other=0.0).to(tl.float32) * scale
+
+            # Key offset: unrotated channels go to the next token. The first of a sequence also keeps them
+            stays = inside
+            if HAS_OFFSET:
+                is_moved = (is_unrotated & is_key)[None, :]
+                is_start = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
+                has_next = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
+                stays = inside & tl.where(is_moved, is_start, True)
+                moves = inside & tl.where(is_moved, has_next, False)
+            here = tokens[:, None] * (H * K) + head * K + columns[None, :]
+            out_ptr = q_ptr
+            if is_key:
+                out_ptr = k_ptr
+            if IS_BACKWARD:
+                grad = tl.load(out_ptr + here, mask=stays, other=0.0).to(tl.float32)
+                if HAS_OFFSET:
+                    grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)
+                first, second = split_pairs(grad, IS_ADJACENT)
+                grad = join_pairs(first * cos - second * sin, second * cos + first * sin, IS_ADJACENT)
+                if HAS_NORM:
+                    grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) * inverse_rms
+            else:
+                first, second = split_pairs(x, IS_ADJACENT)
+                y = join_pairs(first * cos + second * sin, second * cos - first * sin, IS_ADJACENT)
+                y = y.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + here, y, mask=stays)
+                if HAS_OFFSET:
+                    tl.store(out_ptr + here + H * K, y, mask=moves)
+        else:
+            place = tokens[:, None] * (WIDTH - 2 * H * K) + (slot - 2 * H) * K + columns[None, :]
+            grad = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if IS_BACKWARD:
+            if FP8_SCALE > 0:
+                grad = tl.clamp(grad * FP8_SCALE, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            grad = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + packed, grad, mask=inside)
+            if FP8_SCALE > 0:
+                columns_t = (slot * K + columns).to(tl.int64)
+                tl.store(grad_t_ptr + columns_t[:, None] * T + tokens[None, :], grad.T, mask=inside.T)
+
+    @triton.jit
+    def compute_tanh(x, IS_APPROXIMATE: tl.constexpr):
+        """tanh of float32 x. NVIDIA GPUs have an instruction with an error of 2^-11."""
+        if IS_APPROXIMATE:
+            return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                             is_pure=True, pack=1)
+        else:
+            return 1 - 2 / (1 + tl.exp(2 * x))
+
+    @triton.jit
+    def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
+                             NUM_TARGETS: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr,
+                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, IS_APPROXIMATE: tl.constexpr,
+                             BLOCK: tl.constexpr):
+        """Loss of one token and d loss / d logits. Capped logits are 0 to CAP, so softmax needs no maximum.
+
+        With t = tanh((logit + SHIFT) / (2 WIDTH)) the capped logit is CAP / 2 (1 + t), and its derivative is
+        CAP / (4 WIDTH) (1 - t^2). The gradients of the targets are corrected at the end.
+        """
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * V
+        grads_ptr += row * V
+        targets_ptr += row * NUM_TARGETS
+        LOG2E: tl.constexpr = 1.4426950408889634
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_last").to(tl.float32)  # the loop below reads them again
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            total += tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)
+        log_total = tl.log2(tl.sum(total, axis=0))  # log2 of sum exp(capped - CAP)
+        loss = log_total * 0.0
+        all_weights = log_total * 0.0
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + i)
+            weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            loss += weight * (log_total / LOG2E - (t_target - 1) * (CAP / 2))
+            all_weights += weight
+        tl.store(losses_ptr + row, loss)
+        factor = CAP / (4 * WIDTH) / GRAD_SCALE
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_first").to(tl.float32)
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            grad = all_weights * factor * (1 - t * t) * tl.exp2((t - 1) * (CAP / 2 * LOG2E) - log_total)
+            tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
+        tl.debug_barrier()  # the stores above come first
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + i)
+            weight = log_total * 0.0
+            for j in tl.static_range(NUM_TARGETS):
+                weight += tl.where(tl.load(targets_ptr + j) == target, tl.load(weights_ptr + j), 0.0)
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            target_grad = all_weights * tl.exp2((t_target - 1) * (CAP / 2 * LOG2E) - log_total) - weight
+            target_grad *= factor * (1 - t_target * t_target)
+            tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
+
+    @triton.jit(do_not_specialize=["T", "PADDING"])  # a new number of tokens compiles nothing
+    def sum_rows_kernel(grad_ptr, ordered_ptr, order_ptr, places_ptr, out_ptr, T, PADDING, D,
+                        ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+        """Sum the gradients of the tokens that read one row. Tokens are ordered by their rows.
+
+        Only the program of a row's first token adds, the others return. With ADDS the sum is added to the
+        row of `out`. Else it is stored at the row's index in DistinctRows.rows. Row PADDING has no sum.
+        """
+        first, columns = tl.program_id(0), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        row = tl.load(ordered_ptr + first)
+        if (row == PADDING) | (tl.load(ordered_ptr + first - 1, mask=first > 0, other=-1) == row):
+            return
+        at = first + tl.arange(0, BLOCK)
+        is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        while tl.max(is_own.to(tl.int32), axis=0) > 0:
+            tokens = tl.load(order_ptr + at, mask=is_own, other=0)
+            tile = tl.load(grad_ptr + tokens[:, None] * D + columns[None, :],
+                           mask=is_own[:, None] & (columns < D)[None, :], other=0.0)
+            total += tl.sum(tile.to(tl.float32), axis=0)
+            at += BLOCK
+            is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
+        if ADDS:
+            out_ptr += row * D + columns
+            total += tl.load(out_ptr, mask=columns < D, other=0.0).to(tl.float32)
+        else:
+            out_ptr += tl.load(places_ptr + tl.load(order_ptr + first)) * D + columns
+        tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=columns < D)
+
+    @triton.jit
+    def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
+        """Transpose one tile of bytes."""
+        rows = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
+        tile = tl.load(x_ptr + rows[:, None] * COLUMNS + columns[None, :], mask=inside)
+        tl.store(out_ptr + columns[:, None] * ROWS + rows[None, :], tile.T, mask=inside.T)
+
+    @triton.jit
+    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, out_t_ptr, scales_ptr, amax_ptr, ROWS,
+                            COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
+                            LIMIT: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
+
+        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
+        and clamped to LIMIT, and its transpose is stored, too. MAX_IMPRECISE: products that FP8 tensor cores
+        may add before the sum moves to float32. NaN stays NaN, and its amax is infinite. Neighboring tiles
+        share rows of X and columns of W in the cache.
+        """
+        number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
+        first = number // (GROUP * num_columns) * GROUP
+        height = min(ROWS // BLOCK_M - first, GROUP)
+        place = number % (GROUP * num_columns)
+        rows = (first + place % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + rows[:, None] * INNER + depth[None, :]
+        w_ptrs = w_ptr + depth[:, None] * STRIDE_K + columns[None, :] * STRIDE_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for _ in range(0, INNER, BLOCK_K):
+            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total, max_num_imprecise_acc=MAX_IMPRECISE)
+            x_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K * STRIDE_K
+        here = rows[:, None] * COLUMNS + columns[None, :]
+        if LIMIT > 0:
+            total *= tl.load(scales_ptr)
+        if IS_BACKWARD:
+            total *= 2 * tl.sqrt(tl.load(hidden_ptr + here).to(tl.float32))
+        else:
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            total *= total
+        if LIMIT > 0:
+            tl.atomic_max(amax_ptr, tl.max(tl.where(total == total, tl.abs(total), float("inf"))))
+            total = tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            total = tl.minimum(total, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total)
+        if LIMIT > 0:
+            tl.store(out_t_ptr + columns.to(tl.int64)[:, None] * ROWS + rows[None, :], total.T)
+
+# ==== ROW-SPARSE GRADIENTS =================================================================================
+# Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends
+# (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
+# of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
+
+class DistinctRows(typing.NamedTuple):
+    """The distinct rows among row numbers (T,). [7, 3, 7] has rows [3, 7, padding] and places [1, 0, 1]."""
+
+    rows: Tensor  # (T,) distinct, in ascending order, then padding
+    places: Tensor  # (T,) index in `rows` of each row number
+    ordered: Tensor  # (T,) the row numbers in ascending order
+    order: Tensor  # (T,) argsort of the row numbers
+    padding: int
+
+
+def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
+    ordered, order = rows.long().sort(stable=True)  # (T,)
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    places = is_new.cumsum(0) - 1
+    distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
+    places = torch.empty_like(places).scatter_(0, order, places)
+    return DistinctRows(distinct, places, ordered, order, padding)
+
+
+def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0) -> Tensor:
+    """Sum grad (T, D) of each distinct row, in a fixed order -> (T, D). The remaining entries are zero.
+
+    With out (R, D) add the sums to its rows, and return it. Sums are rounded to multiples of grid. The sum
+    of row `padding` is undefined.
+    """
+    sums = torch.ops.aten.embedding_dense_backward(grad, distinct.places, len(grad), -1, False)
+    sums = round_to_multiple(sums, grid) if grid else sums
+    return sums if out is None else add_rows(out, distinct.rows, sums)
+
+
+def sum_rows_triton(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0
+                    ) -> Tensor:
+    """sum_rows() by a kernel, which reads each gradient once and rounds once, after adding `out`."""
+    if grid:
+        return sum_rows(grad, distinct, out, grid)
+    (T, D), adds = grad.shape, out is not None
+    out = out if adds else grad.new_zeros(T, D)
+    sum_rows_kernel[T, triton.cdiv(D, 256)](
+        grad.contiguous(), distinct.ordered, distinct.order, distinct.places, out, T, distinct.padding, D,
+        adds, BLOCK=16, BLOCK_D=256)
+    return out
+
+
+def add_rows(out: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
+    """Add sums (n, D) to distinct rows (n,). Only padding repeats. index_add_() is six times slower."""
+    out[rows] = out[rows] + sums
+    return out
+
+
+class RowPlan:
+    """The distinct rows of a table that the tokens of a micro-batch read, and the ranks that own them."""
+
+    def __init__(self, rows: Tensor, num_rows: int, comm: Comm):
+        """rows (T,) of a table (num_rows, D)."""
+        self.comm, self.rows_per_rank, self.received_rows = comm, -(-num_rows // comm.world_size), None
+        self.distinct = find_distinct(rows, self.rows_per_rank * comm.world_size)
+        if comm.world_size > 1:
+            first = torch.arange(1 + comm.world_size, device=rows.device) * self.rows_per_rank
+            counts = torch.searchsorted(self.distinct.rows, first).diff()  # (N,) rows that each rank owns
+            self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
+
+    def send_rows(self) -> tuple[list[int], list[int]]:
+        """Send row numbers to their owners, once for all tables. Returns counts by owner, and by sender."""
+        counts, rank = self.counts.read().tolist(), self.comm.rank
+        sent, received = counts[rank], [row[rank] for row in counts]
+        if self.received_rows is None:
+            self.received_rows = self.comm.all_to_all(
+                self.distinct.rows[: sum(sent), None], sent, received)
+        return sent, received
+
+    def send(self, sums: Tensor) -> ReceivedRows:
+        """Send sums (T, D) of the rows to their owners."""
+        sent, received = self.send_rows()
+        return ReceivedRows(*self.received_rows, *self.comm.all_to_all(sums[: sum(sent)], sent, received),
+                            received, self.rows_per_rank * self.comm.rank)
+
+    def fetch(self, shard: Tensor) -> Tensor:
+        """The distinct rows (n, D) of a ShardedTable, from their owners."""
+        sent, received = self.send_rows()
+        rows, work = self.received_rows
+        work.wait()
+        wanted = shard[rows[:, 0] - self.rows_per_rank * self.comm.rank]
+        fetched, work = self.comm.all_to_all(wanted, received, sent)
+        work.wait()
+        return fetched
+
+
+class ReceivedRows(typing.NamedTuple):
+    """Rows of a gradient that arrive on this rank, ordered by sender."""
+
+    rows: Tensor  # (n, 1)
+    rows_work: dist.Work
+    sums: Tensor  # (n, D)
+    sums_work: dist.Work
+    counts: list[int]  # number of rows by sender
+    first_row: int  # of this rank's shard
+
+    def wait(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Wait, then return (rows within the shard (n,), sums (n, D)) from each sender."""
+        self.rows_work.wait()
+        self.sums_work.wait()
+        rows = self.rows[:, 0] - self.first_row
+        return zip(rows.split(self.counts), self.sums.split(self.counts))
+
+
+class RowSparseGradient:
+    """Gradient of this rank's shard of a table, accumulated from row sums."""
+
+    is_dense = True  # the gradient has all rows of the shard
+
+    def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
+                 on_added: Callable[[], None] | None = None, use_kernel: bool = False):
+        self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
+        self.grid, self.on_added = grid, on_added
+        self.sum_rows = sum_rows_triton if use_kernel else sum_rows
+        self.sums = None  # (rows of the shard + 1 of padding, D)
+        if self.is_dense:
+            self.sums = shard.new_zeros(len(shard) // row_size + 1, row_size)
+        self.received: ReceivedRows | None = None
+
+    def add(self, plan: RowPlan, grad: Tensor) -> None:
+        """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add the previous sums."""
+        is_alone = self.comm.world_size == 1
+        sums = self.sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
+        if not is_alone:
+            received, self.received = self.received, plan.send(sums)
+            self._accumulate(received.wait() if received else ())
+        elif not self.is_dense:  # else sum_rows() has added them
+            self._accumulate([(plan.distinct.rows, sums)])
+        if self.on_added:
+            self.on_added()
+
+    def wait(self) -> Tensor:
+        """The gradient of the shard (M/N,), after all communication."""
+        if self.received:
+            received, self.received = self.received, None
+            self._accumulate(received.wait())
+        return self.sums[:-1].flatten()
+
+    def clear(self) -> None:
+        self.received = None
+        self.sums.zero_()
+
+    def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for rows, sums in pieces:
+            add_rows(self.sums, rows, sums)
+
+
+def can_shard(group: Group, rt: Runtime) -> bool:
+    """Whether tables of this group are divided among the ranks. See ShardedTable."""
+    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
+
+
+class ShardedTable(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
+
+    A rank stores R/N rows and one extra row at the end. Padding points to it, and no update changes it.
+    Source: record 92.
+    """
+
+    ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
+    PIECE_BYTES = 2 * 10**9  # largest size of one checkpoint file. A larger table has several files
+
+    def _store(self) -> None:
+        ((name, param),) = self.params.items()
+        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        self.is_dry = False  # updates change nothing, for the warm-up
+        # One entry per update: the old values of the rows that it changed. None: no snapshot needs them. The
+        # first entry belongs to update number `first_undo`
+        self.undo: deque | None = None
+        self.first_undo = 0
+
+    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
+        """Wait for the gradients, update the rows that have one, clear the gradients."""
+        timer.enter("communication")
+        rows, grad = self.sparse.wait()  # (n,), (n, D)
+        timer.enter("optimizer")
+        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # a power of 2: few shapes compile
+        padding = -len(rows) % size
+        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
+        tensors, replaced = [self.shard, *self.state.values()], []
+        for part, part_grad in zip(rows.split(size), grad.split(size)):
+            new = [tensor[part] for tensor in tensors]
+            if self.undo is not None and not self.is_dry:
+                replaced.append((part, [x.clone() for x in new]))
+            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)  # changes `new` in place
+            for tensor, values in zip(tensors, new) if not self.is_dry else ():
+                tensor[part] = values
+        if replaced:
+            self.undo.append(replaced)
+        timer.add_norms(self, grad, None)
+        self.clear()
+        self.needs_gather = True
+
+    def start_gather(self) -> None:
+        self.needs_gather = False  # forward fetches the rows that it needs
+
+    def mark(self) -> int:
+        """Record updates from now on. Returns a mark. take_back(mark) restores the present rows."""
+        self.undo = deque() if self.undo is None else self.undo
+        return self.first_undo + len(self.undo)
+
+    def take_back(self, mark: int) -> None:
+        """Undo all updates since mark() returned this number."""
+        while self.first_undo + len(self.undo) > mark:
+            for part, old in self.undo.pop():
+                for tensor, values in zip([self.shard, *self.state.values()], old):
+                    tensor[part] = values
+
+    def forget(self, mark: int | None) -> None:
+        """Delete the records before this mark. None: delete all, and stop recording."""
+        if mark is None:
+            self.undo = None
+        while self.undo and self.first_undo < mark:
+            self.undo.popleft()
+            self.first_undo += 1
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Ranges (first, end) of rows, each with at most PIECE_BYTES of values and state."""
+        row_bytes = sum(x[0].nbytes for x in (self.shard, *self.state.values()))
+        size, num_rows = max(1, self.PIECE_BYTES // row_bytes), self.sparse.num_rows
+        return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+    def _overlap(self, first: int, end: int) -> tuple[slice, slice]:
+        """This rank's part of the table's rows first..end-1, as slices of these rows and of the shard."""
+        start, num_rows = self.comm.rank * (len(self.shard) - 1), len(self.shard) - 1
+        low, high = max(first, start), max(first, start, min(end, start + num_rows))
+        return slice(low - first, high - first), slice(low - start, high - start)
+
+    def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows first..end-1 of values or state. Ranks add zeros to the rows of others, so sums are exact."""
+        shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
+        (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
+        rows[part] = shard[own]
+        self.comm.all_reduce(rows.view(torch.uint8))
+        return rows
+
+    def load(self, key: str, rows: Tensor, first: int = 0) -> None:
+        """Set values or state from rows of full_tensor()."""
+        part, own = self._overlap(first, first + len(rows))
+        (self.shard if key == "" else self.state[key])[own] = rows[part]
+
+
+class SparseRows(RowSparseGradient):
+    """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
+
+    is_dense = False
+    pieces: tuple[tuple[Tensor, Tensor], ...] = ()  # rows of the shard (n,), and their sums (n, D)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Distinct rows (n,) and their gradients (n, D), after all communication. The rest is padding."""
+        if self.received:
+            received, self.received = self.received, None
+            self._accumulate(received.wait())
+        rows, sums = (torch.cat(x) for x in zip(*self.pieces))
+        distinct = find_distinct(rows, len(self.shard) - 1)
+        return distinct.rows, self.sum_rows(sums, distinct)
+
+    def clear(self) -> None:
+        self.received, self.pieces = None, ()
+
+    def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.pieces = (*self.pieces, *pieces)
+
+
+class SparseEmbedding(torch.autograd.Function):
+    """embedding() whose backward adds row sums to table.sparse_grad and makes no dense table.grad."""
+
+    @staticmethod
+    def forward(ctx, table: nn.Parameter, rows: Tensor, plan: RowPlan) -> Tensor:
+        """table (R, D), rows (T,) -> (T, D)."""
+        ctx.table, ctx.plan = table, plan
+        if isinstance(table.sparse_grad, SparseRows) and plan.comm.world_size > 1:
+            return F.embedding(plan.distinct.places, plan.fetch(table))
+        return F.embedding(rows, table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
+        ctx.table.sparse_grad.add(ctx.plan, grad)  # (T, D)
+        return None, None, None
+
+
+def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
+    """embedding() by SparseEmbedding. All tables that read one tensor of rows share a plan, rows.plan."""
+    if not torch.is_grad_enabled() and not isinstance(table.sparse_grad, SparseRows):
+        return F.embedding(rows, table)
+    if not hasattr(rows, "plan"):
+        rows.plan = RowPlan(rows, table.sparse_grad.num_rows, table.sparse_grad.comm)
+    return SparseEmbedding.apply(table, rows, rows.plan)
+
+# ############################## PART THREE: INFRASTRUCTURE #################################################
+
+# ==== DEVICE ===============================================================================================
+# The device, the process group, and the choices made at startup: dtype, compiler, fast forms, FP8. All ranks
+# use rank 0's choices, and the run stores them. User errors are RunErrors. To add a choice, add it to
+# choose_precision(), describe_choices() and keep_choices().
+
+class RunError(Exception):
+    """A run that cannot continue. main() prints the message as one line and exits with `status`."""
+
+    status = 1
+
+    def __init__(self, message: str, status: int | None = None, of_one_rank: bool = False):
+        super().__init__(message)
+        self.status = self.status if status is None else status
+        self.of_one_rank = of_one_rank  # other ranks may not have the error, so this rank prints it
+
+
+class InputError(RunError):
+    """Bad input. The message names the value and the remedy."""
+
+    status = 2
+
+
+class RunStopped(RunError):
+    """An intended stop before the last step. The message says how to continue."""
+
+
+@contextmanager
+def explain_files():
+    """Turn an OSError that names a file into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise InputError("too many open files: raise the limit with ulimit -n, or build fewer and "
+                             "larger shards", of_one_rank=True) from None
+        if error.filename is None:
+            raise
+        raise InputError(f"{error.filename}: {error.strerror}: check the path, its permissions and the free "
+                         "space of its disk", of_one_rank=True) from error
+
+
+@contextmanager
+def explain_memory(cfg: Config):
+    """Turn an out-of-memory error into an InputError that suggests smaller micro-batches or sequences."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_cpu_allocator = "DefaultCPUAllocator: can't allocate memory" in str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and not is_cpu_allocator:
+            raise
+        smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
+                                for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
+        seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
+        if longer := [stage.seq_len for stage in cfg.stages if (stage.seq_len or 0) > smaller]:
+            seq_len += f", and --stages with seq_len={smaller} in place of {max(longer)}"
+        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
+                         f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
+                         of_one_rank=True) from error
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Device and choices of a process. The default is one CPU rank, float32, and the code of part one."""
+
+    device: torch.device = torch.device("cpu")
+    comm: Comm = dataclasses.field(default_factory=lambda: Comm())
+    local_rank: int = 0
+    dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
+    use_compile: bool = False
+    compile_mode: str = "default"
+    fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
+    fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
+    ngram_rows: int = 0  # for --ngram_rows=-1. 0: the record's number
+    peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
+    notes: tuple[str, ...] = ()  # lines about the choices, printed once
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def compile(self, fn):
+        """torch.compile fn if this run compiles. All shapes are static."""
+        if not self.use_compile:
+            return fn
+        torch._dynamo.config.recompile_limit = 64  # per code object: one for segments, one for update rules
+        if self.compile_mode == "coordinate-descent":
+            return torch.compile(fn, dynamic=False, options={"coordinate_descent_tuning": True})
+        return torch.compile(fn, dynamic=False, mode=self.compile_mode)
+
+
+def env_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def check_environment() -> None:
+    """Raise InputError if torchrun's environment variables are inconsistent. Called before any is read."""
+    for name, default in dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
+        text, least = os.environ.get(name, default), 1 if name.endswith("WORLD_SIZE") else 0
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+            raise InputError(f"{name}={text} in the environment is not a whole number of at least {least}: "
+                             "unset it, or start with torchrun", of_one_rank=True)
+    for prefix in ("", "LOCAL_"):
+        rank, world_size = env_int(f"{prefix}RANK", 0), env_int(f"{prefix}WORLD_SIZE", 1)
+        if rank >= world_size:
+            raise InputError(f"{prefix}RANK={rank} in the environment is not below {prefix}WORLD_SIZE="
+                             f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
+
+
+def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
+    """Select the device and join the process group of torchrun. is_alone: one rank without a group."""
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    rank, local_rank, world_size = (0, 0, 1) if is_alone else (
+        env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
+    if cfg.device == "cuda" and not use_cuda:
+        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
+                         "or install a CUDA build of torch")
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise InputError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
+                         "processes per node, or use --device=cpu", of_one_rank=True)
+    check_world_size(cfg, world_size)
+    with suppress(ValueError, OSError):  # as many open files as allowed, because every shard stays open
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_memory()
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPUs too: no upcast to float32
+    return Runtime(device, join_ranks(device, rank, world_size), local_rank)
+
+
+def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
+    """Join the process group. InputError if a rank is not reachable."""
+    if world_size == 1:
+        return Comm()
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, {name} is "
+                             "not: start with torchrun, or unset WORLD_SIZE", of_one_rank=True)
+    with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG on Linux: a rank ends with its launcher
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
+    is_cuda, address = device.type == "cuda", os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, None)  # init_process_group() would retry an unknown name for an hour
+        dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None,
+                                timeout=LONG_TIMEOUT)
+        return Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
+                    dist.new_group(timeout=LONG_TIMEOUT))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"rank {rank} cannot reach the other ranks at MASTER_ADDR={address}, MASTER_PORT="
+                         f"{os.environ['MASTER_PORT']} ({str(error)[:200]}): start with torchrun. On "
+                         "several nodes also set GLOO_SOCKET_IFNAME to the interface (docs/nodes.md)",
+                         of_one_rank=True) from None
+
+
+def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
+    """Choose dtype, compiler, fast forms and FP8 by short trials. All ranks use rank 0's choices."""
+    dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
+    use_compile, compile_line = choose_compile(cfg, rt.device)
+    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt.device, dtype, use_compile)
+    fp8_lines = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast) for name in FP8_FORMS}
+    fp8 = frozenset(name for name, (works, _) in fp8_lines.items() if works)
+    lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
+    if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
+        lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
+    preset = resolve_preset(cfg.preset)
+    names = ("comm_bucket_mb", "comm_timeout", "check_ranks_every", *([] if use_compile else ["segments"]))
+    for name in names if rt.world_size == 1 else ():
+        if getattr(cfg, name) != preset[name]:
+            lines.append(f"--{name}={getattr(cfg, name)} has no effect on one rank")
+    if "fp8_head" not in fp8 and cfg.fp8_head_amax != preset["fp8_head_amax"]:
+        lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
+    ngram_rows = cfg.ngram_rows
+    if cfg.ngram_rows < 0:
+        ngram_rows = choose_ngram_rows(cfg, rt)
+        published = PUBLISHED_LOSSES.get(ngram_rows, "") if cfg.preset == "frontier" else ""
+        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}{published}")
+    return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
+        dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
+        ngram_rows=ngram_rows, peak_flops=peak_flops,
+        notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+
+
+# Loss of record 92's recipe with fewer rows of the table, two runs of its author each
+PUBLISHED_LOSSES = {NGRAM_ROWS[2]: ". Published losses: 3.2825 and 3.2863",
+                    NGRAM_ROWS[-1]: ". Published losses: 3.3149 and 3.3152"}
+
+
+def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
+    """The largest table of NGRAM_ROWS whose rows, moments and 40 GiB of other memory fit on all GPUs."""
+    if rt.device.type == "cpu":
+        return NGRAM_ROWS[-1]
+    row_bytes = cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize + 8
+    memory = torch.cuda.get_device_properties(rt.device).total_memory - 40 * 2**30
+    return next((rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size), NGRAM_ROWS[-1])
+
+
+def describe_choices(rt: Runtime) -> dict:
+    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8),
+                ngram_rows=rt.ngram_rows)
+
+
+def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
+    """choose_precision(), but options set to auto reuse the choices in `earlier`, a run's metadata or {}.
+
+    If this machine cannot use these choices, a record run ends with InputError. Other runs choose anew.
+    """
+    choices = earlier.get("choices")
+    if not choices:
+        return choose_precision(cfg, rt)
+    kept = dict(choices, compile="on" if choices["compile"] else "off",
+                fast=",".join(choices["fast"]) or "off",
+                **{name: "on" if name in choices["fp8"] else "off" for name in FP8_FORMS})
+    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") in ("auto", -1)}
+    reason = "another device"
+    if earlier["hardware"]["device"] == rt.device.type:
+        try:
+            rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
+            return dataclasses.replace(rt, notes=("dtype and fast forms are those of the first start",))
+        except InputError as error:
+            reason = str(error)
+    if cfg.record:
+        raise InputError(f"this machine lacks the choices of the first start of --record={cfg.record} "
+                         f"({reason}): use the machine of that start, or another name")
+    rt = choose_precision(cfg, rt)
+    return dataclasses.replace(rt, notes=(f"this machine lacks the earlier choices ({reason}). New ones:",
+                                          *rt.notes))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed activations for the next step, to avoid page faults in the hot loop."""
+    with suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a square matmul, from the fastest of six runs."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(6):
+        start = clock(device)
+        a @ b
+        best = min(best, clock(device) - start)
+    return 2 * size**3 / best
+
+
+def supports_bfloat16(device: torch.device) -> bool:
+    """Whether the device supports bfloat16, fast or slow."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+    """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line with the reason)."""
+    is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+    if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
+        features = getattr(torch.cpu, "get_capabilities", dict)()
+        has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    if cfg.dtype != "auto":
+        name, reason = cfg.dtype, "chosen by --dtype"
+    else:
+        name, verb = ("bfloat16", "multiplies") if has_bf16 else ("float32", "does not multiply")
+        reason = f"this {'GPU' if is_cuda else 'processor'} {verb} bfloat16"
+    dtype = getattr(torch, name)
+    rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
+    return dtype, rate, f"activations: {name} ({reason}. Matmul: {rate / 1e12:.2f} TFLOP/s)"
+
+
+def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
+    """Return whether to compile, and a line with the reason. auto: with CUDA, Triton and capability 7.0."""
+    is_cuda, reason = device.type == "cuda", ""
+    if is_cuda and triton is None:
+        reason = "Triton is not installed"
+    elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
+        reason = "a GPU below capability 7.0"
+    if cfg.compile == "on" and reason:
+        raise InputError(f"--compile=on is not possible ({reason}): use --compile=auto or off")
+    use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    if cfg.compile_mode != "default" and not use_compile and not reason:
+        raise InputError(f"--compile_mode={cfg.compile_mode} has no effect, because nothing is compiled: "
+                         "give --compile=on, or leave it out")
+    return use_compile, f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}"
+
+
+def read_peak_memory_mib(rt: Runtime) -> int:
+    """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
+    if rt.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(rt.device) >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+class HostCopy:
+    """An asynchronous copy of a tensor to the CPU. The caller may change the tensor immediately."""
+
+    PINNED = 2**20  # largest copy in bytes that gets pinned memory. Pinning 5 GB takes a second
+
+    def __init__(self, tensor: Tensor, out: Tensor | None = None):
+        tensor, self.event = tensor.detach(), None
+        is_cuda = tensor.device.type != "cpu"
+        self.copy = out if out is not None else torch.empty_like(
+            tensor, device="cpu", pin_memory=is_cuda and tensor.nbytes <= self.PINNED)
+        self.copy.copy_(tensor, non_blocking=True)
+        if is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def read(self) -> Tensor:
+        if self.event:
+            self.event.synchronize()
+        return self.copy
+
+
+class Stop:
+    """A request to stop early, stored as an exit status. 0: none. All ranks agree on the last step."""
+
+    TIME_LIMIT, GUARD = 124, 3  # exit statuses
+    CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", TIME_LIMIT: "at its time limit",
+              GUARD: "by the guard"}
+
+    def __init__(self, rt: Runtime, argv: Iterable[str] = (), time_limit: float = 0.0):
+        self.rt, self.argv, self.time_limit = rt, argv, time_limit or math.inf
+        self.started, self.work = time.monotonic(), None
+        self.requested = 0  # on this rank
+        self.agreed = 0  # on all ranks
+
+    @contextmanager
+    def catch_signals(self):
+        """Turn SIGINT, SIGTERM and SIGHUP into requests. SIGINT over 1 s after the first signal interrupts.
+
+        Signals that the parent process ignores stay ignored, for example SIGHUP under nohup.
+        """
+        first_at = math.inf
+
+        def handle(signum: int, _frame) -> None:
+            nonlocal first_at
+            if signum == signal.SIGINT and time.monotonic() > first_at + 1:
+                raise KeyboardInterrupt
+            first_at = min(first_at, time.monotonic())
+            self.requested = self.requested or 128 + signum
+
+        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        old = {number: signal.signal(number, handle) for number in signals
+               if signal.getsignal(number) != signal.SIG_IGN}
+        try:
+            yield
+        finally:  # several ranks keep the handlers, because torchrun's SIGTERM would cut off the last lines
+            for number, handler in old.items() if self.rt.world_size == 1 else ():
+                signal.signal(number, handler)
+
+    def poll(self) -> int:
+        """Return the request that all ranks honor after this step, or 0. All ranks call poll() each step.
+
+        With several ranks a request takes effect one step later, so that no rank waits.
+        """
+        if time.monotonic() - self.started > self.time_limit:
+            self.requested = self.requested or self.TIME_LIMIT
+        self.collect()
+        if self.rt.world_size == 1:
+            self.agreed = self.agreed or self.requested
+        else:
+            self.flag = torch.tensor(self.requested)
+            self.work = self.rt.comm.start_max(self.flag, on_cpu=True)
+        return self.agreed
+
+    def collect(self) -> None:
+        """Finish the communication of the last poll()."""
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.agreed = None, self.agreed or int(self.flag)
+
+    def end(self, status: int, step: str, checkpoints: Checkpoints) -> typing.NoReturn:
+        """Raise RunStopped on every rank, with the command line that continues from the last checkpoint."""
+        rt, argv, remedy = self.rt, list(self.argv), "no checkpoint"
+        self.collect()
+        checkpoints.wait()
+        path = rt.comm.broadcast_object(next(iter(list_steps(checkpoints.folder)), None))
+        rt.comm.barrier()  # torchrun ends all ranks when the first one exits
+        if path:
+            per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
+            nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+            nodes = nodes if rt.world_size > per_node else "--standalone"
+            script = shlex.quote(os.path.relpath(__file__))
+            launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
+            if "RUN_SH" in os.environ:  # set by run.sh
+                launcher, script = f"NPROC={rt.world_size}", shlex.quote(os.environ["RUN_SH"])
+            kept = [word for before, word in zip(("", *argv), argv)
+                    if not word.startswith("--resume") and before != "--resume"]
+            hint = "lower the learning rates, and " if status == self.GUARD else ""
+            remedy = f"{hint}continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
+        raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
+
+
+@dataclass
+class TrainClock:
+    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
+
+    device: torch.device
+    seconds: float  # before `started`
+    started: float  # time of the last start, lap or end of a pause
+
+    def read(self) -> float:
+        return self.seconds + time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Synchronize and return the exact seconds."""
+        now = clock(self.device)
+        self.seconds, self.started = self.seconds + now - self.started, now
+        return self.seconds
+
+    @contextmanager
+    def paused(self):
+        self.seconds += clock(self.device) - self.started
+        yield
+        self.started = clock(self.device)
+
+# ==== CHOICE OF FAST FORMS =================================================================================
+# Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
+
+PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
+FP8_FORMS = ("fp8_head", "fp8_linear", "fp8_mlp", "fp8_qkv")  # chosen by the options of these names
+FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
+
+
+def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bool) -> str:
+    """The reason that auto (of --fast or an fp8 option) skips a form on this device, or ""."""
+    is_gpu = device.type == "cuda"
+    if needs in ("GPU", "GPU and softcap") and not is_gpu:
+        return "plain PyTorch is faster on a CPU"
+    if needs == "GPU and softcap" and not 0 < cfg.softcap <= 80:
+        return "its sums need a softcap of at most 80"
+    if needs == "compiled GPU" and not (is_gpu and use_compile):
+        return "FlexAttention is fast only if it is compiled for a GPU"
+    if needs in ("CPU", "eager CPU") and (is_gpu or use_compile and needs == "eager CPU"):
+        return "it is for CPU runs without torch.compile"
+    if needs == "Hopper" and not (is_gpu and torch.cuda.get_device_capability(device) == (9, 0)):
+        return "it was measured on Hopper GPUs only"
+    if needs == "Hopper" and (cfg.model_dim % 64 or cfg.mlp_hidden % 128):
+        return "its tiles do not divide the matrices"
+    if needs in FP8_FORMS and not is_gpu:
+        return f"no CPU multiplies FP8 faster than bfloat16. --{needs}=on forces it"
+    if needs in FP8_FORMS and cfg.dtype == "float32":
+        return "--dtype=float32"
+    if needs in FP8_FORMS[1:] and not use_compile:
+        return "without a compiler, measuring amax costs more time than FP8 saves"
+    if needs == "fp8_linear" and cfg.model_dim < 1536:
+        return "below 1536 channels, measuring amax costs more time than FP8 saves"
+    return ""
+
+
+def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Callable:
+    """Return a function that makes normal tensors of these shapes. A dimension may be an option's name."""
+    def make(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+        sizes = [[getattr(cfg, n) if isinstance(n, str) else n for n in shape] for shape in shapes]
+        return [(torch.randn(size, device=device) * factor).to(dtype)
+                for size, factor in zip(sizes, [*scales, *[1.0] * len(sizes)])], ()
+
+    return make
+
+
+def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make q and k (T, H, K), v (T, H, L), and doc_ids (T,)."""
+    heads = (4 * BLOCK, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim)
+    make = random_inputs(heads, heads, (*heads[:2], "head_dim"), scales=[cfg.head_dim**-0.5])
+    return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
+
+
+def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor
+                  ) -> list[Tensor]:
+    """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
+    build_mask, window = forms["make_mask"], BLOCK
+    if build_mask is build_block_mask:
+        window = torch.full((), BLOCK, device=q.device)
+    elif build_mask is not make_mask:
+        build_mask = functools.partial(build_mask, dtype=q.dtype)
+    return [forms["attention"](q, k, v, build_mask(doc_ids, window))]
+
+
+def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    leaves, _ = random_inputs((BLOCK, 2, "num_heads", 1, "head_dim"))(cfg, device, dtype)
+    angles = torch.arange(BLOCK, device=device)[:, None, None] / (1.0 + torch.arange(
+        cfg.head_dim // 4, device=device))
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
+    table_dtype = torch.float32 if device.type == "cuda" else dtype
+    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm == "on")
+
+
+def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
+    heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
+                  cfg.qk_norm == "on")
+    K, P = heads.qk_dim, heads.num_positions
+    leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
+                              scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
+    positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
+    angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
+        P, device=device)[:, None]
+    is_unrotated = mark_unrotated(positions == 0, K // 4, K, cfg.rotary_pairs).to(dtype)
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
+
+
+def run_qkv(forms: dict[str, Callable], *inputs) -> list[Tensor]:
+    return [*forms["make_qkv"](*inputs, Operations())]
+
+
+def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
+    make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
+    (x, weight), _ = make(cfg, device, dtype)
+    targets = torch.arange(128, device=device).view(64, 2)
+    targets = targets.masked_fill(targets % 7 == 3, -1)
+    softcap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
+    return [rms_norm(x), weight], (targets, torch.tensor([1.0, 0.5], device=device), softcap)
+
+
+def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        gram = symmetric_matmul(x)
+        return [forms["symmetric_matmul"](x), forms["symmetric_matmul"](gram, gram, 0.5, 2.0)]
+
+
+def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D), and the matrices up and down (D, M)."""
+    matrix = cfg.model_dim, cfg.mlp_hidden
+    return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
+        cfg, device, dtype)
+
+
+def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    rows = torch.arange(BLOCK, device=device) ** 2 % 50
+    return [], (*random_inputs((64, "model_dim"), (BLOCK, "model_dim"))(cfg, device, dtype)[0], rows)
+
+
+def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
+    """Look up rows. Returns the rows, and the gradient of the table."""
+    table = nn.Parameter(table.clone())
+    if forms["embedding"] is not embedding:
+        table.sparse_grad = RowSparseGradient(table.detach().flatten(), *table.shape, Comm())
+    y = forms["embedding"](rows, table)
+    y.backward(grad)
+    return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
+
+
+def run_sum_rows(forms: dict[str, Callable], grad: Tensor, out: Tensor) -> list[Tensor]:
+    """Sums of rows, alone and added to `out`. Two rows have more tokens than a tile."""
+    distinct = find_distinct(torch.arange(len(grad), device=grad.device) ** 2 % 50, 50)
+    with torch.no_grad():
+        return [forms["sum_rows"](grad, distinct), forms["sum_rows"](grad, distinct, out.clone())]
+
+
+def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
+    """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
+    param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
+    for step, grad in enumerate(grads, 1):
+        args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
+                          betas=(0.8, 0.95), eps=1e-8)
+        forms["adamw"](param, grad.detach(), state, args)
+    return [param - weight.detach(), *state.values()]
+
+
+def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D) and weight (M, D) of a linear, and the inputs of an MLP."""
+    (x, up, down), _ = mlp_inputs(cfg, device, dtype)
+    return [x, up.T, x, up, down], ()
+
+
+def run_fp8_linear(forms: dict[str, Callable], *inputs: Tensor) -> list[Tensor]:
+    return [forms["linear"](*inputs[:2]), forms["relu2_mlp"](*inputs[2:])]
+
+
+def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    return [forms["relu2_mlp"](x, up, down, DelayedScaling().to(x.device))]
+
+
+def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
+    """Call the only function of a form."""
+    (function,) = forms.values()
+    return [function(*inputs)]
+
+
+def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
+                      ) -> tuple[frozenset[str], list[str]]:
+    """Choose and verify fast forms. Returns (their names, lines for the log)."""
+    chosen, replaced, lines, wanted = [], set(), [], split_names(cfg.fast)
+    names = [name for name in list_fast_forms() if name not in FP8_FORMS]
+    for name in names:
+        row = list_fast_forms()[name]
+        is_replaced = replaced & row.fast.keys()
+        obstacle = find_obstacle(row.needs, cfg, device, use_compile)
+        if is_replaced or obstacle if wanted == ["auto"] else name not in wanted:
+            continue
+        if name == "sum_rows" and "sparse_embedding" not in chosen:
+            reason = "it is part of sparse_embedding, which is off"
+        else:
+            reason = verify(name, cfg, device, dtype, use_compile)
+        if is_replaced and not reason:
+            reason = "another named form replaces this operation already"
+        if reason and wanted != ["auto"]:
+            raise InputError(f"--fast={cfg.fast}: {name} cannot be used ({reason}): leave it out")
+        if reason:
+            lines.append(f"fast form {name}: off ({reason})")
+        else:
+            chosen.append(name)
+            replaced |= row.fast.keys()
+    longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
+    if "attention" not in replaced and longest > PLAIN_ATTENTION_TOKENS:
+        why = f" ({'; '.join(lines)})" if lines else ""
+        raise InputError(f"attention runs in its plain form{why}, whose masks of {longest} x "
+                         f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
+                         f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}")
+    return frozenset(chosen), [f"fast forms: {', '.join(chosen) or 'none'}", *lines]
+
+
+def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
+               fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
+    """Return whether to use an FP8 form, and a line with the reason. fast: the other fast forms in use."""
+    wanted, label = getattr(cfg, name), name.replace("_", " ")
+    reason = find_obstacle(name, cfg, device, use_compile)
+    if wanted == "off" or wanted == "auto" and reason:
+        return False, f"{label}: off ({reason if wanted == 'auto' else f'--{name}=off'})"
+    sizes = ("model_dim", "padded_vocab_size") if name == "fp8_head" else ("model_dim",)
+    problems = [f"{size}={getattr(cfg, size)} is not a multiple of 16" for size in sizes
+                if getattr(cfg, size) % 16]
+    if name != "fp8_head" and cfg.model_dim < FP8_MIN_DIM:
+        problems.append(f"model_dim={cfg.model_dim} is below {FP8_MIN_DIM}")
+    reason = problems[0] if problems else verify(name, cfg, device, dtype, use_compile, fast)
+    if reason and wanted == "on":
+        raise InputError(f"--{name}=on but it cannot be used ({reason}): use --{name}=auto or off")
+    return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
+
+# ==== COMM =================================================================================================
+# All collectives of the program. Comm counts the bytes of gradients and parameters that this rank sends.
+# torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
+
+LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
+
+
+class Comm:
+    """Collectives of one rank. A separate group keeps all-gathers from queueing behind reduce-scatters."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, gloo_group: dist.ProcessGroup | None = None,
+                 all_gather_group: dist.ProcessGroup | None = None):
+        self.rank, self.world_size = rank, world_size
+        self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
+        self.all_gather_group = all_gather_group
+        self.bytes = Counter()  # sent so far for gradients and parameters, by collective
+
+    def reduce_scatter(self, full: Tensor) -> tuple[Tensor, dist.Work]:
+        """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
+        shard = torch.empty_like(self.local_shard(full))
+        self.bytes["reduce_scatter"] += full.nbytes - shard.nbytes
+        return shard, reduce_scatter_single(shard, full, async_op=True)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> dist.Work:
+        """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
+        self.bytes["all_gather"] += full.nbytes - shard.nbytes
+        return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
+
+    def all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]
+                   ) -> tuple[Tensor, dist.Work]:
+        """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
+        received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+        row_bytes = sent.itemsize * math.prod(sent.shape[1:])
+        self.bytes["all_to_all"] += (sum(send_counts) - send_counts[self.rank]) * row_bytes
+        work = dist.all_to_all_single(received.view(torch.uint8), sent.contiguous().view(torch.uint8),
+                                      receive_counts, send_counts, async_op=True)
+        return received, work
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum in place over ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def start_max(self, tensor: Tensor, on_cpu: bool = False) -> dist.Work | None:
+        """Start the maximum over ranks, in place."""
+        if self.world_size == 1:
+            return None
+        group = self.gloo_group if on_cpu else None
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def gather_shards(self, shard: Tensor) -> Tensor:
+        """Concatenate all ranks' shards (M/N, ...) to (M, ...), on every rank."""
+        if self.world_size == 1:
+            return shard
+        full = shard.new_empty(self.world_size * len(shard), *shard.shape[1:])
+        all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))
+        return full
+
+    def local_shard(self, full: Tensor) -> Tensor:
+        """This rank's (M/N, ...) view of (M, ...)."""
+        return full.unflatten(0, (self.world_size, -1))[self.rank]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite the tensor with rank 0's values."""
+        if self.world_size > 1:
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
+
+    def broadcast_object(self, value):
+        """Return rank 0's plain Python object on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.gloo_group)
+        return box[0]
+
+    def gather_objects(self, value) -> list:
+        """List all ranks' plain Python objects in the order of ranks, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.gloo_group)
+        return values
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self.gloo_group)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time that a collective of a training step may take."""
+        for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+# PyTorch 2.13 renamed these two functions
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def share_errors(body: Callable, rt: Runtime):
+    """Call body on rank 0. Returns its result on rank 0, else None. All ranks raise its InputError."""
+    result, problem = None, ""
+    if rt.is_main:
+        try:
+            result = body()
+        except InputError as error:
+            problem = str(error)
+    problem = rt.comm.broadcast_object(problem)
+    if problem:
+        raise InputError(problem)
+    return result
+
+
+def compare_ranks(run: dict, rt: Runtime) -> None:
+    """Raise InputError on all ranks if the script, options, machine or data of one differ from rank 0's."""
+    runs = rt.comm.gather_objects(run)
+    for rank, other in enumerate(runs):
+        if others := differences(runs[0], other, "ranks"):
+            raise InputError(f"rank {rank} differs from rank 0 ({', '.join(others[:5])}): start all ranks "
+                             "with equal options, files, script and PyTorch")
+
+
+def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -> float:
+    """Bytes that a rank must send in these steps: each gradient and each parameter once per update.
+
+    The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
+    """
+    total = 0.0
+    for bucket in optimizer.buckets:
+        if bucket in optimizer.tables:
+            continue
+        num_bytes = sum(param.nbytes for param in bucket.params.values())
+        first_update, last_update = (bucket.group.count_updates(step, optimizer.late_step)
+                                     for step in (first_step, last_step))
+        if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head == "on":
+            first = -(-(optimizer.untie_step + 1) // bucket.group.every)
+            first_update = min(max(first_update, first), last_update)
+        total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
+    return total * (1 - 1 / optimizer.rt.world_size)
+
+
+def round_to_multiple(x: Tensor, unit: float) -> Tensor:
+    """Round to multiples of a power of two, so that sums are exact and independent of their order.
+
+    Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
+    """
+    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
+    return (x + shift).sub_(shift)
+
+# ==== SHARD FILES ==========================================================================================
+# Token files and GPT-2's vocabulary: reading, checking, writing. data/README.md describes the format.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_REMEDY = "fetch or build it again (data/README.md)"
+BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A token file, checked and kept open. If it were memory-mapped, truncation would end the process."""
+
+    file: typing.BinaryIO
+    num_tokens: int
+    starts: np.ndarray  # index of the first token of each document
+    bos: int
+    sha256: str
+
+    def usable_tokens(self, max_doc_len: int) -> np.ndarray:
+        """Running sum over the documents of min(length, max_doc_len)."""
+        lengths = np.diff(self.starts, append=self.num_tokens)
+        return np.minimum(lengths, max_doc_len).cumsum()
+
+    def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
+        """Read tokens first..end-1 (default: all) as uint16. RunError if the file was cut short."""
+        end = self.num_tokens if end is None else min(end, self.num_tokens)
+        data = os.pread(self.file.fileno(), 2 * (end - first), SHARD_HEADER_BYTES + 2 * first)
+        if len(data) != 2 * (end - first):
+            raise RunError(f"{self.file.name} became shorter during this run and lacks token {end - 1}: "
+                           f"{SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
+        return np.frombuffer(data, dtype="<u2")
+
+
+def read_shard_header(path: str) -> tuple[int, int, int]:
+    """Read (number of tokens, vocabulary size, BOS) of a shard. InputError if header or size is wrong."""
+    problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
+    with explain_files():
+        size = os.path.getsize(path)
+        if os.path.isfile(path):  # opening a pipe would wait for its writer
+            header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+    if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
+        problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
+        remedy = "convert text with python data/text.py PATH --out FOLDER, and give --train_files=FOLDER"
+    elif header[2] <= 0:
+        problem = "has no tokens"
+    elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
+        problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
+    if problem:
+        raise InputError(f"{path} {problem}: {remedy}")
+    return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
+
+
+def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> Shard:
+    """Open and check a .bin shard. InputError names the file and the problem."""
+    num_tokens, shard_vocab, bos = read_shard_header(path)
+    if shard_vocab != vocab_size:
+        raise InputError(f"{path} was made for vocabulary size {shard_vocab}, but the model has "
+                         f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files")
+    if expected_bos not in (None, bos):
+        raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
+                         "of one tokenizer with --train_files and --val_files")
+    with explain_files():
+        file = open(path, "rb", buffering=0)
+        tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
+    if tokens.max() >= vocab_size:
+        raise InputError(f"{path} has token {tokens.max()}, but its vocabulary size is {vocab_size}: "
+                         f"{SHARD_REMEDY}")
+    starts = np.flatnonzero(tokens == bos)
+    if not len(starts):
+        raise InputError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}")
+    return Shard(file, num_tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
+
+
+def find_shards(pattern: str, field: str) -> list[str]:
+    """List files of a glob pattern, or shards of a folder, sorted. InputError says how to get them."""
+    if os.path.isdir(pattern):
+        pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
+    paths = sorted(glob.glob(pattern))
+    if not paths:
+        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
+                         "for FineWeb, or python data/text.py for your own text. Both are in this "
+                         "file's repository")
+    return paths
+
+
+def scan_shards(cfg: Config, shards: list[Shard]) -> Iterator[tuple[int, Shard]]:
+    """Yield (index, shard) of the training shards, once per epoch. At its first use a shard is opened and
+    appended to shards."""
+    paths = find_shards(cfg.train_files, "train_files")
+    has_no_bar = not has_progress_bar()
+    with tqdm(total=len(paths), desc="scan shards", unit="file", disable=has_no_bar, leave=False) as bar:
+        for _ in range(cfg.epochs):
+            for index, path in enumerate(paths):
+                if index == len(shards):
+                    shards.append(open_shard(path, cfg.vocab_size, shards[0].bos if shards else None))
+                    bar.update()
+                yield index, shards[index]
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
+    """Write tokens (uint16, beginning with BOS) to a shard under a temporary name, then rename the file."""
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
+    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def fingerprint(shards: Iterable[Shard]) -> str:
+    return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
+
+
+def uses_embedded_corpus(pattern: str) -> bool:
+    return Path(EMBEDDED_CORPUS) in (Path(pattern), Path(pattern).parent)
+
+
+def make_corpus(cfg: Config, rt: Runtime) -> None:
+    """If this run trains on the embedded corpus, data/text.py builds it, if it is at hand.
+
+    Rank 0 builds first. Then local rank 0 of each node builds, if its node lacks the files.
+    """
+    if not uses_embedded_corpus(cfg.train_files):
+        return
+    tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
+    for is_turn in (rt.rank == 0, rt.local_rank == 0):
+        for tool in [path for path in tools if path.exists()][:1] if is_turn else ():
+            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # data/text.py imports it
+            runpy.run_path(str(tool))["make_embedded_corpus"]()
+        rt.comm.barrier()
+
+
+def describe_val_text(cfg: Config) -> str:
+    """A note if a run trains on other text than the embedded corpus, but validates on it. Else empty."""
+    if uses_embedded_corpus(cfg.train_files) or not uses_embedded_corpus(cfg.val_files):
+        return ""
+    return f"validation is on {cfg.val_files}, not on your text: give --val_files, too"
+
+
+def report_missing_val_tokens(cfg: Config, missing: int) -> typing.NoReturn:
+    """Raise InputError with the remedies."""
+    limit, short = ((cfg.val_tokens - missing) // n * n for n in (cfg.val_seq_len, BLOCK))
+    remedy = f"--val_seq_len={short} --val_tokens={short}" if short else "more text"
+    remedy = f"at most --val_tokens={limit}" if limit else remedy
+    raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
+                     f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
+
+
+def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int,
+                          first_step: int) -> typing.NoReturn:
+    """Raise InputError with the remedies. needed, first_step: sequences of the run and of its first step."""
+    missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
+    epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
+    again = f"repeat the files (--epochs={epochs}), " if planned else ""
+    lower = "num_iterations" if len(planned) >= first_step else "tokens_per_step" if planned else "seq_len"
+    hint = "" if cfg.sequence_start == "anywhere" else (
+        ". --sequence_start=anywhere uses all tokens of long documents")
+    raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: {again}get "
+                     "more files with data/cached_fineweb10B.py N or data/text.py PATH, or lower "
+                     f"--{lower}{hint}")
+
+
+def read_vocabulary(cfg: Config) -> dict[bytes, int]:
+    """Read the map from each token's bytes to its id, without <|endoftext|>."""
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
+        printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+        decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
+                 if text != "<|endoftext|>"}
+        if max(ids.values()) >= cfg.vocab_size:
+            raise ValueError("ids beyond the vocabulary")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
+        other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
+        reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
+        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
+                         f"model's tokens. To fix it, {fetch}give {other}") from None
+    return texts
+
+
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
+
+    Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
+    """
+    prefixes, stack = np.full(vocab_size, -1), []
+    for text in sorted(filter(None, ids)):
+        while stack and not text.startswith(stack[-1]):
+            stack.pop()
+        if stack:
+            prefixes[ids[text]] = ids[stack[-1]]
+        stack.append(text)
+    return torch.from_numpy(prefixes)
+
+
+def list_merges(text: bytes, ids: dict[bytes, int]) -> list[tuple[bytes, bytes, int, bool, bool]]:
+    """Merges of byte-pair encoding within a token: (left, right, id of the result, is it first, is it last).
+
+    The pair whose result has the lowest id merges first, the leftmost of equal ones.
+    """
+    pieces, merges = [text[i : i + 1] for i in range(len(text))], []
+    while True:
+        results = [ids.get(left + right, math.inf) for left, right in itertools.pairwise(pieces)]
+        if not results or min(results) == math.inf:
+            return merges
+        i = results.index(min(results))
+        left, right = pieces[i : i + 2]
+        merges.append((left, right, results[i], i == 0, i + 2 == len(pieces)))
+        pieces[i : i + 2] = [left + right]
+
+
+def classify_character(text: bytes, is_last: bool) -> str:
+    """Class of the first or last character of a token: space, number, letter, other, or a part of one."""
+    for n in range(1, min(4, len(text)) + 1):
+        with suppress(UnicodeDecodeError):
+            char = (text[-n:] if is_last else text[:n]).decode()[-1 if is_last else 0]
+            if char.isspace() and not "\x1c" <= char <= "\x1f":
+                return "space"
+            return {"N": "number", "L": "letter"}.get(unicodedata.category(char)[0], "other")
+    return "part"
+
+
+def ends_in_contraction(text: bytes) -> bool:
+    """Whether a token ends in 's, 't, ... after nothing, a letter or a number. Any token can follow it."""
+    found = re.search(rb"'(s|t|re|ve|m|ll|d)$", text)
+    before = text[: found.start()] if found else b""
+    return bool(found) and (not before or classify_character(before, True) in ("letter", "number"))
+
+
+def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+    """Bits (V, V/8), uint8: bit x of row p is set if the tokenizer never emits token x directly after p.
+
+    If a merge joins the last piece of p with the first piece of x while both exist, the pair would have been
+    merged. The pre-tokenizer prevents merges in some cases. Source: record 91, 2026-08-06.
+    """
+    # For each piece: the tokens that have it as last (first) piece, and the span of merges in which they do
+    lasts, firsts, rules = defaultdict(list), defaultdict(list), []
+    for text, i in ids.items():
+        merges = list_merges(text, ids)
+        rules += [(*merges[-1][:2], i)] if merges else []
+        for pieces, is_last in ((firsts, False), (lasts, True)):
+            if is_last and ends_in_contraction(text) or not text:
+                continue
+            changes = [(left + right, result + (not is_last)) for left, right, result, first, last in merges
+                       if (last if is_last else first)]
+            history = [(text[-1:] if is_last else text[:1], 0), *changes]
+            ends = [*(start for _, start in changes), 2**31]
+            kind = classify_character(text, is_last)
+            for (piece, start), end in zip(history, ends):
+                if start < end and (is_last or kind != "part"):
+                    is_special = kind == ("other" if is_last else "letter")
+                    pieces[piece].append((i, start, end, kind == "space", is_special))
+    lasts, firsts = ({piece: np.array(rows, dtype=np.int64).T for piece, rows in pieces.items()}
+                     for pieces in (lasts, firsts))
+    bits = np.zeros((vocab_size, vocab_size // 8), dtype=np.uint8)
+    for left, right, merge in tqdm(rules, desc="impossible tokens", leave=False,
+                                   disable=not has_progress_bar()):
+        if left not in lasts or right not in firsts:
+            continue
+        before, after = (rows[:, (rows[1] <= merge) & (merge < rows[2])]
+                         for rows in (lasts[left], firsts[right]))
+        # The pre-tokenizer separates a space from a space, and a letter from another character before it
+        for is_space, is_other in itertools.product((0, 1), repeat=2):
+            rows = before[0, (before[3] == is_space) & (before[4] == is_other)]
+            columns = after[0, (after[3] & is_space | after[4] & is_other) == 0]
+            places, inverse = np.unique(columns >> 3, return_inverse=True)
+            values = np.zeros(len(places), dtype=np.uint8)
+            np.bitwise_or.at(values, inverse, (1 << (columns & 7)).astype(np.uint8))
+            bits[np.ix_(rows, places)] |= values
+    return torch.from_numpy(bits)
+
+
+def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
+    """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
+    model, rt, places = trainer.model, trainer.rt, torch.arange(8, device=trainer.rt.device)
+    rt.comm.set_timeout(LONG_TIMEOUT)  # ranks may build the table at different speeds
+    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(rt.device)
+
+    def sum_losses(tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs) -> Tensor:
+        x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+        total = torch.zeros((), dtype=torch.float64, device=rt.device)
+        for part, before, target in zip(*(x.split(LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
+            is_impossible = bits[before.long(), :, None] >> places & 1  # (T, V/8, 8)
+            logits = model.head.compute_logits(part).masked_fill(is_impossible.flatten(1) > 0, -60.0)
+            total += F.cross_entropy(logits, target, reduction="sum")
+        return total
+
+    return trainer.validate(data, trainer.schedule.at(trainer.cfg.num_iterations), sum_losses=sum_losses)
+
+
+class ClassSweeps:
+    """One sweep through the classes for each place of a sequence in its step. See choose_classes().
+
+    A sweep depends on the targets at its place in all earlier steps. So it is equal for any number of ranks.
+    A resumed run reads these targets again.
+    """
+
+    def __init__(self, data: TrainData, first_step: int):
+        """first_step: the first step of the sweeps. It is 0 for training, also in a resumed run."""
+        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
+        stages = data.schedule.stages
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
+        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
+        self.next_steps = [first_step] * num_slots
+
+    def choose(self, step: int, slot: int) -> Tensor:
+        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
+        schedule = self.data.schedule
+        for visited in range(self.next_steps[slot], step + 1):
+            stage = schedule.stages[schedule.find_stage(visited)[0]]
+            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+                targets = self.data.read_tokens(self.data.count_sequences(visited) + slot)[1:]
+                classes, self.offsets[slot] = choose_classes(
+                    targets, stage.num_classes, self.vocab_size, self.offsets[slot])
+        self.next_steps[slot] = step + 1
+        return torch.from_numpy(classes)
+
+
+class Prefetcher:
+    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
+
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
+        return Batch(*(t if t is None else t.pin_memory() for t in batch))
+
+    def __next__(self) -> Batch:
+        batch = self.pending.popleft().result()
+        assert batch is not None, "there are no more planned batches"
+        self.pending.append(self.executor.submit(self._build))
+        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
+
+# ==== PRESETS AND ABLATIONS ================================================================================
+# Presets for small machines and for the medium track, and the mechanisms of --without. To add a preset or a
+# mechanism, add a row.
+
+EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
+
+LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
+    LayerSpec(attention="none", x0=False, ngram=False),
+    LayerSpec(attention="short", value_embed=1, key_offset=True),
+    LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
+    LayerSpec(attention="long", value_embed=1, skip_from=0, key_offset=True),
+)
+
+SMOKE_FRONTIER_LAYERS = (  # every mechanism of frontier
+    LayerSpec(attention="short", gates_from=0, paired=True),
+    LayerSpec(attention="short", gates_from=0, v_dim=16, value_embed=0, xsa=True),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, gate=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=3, skip_from=2, second_mlp=True, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=3, mlp=False, ngram=False),
+    LayerSpec(attention="long", gates_from=3, value_embed=1, attention_from=4, key_offset=True, gate=True,
+              mudd_in="x_in,h4", mudd_out="x_in,h4,h3,ve0,h2,ve1,mlp_in,attn_in"),
+)
+
+TRACK_2_LAYERS = (
+    LayerSpec(attention="long", value_embed=0),
+    LayerSpec(attention="short", value_embed=1),
+    LayerSpec(attention="short", value_embed=2),
+    LayerSpec(attention="short", value_embed=3),
+    LayerSpec(attention="long", value_embed=4),
+    *[LayerSpec(attention="short")] * 4,
+    LayerSpec(attention="short", skip_from=6),
+    LayerSpec(attention="short", skip_from=4),
+    LayerSpec(attention="long", value_embed=0, skip_from=2),
+    LayerSpec(attention="short", value_embed=1),
+    LayerSpec(attention="short", value_embed=2),
+    LayerSpec(attention="short", value_embed=3),
+    LayerSpec(attention="long", value_embed=4),
+)
+
+TRACK_2_STAGES = (
+    Stage(duration=1, window_long=384, window_short=128, tokens_per_step=131_072),
+    Stage(duration=1, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52),
+    Stage(duration=1, window_long=1408, window_short=640, tokens_per_step=393_216, lr_factor=1.73),
+    *(Stage(duration=1, window_long=min(1408 + 256 * i, 2944), window_short=min(640 + 128 * i, 1408),
+            lr_factor=2.0) for i in range(1, 10)),
+)
+
+PRESETS |= {
+    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores", dict(
+        track="laptop",
+        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
+        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
+        val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
+        momentum_warmup_steps=100, adam_eps=1e-2,  # smaller gradients are rounding noise
+        grad_grid=2.0**-12, val_windows=(320, 128), stages=(
+            Stage(duration=1, window_long=128, window_short=64),
+            Stage(duration=1, window_long=192, window_short=64),
+            Stage(duration=1, window_long=256, window_short=128)))),
+    "laptop": ("laptop_32", "the mechanisms of records 89 and 92 that pay at this size", dict(
+        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2.0, layers=LAPTOP_LAYERS,
+        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, ngram_rows=16_384, ngram_order=3,
+        zero_init="mlp", x0_mix="after_attention", softcap=23.0, softcap_shift=5.0,
+        orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8, momentum_warmup_steps=0,
+        groups=dict(
+            matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
+            embed=Group(lr=0.3, betas=(0.5, 0.95)),
+            head=Group(lr=0.008, betas=(0.5, 0.95)),
+            value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
+            ngram=Group(rule="row_adam", lr=0.3, betas=(0.0, 0.95)),
+            scalar=Group(lr=0.04, betas=(0.9, 0.99))),
+        warmup_iterations=0, num_iterations=340, tokens_per_step=2048,
+        sequence_start="anywhere", val_windows=(1024, 128), stages=(
+            Stage(duration=1, window_long=256, window_short=64),
+            Stage(duration=1, window_long=512, window_short=64),
+            Stage(duration=1, window_long=1024, window_short=128)))),
+    "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
+        track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
+    "smoke": ("laptop_32", "seconds on any machine, for tests", dict(
+        track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
+        tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096,
+        val_seq_len=1024, val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
+    "smoke_frontier": ("smoke", "all mechanisms of record 92, in seconds", dict(
+        num_layers=6, layers=SMOKE_FRONTIER_LAYERS, mlp_ratio=11 / 4, ngram_rows=1024, ngram_order=3,
+        mudd_groups=4, smear="on", softcap=23.0, softcap_shift=5.0, x0_mix="after_attention",
+        residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0, num_value_embeds=2, tie_head="on",
+        untie_frac=0.55, embed_std=0.02, value_embed_std=0.01, value_gate_dim=12, qk_group_heads=1,
+        rotary_pairs="adjacent", attention_scale=0.17, short_qk_dim=16, short_attention_scale=0.26,
+        orthogonalize="six_maps", decay="cautious", decay_schedule="lr", averages="on",
+        mlp_up_lr_mul=(11 / 4) ** 0.5, mlp_down_lr_mul=2 * (11 / 4) ** 0.5, groups=dict(
+            matrix=Group(rule="anvil", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 2.25),
+            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # used once it is untied
+            head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
+            value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2, late_every=4),
+            ngram=Group(rule="row_adam", lr=0.6, betas=(0.0, 0.95), weight_decay=0.01, every=2,
+                        late_every=4),
+            scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
+            residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
+            mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
+            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
+            gain=Group(lr=0.1, every=2)),
+        num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
+        momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
+        state_dtype="float32", max_attention_len=192, stages=(
+            Stage(duration=1, window_long=128, window_short=64, tokens_per_step=1024, seq_len=256,
+                  loss_weights="1 0.5 0.25:0", num_classes=192),
+            Stage(duration=1, window_long=192, window_short=64, lr_factor=1.5, loss_weights="1 0.5/0.25",
+                  num_classes=224),
+            Stage(duration=1, window_long=256, window_short=128)))),
+    "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
+        orthogonalize="polar_express", output_gain="on", norm_gain="on", init_std=1.0,
+        matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0, groups=dict(
+            matrix=Group(rule="normuonh", lr=0.02, betas=(0.9, 0.95)),
+            embed=Group(lr=0.3),
+            value_embed=Group(lr=0.3),
+            ngram=Group(lr=0.3),
+            head=Group(lr=0.004)))),
+    **{f"d{depth}": ("track_1", f"{depth} layers, other sizes follow from --depth", dict(depth=depth))
+       for depth in (12, 24, 26)},
+    # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
+    # have record 2's constants with half the learning rates, because record 18's stages double them.
+    "track_2": ("track_1", "medium track: 16 layers of 1024 channels, FineWeb, loss 2.92 on 8xH100", dict(
+        track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
+        num_value_embeds=5, fp8_head="off", yarn_max_window=1664, layers=TRACK_2_LAYERS,
+        num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
+        max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7, groups=dict(
+            matrix=Group(rule="muon", lr=0.025 / 2, betas=(0.9, 0.95)),
+            embed=Group(lr=0.3 / 2),
+            value_embed=Group(lr=0.3),
+            ngram=Group(lr=0.3),
+            head=Group(lr=0.003 / 2)),
+        val_windows=(3456, 1408), stages=TRACK_2_STAGES)),
+}
+
+
+def change(where: str | None = None, **new) -> Callable:
+    """Return a function that changes each layer or stage of a tuple, or each layer of attention `where`."""
+    return lambda items: tuple(dataclasses.replace(item, **new)
+                               if where in (None, getattr(item, "attention", None)) else item
+                               for item in items)
+
+
+def rule_defaults(name: str) -> dict:
+    rule = RULES[name]
+    return dict(matrix_lr=rule.lr, matrix_betas=rule.betas, matrix_weight_decay=rule.weight_decay,
+                mlp_up_lr_mul=rule.mlp_up_lr_mul, mlp_down_lr_mul=rule.mlp_down_lr_mul)
+
+
+# Option values that --without sets. If it is a function, it gets the old value
+MECHANISMS: dict[str, dict] = {
+    "muon": dict(matrix_rule="adamw", **rule_defaults("adamw")),
+    "momentum_warmup": dict(momentum_warmup_steps=0),
+    "momentum_cooldown": dict(momentum_cooldown_steps=0),
+    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
+    "polar_express": dict(orthogonalize="newton_schulz"),
+    "variance": dict(matrix_rule=lambda rule: "muon" if rule == "anvil" else rule.removeprefix("nor")),
+    "slow_momentum": dict(slow_momentum_start=1.0),
+    "averages": dict(averages="off"),
+    "decay": {f"{name}_weight_decay": 0.0 for name in TRACK_1_GROUPS},
+    "cautious_decay": dict(decay="decoupled"),
+    "adam_odd_steps": {f"{name}_every": 1 for name in TRACK_1_GROUPS},
+    "late_period": dict(late_start=1.0),
+    "row_adam": dict(ngram_rule="adamw"),
+    "low_bits": dict(matrix_dtype="float32"),
+    "qk_groups": dict(qk_group_heads=0),
+    "tied_head": dict(tie_head="off"),
+    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
+    "zero_init": dict(zero_init="off"),
+    "qk_norm": dict(qk_norm="off"),
+    "yarn": dict(yarn_max_window=0),
+    "attention_gate": dict(attention_gate_dim=0, layers=change(gate=False)),
+    "value_embeds": dict(num_value_embeds=0, layers=lambda layers: tuple(dataclasses.replace(
+        spec, value_embed=None, **{field: ",".join(
+            name for name in split_names(getattr(spec, field)) if not name.startswith("ve"))
+            for field in ("mudd_in", "mudd_out")}) for spec in layers)),
+    "value_gates": dict(value_gate_dim=0),
+    "x0_mix": dict(x0_mix="off"),
+    "residual_weights": dict(residual_init=0.0),
+    "skips": dict(layers=change(skip_from=None)),
+    "smear": dict(smear="off"),
+    "key_offset": dict(layers=change(key_offset=False)),
+    "ngram": dict(ngram_rows=0),
+    "trigrams": dict(ngram_order=2),
+    "short_heads": dict(short_qk_dim=0),
+    "half_values": dict(layers=change(v_dim=None)),
+    "second_mlp": dict(layers=change(second_mlp=False)),
+    "mudd_groups": dict(mudd_groups=1),
+    "paired_heads": dict(layers=change(paired=False)),
+    "attention_from": dict(layers=change(attention_from=None)),
+    "xsa": dict(layers=change(xsa=False)),
+    "mudd": dict(layers=change(mudd_in="", mudd_out="")),
+    "mudd_gates": dict(layers=change(gates_from=None)),
+    "short_windows": dict(layers=change("short", attention="long")),
+    "window_warmup": dict(stages=lambda stages: change(
+        window_long=stages[-1].window_long, window_short=stages[-1].window_short)(stages)),
+    "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+    "multi_token": dict(stages=change(loss_weights="1")),
+    "prefix_loss": dict(stages=change(prefix_weight="0")),
+    "sampled_loss": dict(stages=change(num_classes=None)),
+    "attention_pieces": dict(max_attention_len=0),
+    "dropped_attention": dict(layers=change("none", attention="long")),
+    "dropped_mlp": dict(layers=change(mlp=True)),
+    "document_mask": dict(document_mask="off"),
+    "document_start": dict(sequence_start="anywhere"),
+    "softcap": dict(softcap=0.0),
+    "logit_shift": dict(softcap=lambda top: 30.0 if top else top, softcap_shift=0.0),
+    "fp8_head": dict(fp8_head="off"),
+    "fp8_logits": dict(fp8_logits="off"),
+    "fp8_mlp": dict(fp8_mlp="off"),
+    "fp8_qkv": dict(fp8_qkv="off"),
+}
+
+
+def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
+    """Options from --depth and --tokens_per_param: 64 * depth channels, rounded up to a multiple of 128.
+
+    Batch (tokens), learning rates and decay are scaled from a model of 12 layers. Norm-preserving rules have
+    the schedules of preset muonh. Sources: MuonH of 2026-02-03, and nanochat without its betas and decays.
+    """
+    depth, rule = values["depth"], values["matrix_rule"]
+
+    widths = {layers: -(-64 * layers // 128) * 128 for layers in (depth, 8, 12)}
+    sizes = {layers: width * (12 * layers * width + values["vocab_size"])
+             for layers, width in widths.items()}
+    width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
+    batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
+                          for size in (num_params, least))
+    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # fixed below 8 layers, or it explodes
+    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
+    num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
+    is_muon, keeps_norm = "muon" in rule or rule == "anvil", RULES[rule].keeps_norm
+    recipe = flatten_groups(PRESETS["muonh"][2]) if keeps_norm else dict(
+        lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
+        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
+        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
+        embed_lr=0.3, value_embed_lr=0.15, ngram_lr=0.15, head_lr=0.008)
+    rates = {name: recipe[name] * width_scale * batch_scale
+             for name in ("embed_lr", "value_embed_lr", "ngram_lr", "head_lr")}
+    matrix_lr = (0.02 if is_muon else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
+    return {**recipe, **rates, **dict(
+        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
+        layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
+                               value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
+        stages=(Stage(1, 2048, 512),), val_windows=(), seq_len=16_384, micro_batch_tokens=32_768,
+        max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
+        matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
+        adam_eps=1e-10 * GRAD_TOKENS)}
+
+# ==== COMMAND LINE =========================================================================================
+# From a command line to a Config: parsing, presets, --without, and checks for contradictory options. Every
+# error is one line with the value and a remedy. To add a check, yield its error in a find_NAME_problems().
+
+class Option(typing.NamedTuple):
+    """A command-line option: a field of Config, or GROUP_FIELD for a field of a parameter group."""
+
+    name: str
+    section: str  # heading in --help
+    type: typing.Any
+    default: typing.Any
+    help: str
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]  # empty: any value
+
+
+CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group, SampleConfig)  # in the order of --help
+GROUP_OPTIONS = {f"{group}_{field.name}": (group, field.name) for group in TRACK_1_GROUPS
+                 for field in dataclasses.fields(Group)
+                 if field.name != "rule" or group in ("matrix", "ngram")}
+
+
+def list_options() -> dict[str, Option]:
+    """All options by name."""
+    options = {}
+    for part in CONFIG_PARTS:
+        types, section = typing.get_type_hints(part), part.__doc__.strip().rstrip(".")
+        fields = {field.name: field for field in dataclasses.fields(part)}
+        places = GROUP_OPTIONS if part is Group else {name: (None, name) for name in fields}
+        for name, (group, field) in places.items():
+            default = getattr(TRACK_1_GROUPS.get(group, part), field)
+            options[name] = Option(name, section, types[field], default, **fields[field].metadata)
+    for name, excluded in (("matrix_rule", "row_state"), ("ngram_rule", "whole_matrix")):
+        rules = tuple(key for key, rule in RULES.items() if not getattr(rule, excluded))
+        options[name] = options[name]._replace(choices=rules)
+    return options
+
+
+OPTIONS = list_options()
+RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
+           "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
+           "document_rows": "document_start", "bigram_rows": "ngram_rows", "bigram": "ngram"}
+PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
+# {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
+    "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
+    **dict.fromkeys(("beta1", "beta2"), PER_GROUP.format("betas", "betas")),
+    "min_lr": "--final_lr_frac, a fraction of the learning rate",
+    **dict.fromkeys(("warmup_iters", "warmup_steps"), "--lr_warmup_frac, a fraction of the run"),
+    **dict.fromkeys(("decay_lr", "lr_decay_iters"), "--cooldown_frac, a fraction of the run"),
+    **dict.fromkeys(("batch_size", "total_batch_size"), "--tokens_per_step, over all ranks"),
+    **dict.fromkeys(("device_batch_size", "per_device_train_batch_size"),
+                    "--micro_batch_tokens, the most tokens of a forward-backward"),
+    "gradient_accumulation_steps": "--micro_batch_tokens. Their number follows from --tokens_per_step",
+    **dict.fromkeys(("block_size", "max_seq_len"), "--seq_len, and --max_doc_len for documents"),
+    **dict.fromkeys(("max_iters", "max_steps"), "--num_iterations"),
+    "num_train_epochs": "--num_iterations, and --epochs if the text is short",
+    **dict.fromkeys(("eval_interval", "eval_every"), "--val_loss_every"),
+    "eval_iters": "--val_tokens",
+    **dict.fromkeys(("save_every", "save_steps", "always_save_checkpoint"), "--checkpoint_every"),
+    **dict.fromkeys(("out_dir", "output_dir"), "--logs_dir and --checkpoint_dir"),
+    "n_layer": "--num_layers",
+    "n_head": "--num_heads",
+    **dict.fromkeys(("n_embd", "hidden_size"), "--model_dim"),
+    "dataset": "--train_files and --val_files, a folder of shards made by data/text.py",
+    **dict.fromkeys(("init_from", "resume_from_checkpoint"), "--resume=auto, or --resume=PATH"),
+    "start": "--prompt, with --sample",
+    **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "--tracker=wandb"),
+    **dict.fromkeys(("run", "model_tag"), "--record=NAME for a record. Other runs are named by their time"),
+    **dict.fromkeys(("fp16", "bf16"), "--dtype=bfloat16"),
+    "config": "--preset, with changes on the command line",
+    "target_param_data_ratio": "--tokens_per_param, with --depth",
+    "dropout": "none: a run makes one or few passes over its text",
+    "grad_clip": "none: orthogonalization and Adam's epsilon bound the updates",
+    "bias": "none: linears have no biases",
+    "backend": "none: GPUs use NCCL, CPUs use Gloo",
+    "log_interval": "none: the log has every step",
+    "eval_only": "none: each run validates at its end",
+}
+RENAMED_FORMS = {"loss": "cross_entropy", "products": "symmetric_matmul", "mlp": "relu2_mlp"}
+
+
+def rule_of(cfg: Config) -> Rule:
+    return RULES[cfg.groups["matrix"].rule]
+
+
+def has_momentum(cfg: Config) -> bool:
+    return "momentum" in rule_of(cfg).moments
+
+
+# {option: (condition for an effect, the missing part for the error)}. An option of a parameter group also
+# needs a parameter of that group in the model. Explicit values that have no effect are refused
+NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    "tokens_per_param": (lambda cfg: cfg.depth > 0, "--depth"),
+    "num_value_embeds": (lambda cfg: {spec.value_embed for spec in cfg.layers}.issuperset(
+        range(cfg.num_value_embeds)), "layers that read these tables, see --layers"),
+    **dict.fromkeys(("value_embed_std", "value_gate_dim"), (
+        lambda cfg: any(spec.value_embed is not None for spec in cfg.layers), "value embeddings")),
+    **dict.fromkeys(("embed_lr", "embed_betas", "embed_weight_decay", "embed_every"), (
+        lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
+        "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
+    "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
+    "late_start": (lambda cfg: any(group.late_every > group.every for group in cfg.groups.values()),
+                   "a group with another late_every, for example --ngram_late_every"),
+    **{f"{group}_late_every": (lambda cfg: cfg.late_start < 1, "--late_start below 1")
+       for group in TRACK_1_GROUPS},
+    "ngram_order": (lambda cfg: cfg.ngram_rows != 0, "--ngram_rows"),
+    "short_qk_dim": (lambda cfg: any(spec.attention == "short" for spec in cfg.layers), "short layers"),
+    "short_attention_scale": (lambda cfg: cfg.short_qk_dim > 0, "--short_qk_dim"),
+    "mudd_groups": (lambda cfg: any(spec.mudd_out for spec in cfg.layers), "a layer with mudd_out"),
+    "max_attention_len": (lambda cfg: cfg.max_attention_len < max(
+        stage.seq_len for stage in cfg.full_stages), "fewer tokens than seq_len"),
+    "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
+    "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
+                    "layers with gates_from"),
+    **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
+    **dict.fromkeys(("fp8_head_amax", "fp8_logits"), (lambda cfg: cfg.fp8_head != "off", "--fp8_head")),
+    **dict.fromkeys(("orthogonalize", "qk_group_heads"),
+                    (has_momentum, "a rule that orthogonalizes, see --matrix_rule")),
+    "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
+                     "a rule with betas, see --matrix_rule"),
+    "matrix_weight_decay": (lambda cfg: not rule_of(cfg).keeps_norm,
+                            "a rule that changes norms, see --matrix_rule"),
+    **dict.fromkeys(("mlp_up_lr_mul", "mlp_down_lr_mul"), (
+        lambda cfg: any(spec.mlp for spec in cfg.layers), "layers with an MLP")),
+    **dict.fromkeys(("decay", "decay_schedule"), (
+        lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
+        "weight decay, for example --matrix_weight_decay")),
+    "slow_momentum_start": (lambda cfg: cfg.groups["matrix"].rule == "anvil", "--matrix_rule=anvil"),
+    "momentum_start": (
+        lambda cfg: has_momentum(cfg) and cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
+        "a rule with momentum, and --momentum_warmup_steps or --momentum_cooldown_steps"),
+    "momentum_end": (has_momentum, "a rule with momentum, see --matrix_rule"),
+    **dict.fromkeys(("momentum_warmup_steps", "momentum_cooldown_steps"), (
+        lambda cfg: has_momentum(cfg) and cfg.momentum_start != cfg.momentum_end,
+        "a rule with momentum, and another --momentum_start")),
+    "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
+                    "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
+    "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
+    "vocab_file": (lambda cfg: cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages),
+                   "a prefix_weight in --stages, or --val_mask=on"),
+    "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
+        stage.max_doc_len is None for stage in cfg.stages),
+                    "--sequence_start=document and a stage without a max_doc_len"),
+    "seq_len": (lambda cfg: any(stage.seq_len is None for stage in cfg.stages),
+                "a stage without a seq_len"),
+}
+
+
+def flatten_groups(values: dict) -> dict:
+    """Replace the entry "groups" of values by GROUP_FIELD entries, for example embed_lr."""
+    groups = values.get("groups", {})
+    assert all(group.rule == "adamw" for name, group in groups.items() if f"{name}_rule" not in GROUP_OPTIONS
+               ), "only the groups matrix and ngram can choose their rule"
+    flat = {name: getattr(groups[group], field) for name, (group, field) in GROUP_OPTIONS.items()
+            if group in groups}
+    return {**{name: value for name, value in values.items() if name != "groups"}, **flat}
+
+
+def build_config(values: dict) -> Config:
+    """Build a Config from {option name: value}. Missing options have their defaults."""
+    values = {**flatten_groups(vars(Config())), **values}
+    rows: dict[str, dict] = {group: {} for group in TRACK_1_GROUPS}
+    for name, (group, field) in GROUP_OPTIONS.items():
+        rows[group][field] = values.pop(name)
+    return Config(**values, groups={group: Group(**row) for group, row in rows.items()})
+
+
+def parse_value(option: Option, text: str):
+    """Convert the text of --name=text to the option's type. InputError names the expected type."""
+    kind = option.type
+    try:
+        if kind in (int, float, str):
+            return kind(text)
+        element = typing.get_args(kind)[0]
+        if not dataclasses.is_dataclass(element):
+            numbers = text.split(",") if text else ()
+            if len(numbers) not in (0, 2):
+                raise ValueError("two numbers are needed")
+            return tuple(map(element, numbers))
+
+        # LayerSpecs or Stages: the text is JSON, or the path of a .json file
+        content = Path(text).read_text() if text.endswith(".json") else text
+        items, hints = json.loads(content or "[]"), typing.get_type_hints(element)
+        fields = dataclasses.fields(element)
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if not isinstance(items, list):
+            raise ValueError("a list is needed")
+        for item in items:
+            if not isinstance(item, dict):
+                raise ValueError(f"{item} is not an object")
+            for name, value in item.items():
+                if name in RENAMED:
+                    raise ValueError(f"{name} is now {RENAMED[name]}")
+                if name not in hints:
+                    raise ValueError(f"{name} is not one of {', '.join(hints)}")
+                hint = int | float if hints.get(name) is float else hints.get(name, object)
+                is_finite = not isinstance(value, float) or math.isfinite(value)
+                if isinstance(value, bool) != (hint is bool) or not isinstance(value, hint) or not is_finite:
+                    raise ValueError(f"{name}={value!r} is not of type {getattr(hint, '__name__', hint)}")
+            if needed - item.keys():
+                raise ValueError(f"{min(needed - item.keys())} is missing")
+        return tuple(element(**item) for item in items)
+    except (ValueError, TypeError, RecursionError, OSError) as error:
+        name, example = {int: "whole number", float: "number"}.get(kind, "list"), option.default
+        if option.name in ("layers", "stages"):  # show only three fields of an object
+            entries = dataclasses.asdict(example[0] if example else LayerSpec())
+            example = json.dumps([dict(itertools.islice(entries.items(), 3))])
+        text = text if len(text) < 100 else f"{text[:100]}..."
+        problem = f"cannot be read ({str(error)[:200]})" if name == "list" else f"is not a {name}"
+        raise InputError(f"--{option.name}={text} {problem}: give one like "
+                         f"{show_value(example)}") from None
+
+
+def show_value(value) -> str:
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        return json.dumps([dataclasses.asdict(item) for item in value])
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check_value(name: str, value) -> None:
+    """Raise InputError if a value does not fit its option's type, range or choices."""
+    option = OPTIONS[name]
+    low, high, kind, choices = option.low, option.high, option.type, option.choices
+    if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
+        raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give this type")
+    if choices and value not in choices:
+        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, (int, float)):
+            continue
+        for is_wrong, reason in ((not abs(number) < math.inf, "is not finite: give an ordinary number"),
+                                 (low is not None and number < low, f"is too small: give at least {low}"),
+                                 (high is not None and number > high, f"is too large: give at most {high}")):
+            if is_wrong:
+                raise InputError(f"--{name}={show_value(value)[:50]} {reason}")
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a sentence with the name to use instead."""
+    if RENAMED.get(name) in known:
+        return f"its name is now {prefix}{RENAMED[name]}."
+    if prefix and name in FOREIGN_OPTIONS:
+        here = FOREIGN_OPTIONS[name]
+        reason = here.removeprefix("none: ")
+        return f"here it is {here}" if reason == here else f"there is none here, because {reason}"
+    matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
+    return f"did you mean {' or '.join(matches)}?" if matches else "see --help."
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are InputErrors."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise InputError(f"{message}: see --help")
+
+
+FLAGS = dict(list_presets="the presets, and the parts of the recipe that --without switches off",
+             print_config="the resolved config as JSON. Needs no data and no device",
+             print_schedule="a table of windows and learning rates at the start and end of each stage")
+
+
+def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
+    """Split a command line into ({option: value}, flags). '-' and '_' are equivalent in names."""
+    parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                    "The defaults are preset track_1. '-' and '_' are equivalent in names.",
+                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    for flag, meaning in FLAGS.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    sections = {}
+    for option in OPTIONS.values():
+        if option.section not in sections:
+            sections[option.section] = parser.add_argument_group(option.section)
+        is_json = option.name in ("layers", "stages")
+        kind = {int: "INT", float: "FLOAT", str: "TEXT"}.get(option.type, "A,B")
+        kind = "|".join(option.choices) or kind
+        shown = [] if is_json or option.default == "" else [f"[{show_value(option.default)}]"]
+        bounds = (("at least", option.low), ("at most", option.high))
+        shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
+        sections[option.section].add_argument(
+            f"--{option.name}", type=functools.partial(parse_value, option),
+            metavar="JSON" if is_json else kind, help=" ".join((option.help, *shown)))
+    words = []
+    for word in argv:
+        name, equals, text = word.partition("=")
+        words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
+    values, unknown = parser.parse_known_args(words)
+    names = [word.partition("=")[0] for word in unknown]
+    if problems := [f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}" for name in names
+                    if name.startswith("-")]:
+        raise InputError(". ".join(problems).replace("?. ", "? ").replace(".. ", ". "))
+    if unknown:
+        raise InputError(f"{unknown[0][:100]} is not an option: give --preset=NAME and --option=value")
+    flags = {flag for flag in FLAGS if flag in values}
+    return {name: value for name, value in vars(values).items() if name not in flags}, flags
+
+
+def resolve_preset(name: str) -> dict:
+    """All options of a preset as {name: value}, with the changes of its parent presets."""
+    preset, ancestor = {}, name if name in PRESETS else None
+    while ancestor:
+        ancestor, _, changes = PRESETS[ancestor]
+        preset = {**flatten_groups(changes), **preset}
+    return {**flatten_groups(vars(Config())), **preset}
+
+
+def make_config(overrides: dict) -> Config:
+    """The config of a preset with overrides, --depth and --without. InputError if options contradict."""
+    name = overrides.get("preset", "auto")
+    for key, value in overrides.items():
+        check_value(key, value)
+    if name == "auto":
+        use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
+        name = "track_1" if use_cuda else "laptop"
+    if name not in PRESETS:
+        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} Presets: "
+                         f"{', '.join(PRESETS)}")
+    preset = resolve_preset(name)
+    values = {**preset, **overrides, "preset": name}
+    if values["depth"]:
+        if values["tokens_per_param"] != Config.tokens_per_param and "num_iterations" in overrides:
+            raise InputError(f"--tokens_per_param={values['tokens_per_param']} and --num_iterations="
+                             f"{values['num_iterations']} both set the length of the run: give one of them")
+        preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
+        values = {**preset, **overrides, "preset": name}
+    else:
+        values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
+    if values["tie_head"] == "on" and preset["tie_head"] == "off":  # a tied head needs other constants
+        values = {**values, **MECHANISMS["untied_head"], **overrides, "preset": name}
+    if values["depth"] and values["num_layers"] != values["depth"]:
+        raise InputError(f"--num_layers={values['num_layers']} is not --depth={values['depth']}: give "
+                         "one of them")
+    if values["layers"] and "layers" not in overrides:
+        values["layers"] = resize_layers(values["layers"], values["num_layers"])
+    values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
+    cfg = build_config(switch_off(values, overrides))
+    check_config(cfg)
+    for problem in find_idle_options(cfg, {key: value for key, value in overrides.items()
+                                           if value != preset[key]}):
+        raise InputError(problem)
+    return cfg
+
+
+def find_idle_options(cfg: Config, given: dict) -> Iterator[str]:
+    """Yield error lines for options without effect. given: values that differ from the preset's."""
+    groups = set()
+    if given.keys() & GROUP_OPTIONS.keys():
+        with torch.device("meta"):
+            groups = {param.spec.group for param in GPT(cfg).parameters()}
+    for name, value in given.items():
+        group, _ = GROUP_OPTIONS.get(name, (None, ""))
+        works, needed = NEEDS.get(name, (lambda _cfg: True, ""))
+        needed = f"a parameter of group {group}" if group and group not in groups else needed
+        if group and group not in groups or not works(cfg):
+            yield f"--{name}={show_value(value)} has no effect without {needed}: leave it out"
+
+
+def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
+    """Insert copies of the layer before the middle, or remove middle layers. References are renumbered.
+
+    A reference to a removed layer moves to the first kept layer after it. Invalid references are dropped.
+    """
+    middle, extra = len(layers) // 2, num_layers - len(layers)
+    first = middle if extra >= 0 else -(-num_layers // 2)  # rows kept at the start
+    last = len(layers) - middle if extra >= 0 else num_layers - first  # rows kept at the end
+    moved = {i: i if i < first else max(first, i + extra) for i in range(len(layers))}
+    copies = [dataclasses.replace(layers[middle - 1], skip_from=None)] * max(0, extra)
+    rows, resized = [*layers[:first], *copies, *layers[len(layers) - last :]], []
+    # Activations that mudd_in and mudd_out can name
+    readable = {"x_in", "attn_in", "mlp_in", *(f"ve{spec.value_embed}" for spec in rows)}
+    for index, spec in enumerate(rows):
+        fields = {}
+        for name, latest in (("skip_from", index - 1), ("attention_from", index - 1), ("gates_from", index)):
+            place = moved.get(getattr(spec, name))
+            fields[name] = place if place is not None and place <= latest else None
+        for name in ("mudd_in", "mudd_out"):
+            words = [f"h{moved[int(word[1:])]}" if word[0] == "h" else word
+                     for word in split_names(getattr(spec, name))]
+            fields[name] = ",".join(word for word in dict.fromkeys(words) if word in readable)
+        resized.append(dataclasses.replace(spec, **fields))
+        readable.add(f"h{index}")
+    return tuple(resized)
+
+
+def choose_rule_options(preset: dict, values: dict) -> dict:
+    """Default options of --matrix_rule, unless the preset has it. muon, normuon and anvil count as equal.
+
+    Norm-preserving rules have smaller learning rates in deeper models (MuonH).
+    """
+    rule, preset_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
+    is_alike = rule == preset_rule or {rule, preset_rule} <= {"muon", "normuon", "anvil"}
+    options = dict(matrix_lr=preset["matrix_lr"]) if is_alike else rule_defaults(rule)
+    if rule == "anvil" != preset_rule:
+        options |= {name: PRESETS["frontier"][2][name] for name in ("orthogonalize", "slow_momentum_start")}
+    if RULES[rule].keeps_norm:
+        options["matrix_lr"] *= preset["num_layers"] / num_layers if is_alike else min(1, 12 / num_layers)
+    return options
+
+
+def switch_off(values: dict, overrides: dict) -> dict:
+    """Apply --without and --only_with. Explicit options take precedence."""
+    values = dict(values)
+    named = {field: split_names(values[field]) for field in ("without", "only_with")}
+    for field, names in named.items():
+        for mechanism in set(names) - set(MECHANISMS):
+            raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
+                             f"{suggest(mechanism, MECHANISMS)} Mechanisms: {', '.join(MECHANISMS)}")
+        if values[field] and not names:
+            raise InputError(f"--{field}={values[field]} has no mechanism: give one, or leave it out")
+    if all(named.values()):
+        raise InputError(f"--without={values['without']} has no effect, because --only_with switches "
+                         "off all other mechanisms: leave it out")
+    kept, before = named["only_with"] or MECHANISMS, dict(values)
+    for mechanism in MECHANISMS:
+        is_kept = mechanism in kept and mechanism not in named["without"]
+        if is_kept and mechanism not in named["only_with"]:
+            continue
+        changes = {key: new if callable(new) else lambda _value, new=new: new
+                   for key, new in MECHANISMS[mechanism].items()
+                   if key not in overrides or key in ("layers", "stages")}
+        if mechanism == "muon" and "matrix_rule" in overrides:  # --matrix_rule takes precedence
+            continue
+        if len(changes) == len(MECHANISMS[mechanism]) and all(
+                change(old[key]) == old[key] for old in (before, values) for key, change in changes.items()):
+            for field in [field for field, names in named.items() if mechanism in names]:
+                raise InputError(f"--{field}={values[field]}: preset {values['preset']} has no {mechanism}: "
+                                 "leave it out")
+            continue
+        if not is_kept:
+            values.update({key: change(values[key]) for key, change in changes.items()})
+    return values
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples on both sides of a value, for an error message."""
+    around = value // unit * unit, -(-value // unit) * unit
+    multiples = dict.fromkeys(str(multiple) for multiple in around if multiple > 0)
+    return f"the nearest {'are' if len(multiples) > 1 else 'is'} {' and '.join(multiples)}"
+
+
+def check_config(cfg: Config) -> None:
+    """Raise InputError for the first contradiction in the options."""
+    finders = (find_model_problems, find_optimizer_problems, find_run_problems, find_stage_problems,
+               find_layer_problems)
+    for problem in itertools.chain.from_iterable(find(cfg) for find in finders):
+        raise InputError(problem)
+
+
+def find_remainder(name: str, value: int, unit: int, reason: str) -> Iterator[str]:
+    if value <= 0 or value % unit:
+        yield f"--{name}={value} is not a multiple of {reason}: {nearest_multiples(value, unit)}"
+
+
+def find_model_problems(cfg: Config) -> Iterator[str]:
+    """Yield error lines about the sizes of the model."""
+    width = cfg.num_heads * cfg.head_dim
+    if cfg.model_dim != width:
+        fits = cfg.model_dim % cfg.head_dim == 0
+        remedy = f"--model_dim={width}" + f" or --num_heads={cfg.model_dim // cfg.head_dim}" * fits
+        yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
+               f"{cfg.head_dim}: set {remedy}")
+    if cfg.attention_gate_dim > cfg.model_dim:
+        yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
+               f"{cfg.model_dim}")
+    if cfg.ngram_rows > 0 and (cfg.ngram_rows < 3 * (cfg.ngram_order - 1)
+                               or cfg.ngram_rows % (cfg.ngram_order - 1)):
+        yield (f"--ngram_rows={cfg.ngram_rows} is too small for a hash table, or odd with trigrams: give 0, "
+               "or thousands")
+    yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
+    yield from find_remainder("short_qk_dim", cfg.short_qk_dim or 4, 4, "4 (all rotary pairs rotate)")
+    if cfg.model_dim % cfg.mudd_groups:
+        yield f"--mudd_groups={cfg.mudd_groups} does not divide model_dim={cfg.model_dim}: give a divisor"
+    if cfg.num_heads % (cfg.qk_group_heads or 1):
+        divisors = [str(n) for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0]
+        yield (f"--qk_group_heads={cfg.qk_group_heads} does not divide num_heads={cfg.num_heads}: give "
+               f"--qk_group_heads={' or '.join(divisors)}, or 0")
+    yield from find_remainder("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
+
+
+def find_optimizer_problems(cfg: Config) -> Iterator[str]:
+    """Yield error lines about update rules."""
+    if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
+        yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
+               f"{2.0 ** round(math.log2(cfg.grad_grid))}")
+    for name, group in cfg.groups.items():
+        if len(group.betas) != 2:
+            yield f"--{name}_betas is empty: give two numbers as a,b"
+        if group.late_every % group.every:
+            yield f"--{name}_late_every={group.late_every} is not a multiple of {name}_every={group.every}"
+
+
+def find_run_problems(cfg: Config) -> Iterator[str]:
+    """Yield error lines about names, validation and fast forms."""
+    for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name):
+            yield (f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, "
+                   "digits, '_', '-' and '.'")
+    yield from find_remainder("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
+    yield from find_remainder("val_tokens", cfg.val_tokens, cfg.val_seq_len,
+                              f"val_seq_len={cfg.val_seq_len}")
+    if cfg.telemetry_every > cfg.num_iterations:
+        yield (f"--telemetry_every={cfg.telemetry_every} is more than --num_iterations="
+               f"{cfg.num_iterations}: give at most --telemetry_every={cfg.num_iterations}")
+    if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
+        yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: swap them")
+    forms = [name for name in list_fast_forms() if name not in FP8_FORMS]
+    for name in split_names(cfg.fast) if cfg.fast not in ("auto", "off") else ():
+        if name not in forms:
+            new_name = f"{name} is now {RENAMED_FORMS[name]}" if name in RENAMED_FORMS else ""
+            yield (f"--fast={cfg.fast}: {new_name or f'{name} is not a fast form'}: give auto, off, or some "
+                   f"of {','.join(forms)}")
+
+
+def find_stage_problems(cfg: Config) -> Iterator[str]:
+    """Yield error lines about stages, lengths and batches."""
+    if not cfg.stages:
+        yield "--stages is empty: give at least one stage"
+    for stage in cfg.stages:
+        try:
+            are_ramps = (bool(parse_weights(stage.loss_weights))
+                         and len(parse_weights(stage.prefix_weight)) == 1)
+        except ValueError:
+            are_ramps = False
+        if not are_ramps:
+            yield (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
+                   f"{stage.prefix_weight!r}: give numbers or ramps "
+                   "start:end, separated by spaces, for example '1 0.5:0'. prefix_weight takes one of them")
+        if not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9):
+            yield f"--stages has a duration or lr_factor out of range: {stage}: give positive numbers"
+        if not 1 <= stage.window_short <= stage.window_long < 2**31:
+            yield (f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= "
+                   "short <= long")
+        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK),
+                            ("num_classes", 2)):
+            value = getattr(stage, name)
+            if value is not None and not least <= value < 2**31:
+                yield f"--stages has {name}={value}: give {least} or more"
+    for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
+        yield from find_remainder("seq_len", length, BLOCK, "128 tokens (one attention block)")
+    for stage in cfg.full_stages:
+        yield from find_remainder("tokens_per_step", stage.tokens_per_step, stage.seq_len,
+                                  f"seq_len={stage.seq_len}")
+    longest = max(stage.seq_len for stage in cfg.full_stages)
+    if cfg.micro_batch_tokens < longest:
+        shorter = f"--seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"
+        remedy = f"give --micro_batch_tokens={longest}, or " + (
+            "shorten seq_len in --stages" if longest > cfg.seq_len else shorter)
+        yield (f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, "
+               f"seq_len={longest}: {remedy}")
+    if cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1):
+        yield (f"--extension_steps={cfg.extension_steps} needs more steps than --num_iterations="
+               f"{cfg.num_iterations}, and two stages or more: give --extension_steps=0, or more steps")
+
+
+def find_layer_problems(cfg: Config) -> Iterator[str]:
+    """Yield error lines about the parts of layers."""
+    if len(cfg.layers) != cfg.num_layers:
+        yield (f"--layers has {len(cfg.layers)} layers, num_layers is {cfg.num_layers}: set "
+               f"--num_layers={len(cfg.layers)}")
+    if cfg.segments > cfg.num_layers:
+        yield (f"--segments={cfg.segments} is more than the {cfg.num_layers} layers: give at most "
+               f"--segments={cfg.num_layers}")
+    used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
+    for i, spec in enumerate(cfg.layers):
+        has, known = f"--layers: layer {i} has", {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
+        here = {*(["attn_in"] if spec.attention != "none" else []), *(["mlp_in"] if spec.mlp else [])}
+        for name, low, high in (("skip_from", 0, i - 1), ("attention_from", 0, i - 1), ("gates_from", 0, i),
+                                ("value_embed", 0, cfg.num_value_embeds - 1), ("v_dim", 1, cfg.head_dim)):
+            value = getattr(spec, name)
+            if value is not None and not low <= value <= high:
+                yield f"{has} {name}={value}: " + (f"give {low} to {high}" if high >= low else "remove it")
+        if spec.attention not in ("long", "short", "none"):
+            yield f"{has} attention={spec.attention}: choose long, short or none"
+        if spec.paired and cfg.num_heads % 2:
+            yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
+        if spec.mudd_in and spec.attention == "none":
+            yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: remove mudd_in"
+        if spec.second_mlp and not spec.mlp:
+            yield f"{has} second_mlp=true, but no MLP: give mlp=true"
+        if spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim:
+            yield f"{has} key_offset=true, but with short_qk_dim all channels rotate: make the layer long"
+        if not known.issuperset(split_names(spec.mudd_in)) or not (known | here).issuperset(
+                split_names(spec.mudd_out)):
+            yield (f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+                   f"{', '.join(sorted(known | here))}")
+
+
+def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
+    """Raise InputError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
+    for stage in cfg.full_stages:
+        tokens, seq_len = stage.tokens_per_step, stage.seq_len
+        if tokens // seq_len % world_size:
+            per_rank, remainder = divmod(tokens, world_size)
+            shorter = [n for n in range(BLOCK, min(seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
+            remedy = "" if remainder or not shorter else f", or keep it and give --seq_len={shorter[-1]}"
+            raise InputError(
+                f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of seq_len={seq_len}, "
+                f"which {world_size} ranks cannot share: "
+                f"{nearest_multiples(tokens, seq_len * world_size)}{remedy}")
+    return sequences_per_rank(cfg, world_size, tokens, seq_len)
+
+
+def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
+    """Numbers that follow from the config, for --print_config and the run record.
+
+    ngram_rows: Runtime's, if the config leaves the choice to it.
+    """
+    num_micro_batches, sequences = check_world_size(cfg, world_size)
+    with torch.device("meta"):
+        model = GPT(cfg, Runtime(ngram_rows=ngram_rows))
+        num_params = sum(p.numel() for name, p in model.named_parameters()
+                         if name != "embed" or cfg.tie_head == "off" or cfg.untie_frac < 1)
+    schedule = Schedule(cfg)
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=num_micro_batches,
+                ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
+                tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
+                padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
+                scheduled_steps=schedule.scheduled_steps,
+                stage_ends=[end for _, _, end in schedule.stage_ranges()])
+
+
+def print_schedule(cfg: Config) -> None:
+    """Print step, stage, windows, tokens, momentum and learning rates at the start and end of each stage."""
+    schedule = Schedule(cfg)
+    print(f"{'step':>6} {'stage':>5} {'windows':>9} {'tokens':>9} {'momentum':>8}",
+          *(f"{name:>11}" for name in cfg.groups))
+    for number, (stage, start, end) in enumerate(schedule.stage_ranges(), 1):
+        for step in dict.fromkeys((start, end - 1)):
+            state = schedule.at(step)
+            late_step = cfg.step_at(cfg.late_start)
+            lrs = [f"{state.lr[name]:.6g}" if group.is_due(step, late_step) else "-"
+                   for name, group in cfg.groups.items()]
+            print(f"{step:>6} {number:>5} {stage.window_long:>4}/{stage.window_short:<4} "
+                  f"{stage.tokens_per_step:>9} {state.momentum:>8.4f}", *(f"{lr:>11}" for lr in lrs))
+    print("-: the group is not updated in this step")
+    if cfg.tie_head == "on":
+        print("head also trains the embedding while it is tied")
+
+
+def count_flops(cfg: Config) -> int:
+    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
+    attending = [spec for spec in cfg.layers if spec.attention != "none"]
+    num_mlp = sum(spec.mlp + spec.second_mlp for spec in cfg.layers)
+    widths = [(cfg.qk_dim(spec) + (spec.v_dim or cfg.head_dim)) * cfg.num_heads for spec in attending]
+    weights = cfg.model_dim * (2 * sum(widths) + 2 * cfg.mlp_hidden * num_mlp)
+    keys = tokens = logits = 0.0
+    for stage, start, end in Schedule(cfg).stage_ranges():
+        weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
+        if cfg.sequence_start == "document" and cfg.document_mask == "on":
+            longest = min(longest, stage.max_doc_len)
+        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) * width
+                             for spec, width in zip(attending, widths))
+        logits += weight * (stage.num_classes or cfg.padded_vocab_size)
+        tokens += weight
+    return round(6 * (weights + cfg.model_dim * logits / tokens) + 6 * keys / tokens)
+
+
+def plain_dict(cfg: Config) -> dict:
+    return json.loads(json.dumps({name: flatten_groups(vars(cfg))[name] for name in OPTIONS}, default=vars))
+
+
+def config_from_dict(values: dict) -> Config:
+    """The inverse of plain_dict(), for checkpoints and results. Unknown names are left out."""
+    known = {name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
+             tuple(value) if isinstance(value, list) else value
+             for name, value in values.items() if name in OPTIONS}
+    for name, value in known.items():
+        check_value(name, value)
+    return build_config(known)
+
+# ==== RUN RECORD ===========================================================================================
+# The identity of a run, and its files: script, log, result (json) and events. Only rank 0 writes. Scripts
+# and results appear under their names when they are complete. No file of another program is replaced. The
+# unique run_id names log, result and events, so two runs never share one. To compare another entry, add it
+# to identify(). records/README.md describes the formats.
+
+# Options that change no weight, loss or time: output, stop and resume. print_every: older scripts
+RESTART_OPTIONS = {f"options.{name}" for name in (
+    "records_dir", "logs_dir", "checkpoint_dir", "save_model", "resume", "time_limit", "print_every")}
+MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
+# {kind of comparison: entries of identify() that may differ}. "options" stands for all options.NAME
+MAY_DIFFER = {
+    "ranks": {"machine.cpu", "machine.threads"},  # ranks of one job
+    "resume": {*RESTART_OPTIONS, "machine"},
+    "resume of a record": RESTART_OPTIONS,
+    "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
+    "replay": {*RESTART_OPTIONS, "options.checkpoint_every", "options.telemetry_every", "options.tracker"},
+    "losses": {"options", "script", "choices", "machine"},  # losses of two records
+    "times": {"options", "script", "choices"},  # times of two records
+}
+OTHER = {name: f"other {name}" for name in ("script", "data", "layers", "stages")}
+TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
+FINEWEB_TRACKS = ("track_1", "track_2")  # records use the data options of the preset of this name
+RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits in old scripts
+
+
+def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
+    """Metadata of a run, made once at its start. train() adds corpus_fingerprint and choices."""
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(4).hex()}"
+    return dict(run_id=rt.comm.broadcast_object(run_id), resumed_from={}, script_sha256=hash_script(),
+                git_commit=find_commit() if rt.is_main else "", argv=argv, **describe_machine(rt),
+                config={**plain_dict(cfg), "derived": derived_numbers(cfg, rt.world_size)})
+
+
+def identify(run: dict) -> dict[str, typing.Any]:
+    """The identity of a run as one flat dict: script, data, options.NAME, machine.NAME, choices.NAME.
+
+    run: a result, or the metadata of a log or checkpoint. Missing entries are left out.
+    """
+    hardware, versions = run.get("hardware", {}), run.get("versions", {})
+    old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
+    parts = dict(
+        options={name: value for name, value in run.get("config", {}).items() if name != "derived"},
+        machine={**{name: hardware[name] for name in MACHINE_FIELDS if name in hardware},
+                 **{name: versions[name] for name in ("torch", "cuda", "cudnn") if name in versions}},
+        choices=run.get("choices", old_choices))
+    single = dict(script=run.get("script_sha256"), data=run.get("corpus_fingerprint"))
+    return {**{name: value for name, value in single.items() if value},
+            **{f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}}
+
+
+def differences(earlier: dict, now: dict, kind: str) -> list[str]:
+    """Differences of two runs outside of MAY_DIFFER[kind], for example 'head_lr was 0.008, here 0.01'.
+
+    Entries that one of the runs lacks are not compared.
+    """
+    lines, theirs, ours = [], identify(earlier), identify(now)
+    for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
+        part, _, name = key.rpartition(".")
+        if not {key, part} & MAY_DIFFER[kind]:
+            label, old, new = f"{name} in use" if part == "choices" else name, theirs[key], ours[key]
+            lines.append(OTHER.get(name) or f"{label} was {str(old)[:60]}, here {str(new)[:60]}")
+    return lines
+
+
+def hash_script() -> str:
+    return hashlib.sha256(SCRIPT).hexdigest()
+
+
+def find_commit() -> str:
+    """HEAD commit, with -dirty if this script differs from it. "" if git does not track the script."""
+    path = Path(__file__).resolve()
+    git = functools.partial(subprocess.run, capture_output=True, cwd=path.parent)
+    with suppress(OSError):  # git is not installed
+        committed = git(["git", "show", f"HEAD:./{path.name}"])
+        if not committed.returncode:
+            commit = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
+            return commit + "-dirty" * (committed.stdout != SCRIPT)
+    return ""
+
+
+def describe_machine(rt: Runtime) -> dict:
+    """Versions and hardware."""
+    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
+                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
+                    simd=torch.backends.cpu.get_cpu_capability())
+    with suppress(OSError):
+        lines = [x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().splitlines() if ":" in x]
+        names = {name.strip(): value.strip() for name, value in reversed(lines)}  # of the first processor
+        arm = " ".join(names[key] for key in ("CPU implementer", "CPU part", "CPU revision") if key in names)
+        hardware["cpu"] = names.get("model name") or f"{hardware['cpu']} {arm}".strip()
+    if rt.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(rt.device)
+        hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
+        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
+    return dict(versions=versions, hardware=hardware)
+
+
+def has_progress_bar() -> bool:
+    return sys.stderr.isatty() and env_int("RANK", 0) == 0
+
+
+def print0(text: str, rt: Runtime) -> None:
+    """Print and flush a line on rank 0, above the progress bar. A closed stdout does not stop training."""
+    for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.is_main else ():
+        try:
+            write(text)
+            sys.stdout.flush()
+            return
+        except OSError:  # tqdm also redraws the bar on stderr, which may be closed while stdout is open
+            pass
+    if rt.is_main:
+        sys.stdout = open(os.devnull, "w")
+
+
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
+                 before_rename: Callable[[], None] = lambda: None) -> None:
+    """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            data(file) if callable(data) else file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        before_rename()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name survives a power cut only after this sync
+    os.fsync(folder)
+    os.close(folder)
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_script(folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / name).exists():
+        write_atomic(folder / name, SCRIPT)
+
+
+def check_writable(folder: Path, remedy: str) -> None:
+    """Raise InputError if a folder cannot be created or written. A temporary folder tests this."""
+    folder = Path(os.path.abspath(folder))  # resolves ".." after a folder that does not exist yet
+    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    try:
+        with tempfile.TemporaryDirectory(dir=place) as trial:
+            Path(trial, folder.relative_to(place), "a file").mkdir(parents=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(folder)[:200]} cannot be written ({reason}): {remedy}") from None
+
+
+def find_record_folder(cfg: Config) -> Path:
+    """Folder for the results of this run. A record's folder name has the date of its first result."""
+    if not cfg.record:
+        return Path(cfg.logs_dir)
+    root = Path(cfg.records_dir, cfg.track)
+    existing = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+    return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
+
+
+def check_record(cfg: Config, run: dict) -> dict:
+    """Raise InputError if this run does not fit its record's results. Returns the first result, or {}."""
+    folder, first = find_record_folder(cfg), {}
+    if not cfg.record:
+        return {}
+    script = folder / "train_gpt.py"
+    if script.exists() and script.read_bytes() != SCRIPT:
+        raise InputError(f"--record={cfg.record} belongs to another script ({script}): choose another name")
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text())
+            others = differences(result, run, "record")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{path} is not a result ({type(error).__name__}: {error}): repair it, or "
+                             f"choose another name than --record={cfg.record}") from None
+        if others:
+            raise InputError(f"--record={cfg.record} has other runs ({path}: {', '.join(others)}): choose "
+                             "another name, or use the options, the ranks and the machine of these runs")
+        first = first or result
+    return first
+
+
+def check_track(cfg: Config, run: dict) -> None:
+    """Raise InputError if a record run does not use the data of its track."""
+    names = ("train_files", "val_files", "val_tokens")
+    preset = resolve_preset(cfg.track) if cfg.track in FINEWEB_TRACKS else run["config"]
+    others = [f"--{name}={run['config'][name]}" for name in names if run["config"][name] != preset[name]]
+    if run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
+        others = [f"corpus fingerprint {run['corpus_fingerprint']} of --train_files={cfg.train_files}"]
+    if cfg.record and others:
+        raise InputError(f"{', '.join(others)} is not the data of track {cfg.track}, so a record there is "
+                         "not comparable: give a new name with --track=NAME")
+
+
+class LossHistory:
+    """Mean training loss of all ranks, by step. Losses are read late, so no step waits for the device."""
+
+    def __init__(self, rt: Runtime, points: list[list[float]]):
+        self.rt, self.points = rt, points  # [step, loss]
+        self.batch = 1 if rt.device.type == "cpu" else 10  # steps per all-reduce
+        self.losses: list[tuple[int, Tensor]] = []  # (step, loss of this rank), unsent
+        self.pending: tuple[tuple[int, ...], HostCopy] | None = None
+
+    def add(self, step: int, loss: Tensor) -> None:
+        """Add a loss, the mean over the tokens of this rank. All ranks must call it."""
+        self.losses.append((step, loss))
+        if self.batch == 1:
+            self.flush()
+        elif len(self.losses) >= self.batch:
+            self._read_then_send()
+
+    def flush(self) -> None:
+        """Read all losses so far. All ranks must call it."""
+        self._read_then_send()
+        self._read_then_send()
+
+    def _read_then_send(self) -> None:
+        if self.pending:
+            (steps, losses), self.pending = self.pending, None
+            self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
+        if self.losses:
+            steps, losses = zip(*self.losses)
+            mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
+            self.pending, self.losses = (steps, HostCopy(mean)), []
+
+
+def describe_sizes(run: dict) -> str:
+    derived, hardware = run["config"]["derived"], run["hardware"]
+    return (f"preset {run['config']['preset']}: {derived['num_params'] / 1e6:.2f} M parameters, "
+            f"{hardware['ranks']} x {hardware['device']}, {derived['train_tokens'] / 1e6:.2f} M training "
+            "tokens")
+
+
+def measure_run(trainer: Trainer, log: RunLog) -> dict:
+    """Speed, communication and memory of a finished run, for its result."""
+    rt, progress, start = trainer.rt, trainer.progress, log.start
+    num_steps = max(1, progress.step - start.step)  # of this process
+    sent = rt.comm.bytes - log.bytes_before
+    minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, start.step, progress.step)
+    tokens_per_s = progress.tokens / progress.train_time
+    flops = tokens_per_s * log.run["config"]["derived"]["flops_per_token"]
+    return dict(
+        train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+        mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+        bytes_per_step=round(sum(sent.values()) / num_steps),
+        minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
+        resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
+
+
+def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
+    """Connect to --tracker. Returns (function that sends numbers of a step, function that disconnects)."""
+    try:
+        if cfg.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", run_id)))
+            return lambda numbers, step: [writer.add_scalar(name, number, step)
+                                          for name, number in numbers.items()], writer.close
+        module = importlib.import_module(cfg.tracker)
+        module.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
+        return lambda numbers, step: module.log(numbers, step=step), module.finish
+    except Exception as error:  # the package is missing or not logged in, or has another error
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise InputError(f"--tracker={cfg.tracker} does not start ({reason}): pip install {cfg.tracker}, "
+                         "log in, or leave it out", of_one_rank=True) from None
+
+
+def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
+    """Flatten nested dicts to {prefix/key/...: number}. Items of lists are named by their position."""
+    flat = {}
+    for key, value in entries.items():
+        value = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(value, dict):
+            flat |= flatten_numbers(value, f"{prefix}/{key}")
+        elif not isinstance(value, str):
+            flat[f"{prefix}/{key}"] = value
+    return flat
+
+
+class RunLog:
+    """Log lines, events, progress and result of a run."""
+
+    BAR_SECONDS = 0.5  # between two updates of the text on the progress bar
+    PROGRESS_LINES = 20  # progress lines in a run without a terminal
+
+    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: Saved | None = None):
+        """run: metadata of this run. saved: the checkpoint from which the run continues."""
+        self.cfg, self.rt, self.run, self.bar, self.files = cfg, rt, run, None, {}
+        self.run_id, self.tracker = run["run_id"], None
+        earlier = saved.metadata if saved else {}
+        self.val_points = list(earlier.get("val_points", ()))  # [step, loss, milliseconds]
+        self.losses = LossHistory(rt, list(earlier.get("train_points", ())))
+        self.num_logged = len(self.losses.points)
+        self.step_times: dict[int, float] = {}  # {step: seconds on the clock}, until the loss arrives
+        self.is_continued = self.run_id == earlier.get("run_id")
+        self.earlier_logs = str(earlier["config"]["logs_dir"]) if self.is_continued else cfg.logs_dir
+
+    def __enter__(self) -> RunLog:
+        cfg, folder = self.cfg, Path(self.cfg.logs_dir)
+        if self.rt.is_main and cfg.tracker != "off":
+            self.tracker = start_tracker(cfg, self.run_id)
+        suffixes = (".txt", ".jsonl") if cfg.telemetry_every or cfg.guard == "on" else (".txt",)
+        for suffix in suffixes if self.rt.is_main else ():
+            path, earlier = folder / (self.run_id + suffix), Path(self.earlier_logs, self.run_id + suffix)
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.is_continued and earlier.exists() and not path.exists():  # --logs_dir has changed
+                shutil.copy(earlier, path)
+            self.files[suffix] = open(path, "ab", buffering=0)
+        self.new_files = [file.name for file in self.files.values() if not file.tell()]
+        if self.files and not self.files[".txt"].tell():
+            lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.run.items()]
+            self._append(".txt", "{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
+        """Close bar and files. Log a RunError, but after an InputError remove the files if they are new."""
+        self._close_bar()
+        if self.tracker:
+            self.tracker[1]()
+        if isinstance(error, RunError) and not (isinstance(error, InputError) and self.new_files):
+            self._append(".txt", str(error))
+        for file in self.files.values():
+            file.close()
+            if isinstance(error, InputError) and file.name in self.new_files:
+                Path(file.name).unlink(missing_ok=True)
+
+    def _close_bar(self) -> None:
+        with suppress(OSError):  # the terminal of the bar may be closed
+            if self.bar is not None:
+                self.bar.close()
+
+    def _append(self, suffix: str, line: str) -> None:
+        """Write a line. A full disk is reported once, and training continues."""
+        file = self.files.get(suffix)
+        try:
+            if file:
+                file.write((line + "\n").encode())
+        except OSError as error:
+            del self.files[suffix]
+            print0(f"{file.name} cannot be written ({error.strerror}): training continues without it",
+                   self.rt)
+
+    def print(self, text: str, to_console: bool = True) -> None:
+        self._append(".txt", text)
+        if to_console:
+            print0(text, self.rt)
+
+    def write_event(self, event: str, step: int, **entries) -> None:
+        self._append(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
+        try:
+            if self.tracker:
+                self.tracker[0](flatten_numbers(entries, event), step)
+        except Exception as error:  # trackers can raise any error, but training must continue
+            self.tracker = None
+            self.print(f"--tracker={self.cfg.tracker} has failed ({error}): training continues without it")
+
+    def start_training(self, trainer: Trainer) -> None:
+        """From here on no error removes the log files. Store the progress at the start of this process."""
+        self.progress = progress = trainer.progress
+        self.new_files = []
+        self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
+        self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.bytes.copy()
+        self.val_seconds = self.shown_at = 0.0
+        if has_progress_bar():
+            self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
+                            dynamic_ncols=True)
+
+    def log_step(self, loss: Tensor, _timer: StepTimer, train_time: float) -> None:
+        """Record a step, counted from 1. log_losses() writes its line when its loss has arrived."""
+        step, num_iterations = self.progress.step, self.cfg.num_iterations
+        self.step_times[step] = train_time
+        self.losses.add(step, loss)
+        self.log_losses()
+        last_loss = f"loss {self.losses.points[-1][1]:.4f}, " if self.losses.points else ""
+        try:
+            if self.bar is not None:
+                if time.monotonic() - self.shown_at >= self.BAR_SECONDS or step == num_iterations:
+                    self.shown_at = time.monotonic()
+                    speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
+                    self.bar.set_postfix_str(last_loss + speed, refresh=False)
+                self.bar.update()
+        except OSError:  # the terminal is gone
+            self.bar = None
+        is_due = step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0
+        if is_due and not has_progress_bar():
+            minutes, seconds = divmod(self.estimate_seconds(train_time), 60)
+            self.print(f"step {step}/{num_iterations}: {last_loss}{minutes} min {seconds} s to go")
+
+    def estimate_seconds(self, train_time: float) -> int:
+        """Estimate the remaining seconds from the time per token and the time of the last validation."""
+        per_token = (train_time - self.start.train_time) / (self.progress.tokens - self.start.tokens)
+        num_validations = 1 + (self.cfg.num_iterations - self.progress.step) // (
+            self.cfg.val_loss_every or sys.maxsize)
+        training = (self.last_token - self.progress.tokens) * per_token
+        return round(training + num_validations * self.val_seconds)
+
+    def log_losses(self) -> None:
+        """Log all steps whose loss has arrived. With --guard=off raise RunError if a loss is not finite."""
+        num_iterations = self.cfg.num_iterations
+        for step, loss in self.losses.points[self.num_logged :]:
+            self.num_logged += 1
+            time_ms = 1000 * self.step_times.pop(step, 0.0)
+            self.print(f"step:{step}/{num_iterations} train_time:{time_ms:.0f}ms "
+                       f"step_avg:{time_ms / step:.2f}ms train_loss:{loss:.4f}", to_console=False)
+            self.check_loss("training", step, loss)
+
+    def check_loss(self, kind: str, step: int, loss: float) -> None:
+        """Raise RunError if a loss is not finite. With --guard=on only the final validation is checked."""
+        is_last = kind == "validation" and step == self.cfg.num_iterations
+        if not math.isfinite(loss) and (self.cfg.guard == "off" or is_last):
+            remedy = ", or give --guard=on" if self.cfg.guard == "off" else ""
+            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates{remedy}")
+
+    def flush_losses(self) -> None:
+        """Log all steps so far. All ranks must call it."""
+        self.losses.flush()
+        self.log_losses()
+
+    def finish(self, result: dict) -> None:
+        """Write the result, and print a summary table."""
+        if not self.rt.is_main:
+            return
+        cfg, rt = self.cfg, self.rt
+        points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses.points]
+        result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **self.run, train_points=points,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1], **result)
+        self._close_bar()
+        folder, name = find_record_folder(cfg), f"{self.run_id}.json"
+        problem = self.write_result(folder, result)
+        if problem and cfg.record and not self.write_result(Path(cfg.logs_dir), result):
+            problem += f". The result was written to {Path(cfg.logs_dir, name)} instead"
+        rows = {
+            "preset": f"{result['preset']}, seed {result['seed']}, "
+                      f"{self.run['config']['derived']['num_params'] / 1e6:.2f} M parameters",
+            "validation loss": f"{result['final_val_loss']:.4f} after {cfg.num_iterations} steps",
+            "training time": f"{result['train_time_ms'] / 1000:.2f} s",
+            "before the clock": f"{result['data_setup_s']:.1f} s to check and plan the data, "
+                                f"{result['compile_time_s']:.1f} s of warm-up",
+            "speed": f"{result['tokens_per_s']:,} tokens/s",
+            "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
+                   "matmul rate measured here",
+            "peak memory": f"{result['peak_memory_mib']:,} MiB",
+            "sent per step": f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank. The minimum is "
+                             f"{result['minimum_bytes_per_step'] / 1e6:,.2f} MB",
+            "result": "none, see below" if problem else str(folder / name)}
+        if rt.world_size == 1:
+            del rows["sent per step"]
+        width = max(map(len, rows.values()))
+        rule = f"+{'-' * 18}+{'-' * (width + 2)}+"
+        lines = [f"| {head:<16} | {row:<{width}} |" for head, row in rows.items()]
+        print0("\n".join((rule, *lines, rule)), rt)
+        if problem:
+            raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
+
+    def write_result(self, folder: Path, result: dict) -> str:
+        """Write script and result to a folder. Move a record's log there. Returns the problem, or ""."""
+        is_record = bool(self.cfg.record) and folder == find_record_folder(self.cfg)
+
+        def move_logs() -> None:
+            for suffix, file in self.files.items() if is_record else ():
+                shutil.move(file.name, folder / f"{self.run_id}{suffix}")
+
+        try:
+            if is_record:
+                check_record(self.cfg, self.run)
+            write_script(folder, "train_gpt.py" if is_record else f"train_gpt_{hash_script()[:12]}.py")
+            data = (json.dumps(result, indent=1) + "\n").encode()
+            write_atomic(folder / f"{self.run_id}.json", data, move_logs)
+        except OSError as error:
+            return (f"{folder} cannot be written ({error.strerror}). The log in {self.cfg.logs_dir} may be "
+                    "incomplete")
+        except InputError as error:
+            return str(error)
+        return ""
+
+# ==== CHECKPOINTS ==========================================================================================
+# A run locks its folder checkpoints/<run_id>/ until training ends. A checkpoint holds the identity and the
+# state of the run, in a form independent of the number of ranks. A background thread writes checkpoints.
+# Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
+# METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
+
+@dataclass
+class Progress:
+    """State of a run except its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
+    loss_ema: float = math.nan  # telemetry
+    measured_step: int = 0  # last step that telemetry measured
+    num_actions: int = 0  # rollbacks by the guard
+    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
+    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
+    lr_scale: float = 1.0  # the guard's learning-rate factor
+    lr_scale_until: int = 0  # first step without lr_scale
+
+
+CHECKPOINT_FORMAT = "train_gpt 10"
+
+
+class Saved(typing.NamedTuple):
+    """A checkpoint that was read. Only rank 0 has its tensors and the lock of its folder."""
+
+    path: Path
+    metadata: dict
+    tensors: dict[str, Tensor]
+    lock: typing.BinaryIO | None = None
+    is_same_run: bool = False  # this process continues the checkpoint's run and keeps its run_id
+    result: Path | None = None  # result file of the checkpoint's run, if that run is finished
+
+
+class OtherFormat(InputError):
+    """A checkpoint of another version of this script."""
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Checkpoints of a folder, the highest step first."""
+    return sorted((path for path in folder.glob("step_*.pt") if re.fullmatch(r"step_[0-9]+\.pt", path.name)),
+                  key=lambda path: int(path.stem[5:]), reverse=True)
+
+
+def lock_run(folder: Path) -> typing.BinaryIO:
+    """Lock the folder of a run until the process ends. InputError if another process has the lock."""
+    file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(f"{folder} is in use: another process continues this run. Wait for its end, or "
+                         "start a new run without --resume", of_one_rank=True) from None
+    except OSError:
+        print(f"{folder} cannot be locked: make sure that no second process continues this run", flush=True)
+    return file
+
+
+def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
+    """Read a checkpoint without executing code from it. Returns (metadata, tensors). InputError if damaged.
+
+    is_checked: compare the checksums. This reads the whole file.
+    """
+    try:
+        if not path.is_file():
+            raise OSError("it is not a file" if path.exists() else f"it does not exist in {Path.cwd()}")
+        damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() writes a checksum per member
+        if damaged:
+            raise OSError(f"it is damaged: the checksum of {damaged} differs")
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
+            name = content.get("format") if isinstance(content, dict) else None
+            raise OtherFormat(f"{str(path)[:200]} cannot be read as a checkpoint (its format is "
+                              f"{str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}): continue it with the "
+                              "train_gpt_*.py beside its log, or start anew without --resume")
+        metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
+        pieces = {}  # of large tables, in the order of their rows
+        for name, digest in metadata["tables"].items():
+            if not path.with_name(name).exists():
+                raise OSError(f"{name} is missing beside it")
+            if is_checked and hash_file(path.with_name(name)) != digest:
+                raise OSError(f"{name} is damaged: its SHA-256 differs")
+            piece = torch.load(path.with_name(name), map_location="cpu", mmap=True, weights_only=True)
+            for key, rows in piece.items():
+                pieces.setdefault(key, []).append(rows)
+        tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
+        if not RUN_ID.fullmatch(str(metadata["run_id"])):  # it becomes the name of a folder
+            raise ValueError(f"its run_id is {str(metadata['run_id'])[:60]!r}")
+        metadata["config"]["vocab_size"]  # a KeyError names the missing entry
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) or "/" not in name and not tensor.is_floating_point():
+                raise ValueError(f"its {name} is not a tensor of floating-point numbers")
+        return metadata, tensors
+    except OtherFormat:
+        raise
+    except Exception as error:  # a damaged file can raise any error while it is read
+        if not is_checked:  # the checksums name the damage
+            return read_checkpoint(path)
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
+                         ": give --resume=auto, or the path of another one") from None
+
+
+def read_newest(folder: Path, is_checked: bool = True) -> Saved:
+    """Read the last readable checkpoint of a folder (highest step). InputError if there is none."""
+    problem = None
+    for path in list_steps(folder):
+        try:
+            return Saved(path, *read_checkpoint(path, is_checked))
+        except InputError as error:
+            problem = problem or error
+    raise problem or InputError(f"{folder} has no checkpoint: start anew without --resume")
+
+
+def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | None]:
+    """Compare ranks and check output folders. Returns (first result of the record, checkpoint of --resume).
+
+    All ranks must call it.
+    """
+    def check() -> tuple[dict, Saved | None]:
+        folders = {"logs_dir": Path(cfg.logs_dir)}
+        if cfg.record:
+            folders["records_dir"] = find_record_folder(cfg)
+        if cfg.checkpoint_every or cfg.time_limit or cfg.save_model != "off":
+            folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
+        for field, folder in folders.items():
+            check_writable(folder, f"choose another folder with --{field}")
+        path = Path(cfg.resume)
+        named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
+        if named and not any("/" in name for name in named.tensors):
+            raise InputError(f"{path} has no optimizer state: name a step_*.pt, or give --resume=auto")
+        return check_record(cfg, run), named
+
+    compare_ranks(run, rt)
+    first, named = share_errors(check, rt) or ({}, None)
+    print0(f"{describe_sizes(run)}, in {Path.cwd()}", rt)  # console only, because logs are published
+    return rt.comm.broadcast_object(first), named
+
+
+def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: Saved | None
+               ) -> tuple[Saved | None, str]:
+    """Add the corpus fingerprint to run. Returns (checkpoint or None, log line). All ranks must call it."""
+    run["corpus_fingerprint"] = fingerprint(shards)
+    check_track(cfg, run)
+    compare_ranks(run, rt)
+    saved, line = share_errors(lambda: find_checkpoint(cfg, run, named), rt) or (None, "")
+    shared = rt.comm.broadcast_object((saved and saved._replace(tensors={}, lock=None), line))
+    saved, line = (saved, line) if rt.is_main else shared
+    if saved and saved.is_same_run:
+        run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
+    elif saved:
+        run["resumed_from"] = dict(run_id=saved.metadata["run_id"], step=saved.metadata["progress"]["step"])
+    return saved, line
+
+
+def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
+    """Select `named`, or the highest step of the newest run that fits. Returns (checkpoint, log line).
+
+    The folder of that run is locked before its tensors are read.
+    """
+    kind = "resume of a record" if cfg.record else "resume"
+    if not cfg.resume:
+        return None, ""
+    if named:
+        return check_named(cfg, run, named, kind)
+    root, problem, reason = Path(cfg.checkpoint_dir), "", ""
+    folders = sorted({path.parent for path in root.glob("*/step_*.pt")}, key=lambda path: path.name)
+    for folder in [folder for folder in reversed(folders) if RUN_ID.fullmatch(folder.name)]:
+        try:
+            others = differences(read_newest(folder, is_checked=False).metadata, run, kind)
+        except OtherFormat:
+            others = ["another version of the script wrote it"]
+        except InputError as error:
+            problem = problem or str(error)
+            continue
+        if not others:
+            lock = lock_run(folder)
+            saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
+            saved = saved._replace(result=find_result(saved.metadata, cfg))
+            return saved, describe_resume(saved, cfg, run)
+        reason = reason or f"the newest is {folder}, but {others[0]}"
+    if problem:
+        raise InputError(problem)
+    old = next((folder for folder in folders if not RUN_ID.fullmatch(folder.name)), None)
+    reason = reason or (f"{old} has the layout of older scripts" if old else "there is none")
+    return None, f"starting anew without a checkpoint in {root}: {reason}"
+
+
+def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved, str]:
+    """Check the checkpoint of --resume=PATH. Only the newest checkpoint of a run continues that run."""
+    path, metadata = named.path, named.metadata
+    others, folder = differences(metadata, run, kind), Path(cfg.checkpoint_dir, metadata["run_id"])
+    step, newest = metadata["progress"]["step"], next(iter(list_steps(folder)), None)
+    is_newest = newest is not None and path.exists() and path.samefile(newest)
+    if step > cfg.num_iterations:
+        raise InputError(f"{path} is from step {step}, but --num_iterations is {cfg.num_iterations}: "
+                         f"give at least --num_iterations={step}")
+    if cfg.record and (others or not is_newest):
+        reason = ", ".join(others) or f"it is not the newest one in {folder}"
+        raise InputError(f"{path} cannot continue --record={cfg.record} ({reason}): use the options and the "
+                         "machine of the checkpoint, or start anew without --resume")
+    if is_newest and not others:
+        result = find_result(metadata, cfg)
+        named = named._replace(is_same_run=True, lock=lock_run(folder), result=result)
+    return named, describe_resume(named, cfg, run)
+
+
+def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
+    """Describe the resumed checkpoint in one line, with all differences except RESTART_OPTIONS."""
+    others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
+    if not others and not saved.is_same_run:
+        others = [f"it is not the newest in {Path(cfg.checkpoint_dir, saved.metadata['run_id'])}"]
+    others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
+    schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
+    planned = schedule.count_tokens() - schedule.count_tokens(step)
+    if planned != trained:
+        others.append(f"this run has trained on {trained} tokens, but its schedule plans {planned} before "
+                      f"step {step}, so tokens are {'repeated' if planned < trained else 'skipped'}")
+    new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
+    return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
+
+
+def find_result(metadata: dict, cfg: Config) -> Path | None:
+    """Path of the result of a checkpoint's run, or None if unfinished."""
+    logs = cfg.logs_dir, str(metadata["config"]["logs_dir"])
+    folders = [*logs, *Path(cfg.records_dir, cfg.track).glob("*")]
+    paths = [Path(folder, f"{metadata['run_id']}.json") for folder in folders]
+    return next((path for path in paths if path.exists()), None)
+
+
+def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dict[str, HostCopy]]:
+    """Copy the state as (metadata, tensors), equal for any number of ranks. All ranks must call it.
+
+    Rank 0 gets parameters by name. Without only_model it also gets optimizer states by name/key, FP8 scales
+    and random number states. The next call may overwrite these copies.
+    """
+    rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
+    optimizer.finish()
+    trainer.scales.finish()
+    for bucket in optimizer.buckets:
+        if bucket in optimizer.tables and len(bucket.pieces()) > 1:  # Checkpoints.write_pieces()
+            continue
+        for key in ("", *(() if only_model else bucket.state)):
+            full = bucket.full_tensor(key)  # (M, ...)
+            for name, param in bucket.params.items() if rt.is_main else ():
+                tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
+                tensor = tensor if key else tensor.view(-1, *param.shape[1:])
+                copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
+    if rt.is_main and not only_model:
+        copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
+        copies["random/cpu"] = HostCopy(torch.get_rng_state())
+        if rt.device.type == "cuda":
+            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(rt.device))
+    return dict(progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
+                is_tied=trainer.model.is_tied), copies
+
+
+def make_staging(trainer: Trainer) -> None:
+    """Allocate the CPU memory for checkpoints before training. All ranks must call it."""
+    for name, copy in collect_state(trainer)[1].items():
+        if not name.startswith(("fp8/", "random/")):
+            copy = copy.read()
+            trainer.staging[name] = copy.pin_memory() if trainer.rt.device.type == "cuda" else copy
+
+
+def check_entry(tensors: dict[str, Tensor], name: str, shape: Iterable[int]) -> str:
+    """Check an entry and its shape. Returns the problem, or ""."""
+    if name not in tensors:
+        return f"does not have {name}"
+    held, needed = tuple(tensors[name].shape), tuple(shape)
+    return "" if held == needed else f"has {name} of shape {held}, but this run needs {needed}"
+
+
+def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
+    """Restore the state of collect_state() on any number of ranks. InputError if it does not fit."""
+    rt, optimizer, metadata, tensors = trainer.rt, trainer.optimizer, saved.metadata, dict(saved.tensors)
+    optimizer.step_count, problem = metadata["optimizer_steps"], ""
+    optimizer.set_tied(metadata["is_tied"])
+    for bucket in optimizer.buckets:
+        for key in ("", *bucket.state):
+            if bucket in optimizer.tables:
+                (name,), shard = bucket.params, bucket.state.get(key, bucket.shard)
+                entry = f"{name}/{key}".removesuffix("/")
+                if rt.is_main and not problem:
+                    problem = check_entry(tensors, entry, (bucket.sparse.num_rows, shard.size(1)))
+                held = tensors.pop(entry, None)
+                for first, end in bucket.pieces():
+                    rows = shard.new_zeros(end - first, shard.size(1))
+                    if rt.is_main and not problem:
+                        rows.copy_(held[first:end])
+                    rt.comm.broadcast(rows)
+                    bucket.load(key, rows, first)
+                continue
+            full = bucket.full_tensor(key).clone()
+            for name, param in bucket.params.items() if rt.is_main else ():
+                part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
+                needed = part.shape if key else part.view(-1, *param.shape[1:]).shape
+                problem = problem or check_entry(tensors, entry, needed)
+                if not problem:
+                    part.copy_(tensors.pop(entry).view(part.shape))
+            rt.comm.broadcast(full)
+            bucket.load(key, full)
+        bucket.clear()
+    left = [name for name in tensors if not name.startswith(("fp8/", "random/"))]
+    problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
+    if problem:
+        others = ", ".join(differences(metadata, run, "resume")[:5]) or "another script"
+        raise InputError(f"{saved.path} {problem} ({others}): give the options of that run, or use the "
+                         "script beside its log")
+    for i, scale in enumerate(trainer.scales.scales):
+        scale.copy_(tensors.get(f"fp8/{i}", scale))
+        rt.comm.broadcast(scale)
+    if "random/cpu" in tensors:
+        torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors and rt.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random/cuda"], rt.device)
+    trainer.progress = Progress(**metadata["progress"])
+    trainer.progress.resumed_at.append(trainer.progress.step)
+    for name in trainer.progress.lowered:
+        lower_precision(trainer, [name])
+
+
+class Checkpoints:
+    """Writes checkpoints in the background and keeps the two newest. At the end it writes model.pt."""
+
+    KEPT = 2
+    MODEL_BYTES = 10**9  # limit of --save_model=auto
+
+    def __init__(self, cfg: Config, log: RunLog, bos: int, lock: typing.BinaryIO | None = None):
+        self.folder, self.log, self.bos, self.lock = Path(cfg.checkpoint_dir, log.run_id), log, bos, lock
+        self.save_model = cfg.save_model
+        self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.executor.shutdown()
+        if self.lock:
+            self.lock.close()
+
+    def save(self, trainer: Trainer, only_model: bool = False) -> None:
+        """Write step_<step>.pt, or model.pt, in the background. All ranks must call it."""
+        self.wait()
+        step = trainer.progress.step
+        path = self.folder / ("model.pt" if only_model else f"step_{step:06d}.pt")
+        state, copies = collect_state(trainer, only_model)
+        tables = self.write_pieces(trainer, path, only_model)
+        metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
+                        train_points=self.log.losses.points, tables=tables)
+        if copies:  # on rank 0
+            self.writing = self.executor.submit(self._write, path, step, json.dumps(metadata), copies)
+
+    def write_pieces(self, trainer: Trainer, path: Path, only_model: bool) -> dict[str, str]:
+        """Write each large table as files <path>_table<k>.pt, before the file that lists them.
+
+        Returns their SHA-256 by name. All ranks must call it. Training waits, as no memory holds the table.
+        """
+        hashes = {}
+        for table in (table for table in trainer.optimizer.tables if len(table.pieces()) > 1):
+            (name,), keys = table.params, ("", *(() if only_model else table.state))
+            for first, end in table.pieces():
+                rows = {f"{name}/{key}".removesuffix("/"): table.full_tensor(key, first, end)
+                        for key in keys}
+                file = path.with_name(f"{path.stem}_table{len(hashes)}.pt")
+                hashes[file.name] = ""
+                with suppress(OSError, RuntimeError):  # without a hash _write() reports the failure
+                    if trainer.rt.is_main:
+                        self.folder.mkdir(parents=True, exist_ok=True)
+                        self.lock = self.lock or lock_run(self.folder)
+                        rows = {key: value.cpu() for key, value in rows.items()}
+                        write_atomic(file, functools.partial(torch.save, rows))
+                        hashes[file.name] = hash_file(file)
+        return hashes
+
+    def wait(self) -> bool:
+        """Wait for the last checkpoint. False if it was not written."""
+        return self.writing is None or self.writing.result()
+
+    def finish(self, trainer: Trainer) -> bool:
+        """Write model.pt without optimizer state. False if model.pt or the last checkpoint failed."""
+        is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
+        if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
+            self.save(trainer, only_model=True)
+        return self.wait() and is_saved
+
+    def _write(self, path: Path, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
+        start = time.perf_counter()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = self.lock or lock_run(self.folder)
+            for name in [name for name, digest in json.loads(metadata)["tables"].items() if not digest]:
+                raise OSError(f"{name} was not written")
+            content = dict(format=CHECKPOINT_FORMAT, metadata=metadata,
+                           tensors={name: copy.read() for name, copy in copies.items()})
+            write_atomic(path, lambda file: torch.save(content, file))
+            for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
+                old.unlink(missing_ok=True)  # killed processes leave .partial files
+            for old in self.folder.glob("step_*_table*.pt"):
+                if not (self.folder / f"{old.stem.partition('_table')[0]}.pt").exists():
+                    old.unlink()
+        except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+            label = "model" if path.name == "model.pt" else f"checkpoint of step {step}"
+            self.log.print(f"no {label}: {self.folder} cannot be written ({reason})")
+            return False
+        if path.name != "model.pt":  # RunLog.finish() stores the script of model.pt
+            with suppress(OSError):  # RunLog reports a full disk
+                write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
+            self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
+        return True
+
+
+def list_tensors(trainer: Trainer) -> list[Tensor]:
+    """All tensors that training changes, except of a ShardedTable: parameters, state, FP8 scales."""
+    optimizer = trainer.optimizer
+    return [*(tensor for bucket in optimizer.buckets if bucket not in optimizer.tables
+              for tensor in (bucket.values, *bucket.state.values())), *trainer.scales.scales]
+
+
+class Snapshot:
+    """A copy in memory of parameters and optimizer state at one step."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        trainer.optimizer.finish()
+        trainer.scales.finish()
+        self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
+        self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
+        # A ShardedTable is not copied. It records the changes since its mark
+        self.marks = [table.mark() for table in trainer.optimizer.tables]
+
+    def restore(self) -> None:
+        """Restore the snapshot exactly, and discard all gradients."""
+        optimizer, scales = self.trainer.optimizer, self.trainer.scales
+        optimizer.finish()
+        scales.finish()
+        optimizer.step_count = self.step_count
+        optimizer.set_tied(self.is_tied)
+        for tensor, copy in zip(list_tensors(self.trainer), self.copies):
+            tensor.copy_(copy)
+        for table, mark in zip(optimizer.tables, self.marks):
+            table.take_back(mark)
+        for part in (*optimizer.buckets, scales):
+            part.clear()
+
+    def forget_earlier(self) -> None:
+        """Free the records of tables that are older than this snapshot."""
+        for table, mark in zip(self.trainer.optimizer.tables, self.marks):
+            table.forget(mark)
+
+# ==== TELEMETRY AND GUARD ==================================================================================
+# Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
+# state if training diverges. check_ranks() compares the parameters of all ranks. All three are off by
+# default. To measure more, extend StepTimer.add_norms() or Telemetry.inspect().
+
+class StepTimer:
+    """Measures the seconds of each part of a step, and sums of squares by parameter group."""
+
+    PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
+    SUMS = ("grad", "weight", "update", "momentum")
+
+    def __init__(self, groups: Iterable[str], rt: Runtime, is_full: bool = False):
+        """groups: without any nothing is measured. is_full: measure everything, not only gradients. This
+        synchronizes the device at each part."""
+        self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
+        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device)
+        self.updated: set[str] = set()  # groups with an update in this step
+        self.measured: set[str] = set()  # of these, groups with more than gradients measured
+        self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
+
+    def enter(self, part: str) -> None:
+        """Begin a part of the step. "" ends the step."""
+        if self.is_full:
+            now = clock(self.rt.device)
+            if self.part:
+                self.seconds[self.part] += now - self.since
+            self.part, self.since = part, now
+
+    def add_norms(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
+        """Add a bucket: gradient of the mean loss. With `before` also weights, update and momentum."""
+        if not self.rows:
+            return
+        tensors = [grad]
+        if before is not None:
+            momentum = next(iter(bucket.state.values()))
+            tensors += [bucket.shard, bucket.shard.float() - before.float(), momentum]
+            self.measured.add(bucket.group_name)
+        norms = [torch.linalg.vector_norm(x, dtype=at_least_fp32(x)) for x in tensors]
+        squares = torch.stack(norms).square()
+        squares[0] /= bucket.num_tokens**2
+        self.sums[self.rows[bucket.group_name]][: len(tensors)] += squares
+        self.updated.add(bucket.group_name)
+
+
+def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
+    """Fraction of values that quantize_fp8() would saturate, and fraction that it would flush to zero."""
+    is_zero = quantize_fp8(x, dtype, scale)[0].float() == 0
+    return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
+                flushed=((x != 0) & is_zero).float().mean().item())
+
+
+class Telemetry:
+    """Measures every telemetry_every-th step.
+
+    A separate forward pass over the first micro-batch measures layers and head. No training graph changes.
+    """
+
+    SAMPLE = 256  # number of tokens sampled in the head, and of rows sampled from its matrix
+    EMA_DECAY = 0.98  # decay per step of the training loss average
+
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
+        self.measured: dict = {}  # last measurements of layers and head
+        self.measure_layers = trainer.rt.compile(self._measure_layers)
+
+    def start_step(self) -> bool:
+        """Return whether the next step is measured. If so, inspect() gets its first micro-batch."""
+        is_measured = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        self.trainer.inspect = self.inspect if is_measured else None
+        return is_measured
+
+    @torch.no_grad()
+    def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
+        """Measure layers and head on a micro-batch, before training on it."""
+        optimizer = self.trainer.optimizer
+        optimizer.timer.enter("communication")
+        optimizer.finish()  # all-gathers of the parameters may be in flight
+        optimizer.timer.enter("measuring")
+        x, layers = self.measure_layers(batch.inputs, batch.doc_ids, step_inputs)
+        head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
+        x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
+        logits = head.softcap(x @ w.T)  # (T, V)
+        scales = head_fp8_scales(self.trainer.cfg)
+        _, grads = softcapped_cross_entropy(x @ w.T, targets, x.new_ones(1), head.softcap, torch.float32,
+                                            scales.grad)
+        self.measured = dict(
+            layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
+            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
+            fp8=dict(x=measure_fp8(x, scales.x, E4M3),
+                     w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
+                     grad=measure_fp8(grads, 1.0, E5M2)))
+        optimizer.timer.enter("forward and backward")
+        self.trainer.inspect = None
+
+    def _measure_layers(self, inputs: Tensor, doc_ids: Tensor, step_inputs: StepInputs
+                        ) -> tuple[Tensor, Tensor]:
+        """Run all layers. Returns head input (T, D), and (mean, std, amax) of each output (layers, 3)."""
+        model = self.trainer.model
+        x, acts = model.run_layers(inputs, doc_ids, step_inputs, save_all=True)
+        outputs = (acts[f"h{layer}"].float() for layer in range(len(model.blocks)))
+        return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
+
+    def end_step(self, _loss: Tensor, timer: StepTimer, train_time: float) -> None:
+        """Write the line of a measured step. Groups without an update in this step are left out."""
+        if not timer.is_full:
+            return
+        rt, progress, points = self.trainer.rt, self.trainer.progress, self.log.losses.points
+        self.log.flush_losses()
+        norms = rt.comm.all_reduce(timer.sums).sqrt().tolist()
+        losses = [loss for step, loss in points if step > progress.measured_step]
+        for value in losses:
+            ema = value if math.isnan(progress.loss_ema) else progress.loss_ema
+            progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
+        progress.measured_step = progress.step
+        slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
+        groups = {group: dict(grad_norm=grad) | (dict(
+                      weight_norm=weight, update_ratio=update / max(weight, 1e-30), momentum_norm=momentum)
+                      if group in timer.measured else {})
+                  for group, (grad, weight, update, momentum) in zip(timer.rows, norms)
+                  if group in timer.updated}
+        self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
+                             loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
+                             groups=groups, **self.measured, seconds=timer.seconds)
+
+
+def check_ranks(optimizer: Optimizer) -> None:
+    """Raise RunError on every rank if a rank's parameters differ from rank 0's in any bit."""
+    optimizer.finish()
+    buckets = [bucket for bucket in optimizer.buckets if bucket not in optimizer.tables]
+    digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
+               for bucket in buckets]
+    hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
+    hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
+    for rank, i in (hashes != hashes[0]).nonzero().tolist():
+        raise RunError(f"after step {optimizer.step_count} rank {rank} and rank 0 differ in the values "
+                       f"of {buckets[i].name}: a collective went wrong, or a GPU is faulty")
+
+
+LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
+                  "bfloat16": "activations become float32"}
+
+
+def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
+    """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
+    model, progress = trainer.model, trainer.progress
+    in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
+    name = next((name for name in names if name in in_use), "")
+    if name == "bfloat16":
+        trainer.rt = trainer.optimizer.rt = dataclasses.replace(trainer.rt, dtype=torch.float32)
+        model.dtype = torch.float32
+        model.use_fp8(model.fp8)
+        trainer.step_inputs.clear()
+    elif name:
+        model.use_fp8(model.fp8 - {"fp8_head"} if name == "fp8_head" else model.fp8 & {"fp8_head"})
+    if name and name not in progress.lowered:
+        progress.lowered.append(name)
+    return LOW_PRECISIONS.get(name, "")
+
+
+class Guard:
+    """Detects that training diverges, and restores weights and optimizer state of an earlier step.
+
+    A rollback does not rewind the step or the data. All ranks decide from all-reduced sums, so they agree.
+    The sums are read one step late, so that no GPU waits, except before a snapshot.
+    """
+
+    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
+    VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
+    SNAPSHOT_EVERY = 10  # steps between snapshots
+    TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
+    LR_FACTOR, LR_STEPS = 0.5, 20  # a rollback multiplies the learning rates by LR_FACTOR for LR_STEPS steps
+    MOST_ACTIONS = 6  # most rollbacks since the last stop. The next one stops the run
+
+    def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
+        self.trainer, self.log, self.stop = trainer, log, stop
+        # Exclude groups that skip steps, because their gradient norms vary with the step
+        groups = (trainer.cfg.groups[name] for name in trainer.optimizer.groups)
+        self.steady = torch.tensor([float(group.every == 1 and not group.late_every) for group in groups],
+                                   device=trainer.rt.device)
+        self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
+        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
+        self.is_snapshot_due = False
+        self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
+
+    def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
+        """Check the previous step. If a snapshot is due, check this step too, and take it."""
+        trainer, step, squares = self.trainer, self.trainer.progress.step, timer.sums[:, 0]  # by group
+        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes losses of stages comparable
+        sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
+        self.pending.append((step, HostCopy(trainer.rt.comm.all_reduce(sums))))
+        self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
+        if not self.is_snapshot_due or not trainer.optimizer.has_no_pending_gradients():
+            self.check_steps(up_to=step - 1)
+        elif self.check_steps(up_to=step):
+            self.snapshots = [*self.snapshots[-1:], (step, Snapshot(trainer))]
+            self.snapshots[0][1].forget_earlier()
+            self.is_snapshot_due = False
+            # Restore the short timeout, unless the precision was switched: later stages then compile again
+            if not (trainer.progress.lowered and trainer.rt.use_compile):
+                trainer.rt.comm.set_timeout(datetime.timedelta(seconds=trainer.cfg.comm_timeout))
+
+    def check_steps(self, up_to: int) -> bool:
+        """Check the pending steps up to step `up_to`. Returns False if a fault caused a rollback."""
+        while self.pending and self.pending[0][0] <= up_to:
+            step, sums = self.pending.pop(0)
+            loss, square, all_squares = sums.read().tolist()
+            grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
+            fault = self._find_fault(loss, grad_norm)
+            if fault:
+                self._roll_back(step, fault)
+                return False
+            good = self.trainer.progress.good_steps
+            good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
+        return True
+
+    def check_validation(self, step: int, val_loss: float) -> None:
+        if not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
+            fault = f"validation loss {val_loss:.4f}, best so far {self.best_val_loss:.4f}"
+            self._roll_back(step, fault, to_oldest=True)
+        self.best_val_loss = min(self.best_val_loss, val_loss)
+
+    def _find_fault(self, loss: float, grad_norm: float) -> str:
+        good = np.array(self.trainer.progress.good_steps)
+        medians = np.median(good, axis=0) if len(good) else (math.inf, math.inf)
+        if len(good) < self.LEAST_STEPS:  # gradients begin near zero, because output projections do
+            medians = medians[0], math.inf
+        for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
+                                   ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+            if value > limit:
+                return f"{name} {value:.4g} exceeds {limit:.4g}"
+        return ""
+
+    def _roll_back(self, step: int, fault: str, to_oldest: bool = False) -> None:
+        """Restore a snapshot. Raise precision and lower learning rates, or stop after MOST_ACTIONS."""
+        trainer, progress = self.trainer, self.trainer.progress
+        trusted = [i for i, (made, _) in enumerate(self.snapshots)
+                   if progress.step - made >= self.TRIAL_STEPS]
+        index = 0 if to_oldest or not trusted else trusted[-1]
+        made, snapshot = self.snapshots[index]
+        snapshot.restore()
+        self.pending, self.snapshots = [], self.snapshots[: index + 1]
+        progress.num_actions += 1
+        progress.actions_in_a_row += 1
+        if progress.actions_in_a_row > self.MOST_ACTIONS:
+            self.stop.agreed = Stop.GUARD  # every rank sets it in this step
+            progress.actions_in_a_row = 0  # a resumed run counts from 0 again
+            measures = [f"the run stops, because {self.MOST_ACTIONS} rollbacks did not help"]
+        else:
+            in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
+            progress.lr_scale = in_force * self.LR_FACTOR
+            progress.lr_scale_until = progress.step + self.LR_STEPS
+            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
+            measures = [lower_precision(trainer), f"learning rates times {progress.lr_scale:g} until step "
+                                                  f"{progress.lr_scale_until}"]
+        text = ", ".join(filter(None, (f"restored weights of step {made}", *measures)))
+        self.log.print(f"guard: step {step}: {fault}: {text}")
+        self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
+
+# ==== SAMPLING =============================================================================================
+# Text from a trained model. Sampling uses the training model without a key-value cache: it recomputes the
+# whole text for each new token.
+
+class Tokenizer(typing.NamedTuple):
+    """Text to tokens and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+    bos: int
+
+
+def find_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """The tokenizer for a vocabulary size, or None if none is available."""
+    if vocab_size == BYTE_VOCAB_SIZE:
+        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
+    try:
+        import tiktoken  # optional
+        gpt2 = tiktoken.get_encoding("gpt2")  # from tiktoken's cache, or downloaded
+    except (ImportError, OSError):
+        return None
+    if vocab_size != gpt2.n_vocab:
+        return None
+    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes, gpt2.eot_token)
+
+
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime, generator: torch.Generator
+             ) -> Iterator[int]:
+    """Yield the tokens after a prompt, until BOS or cfg.max_new_tokens tokens.
+
+    Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
+    """
+    state, text = Schedule(cfg).at(cfg.num_iterations), list(prompt)
+    for _ in range(cfg.max_new_tokens):
+        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
+        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # attention is causal, so padding has no effect
+        step_inputs = make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
+        x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
+        logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
+        if not logits.isfinite().all():  # the model diverged
+            return
+        token = sample_token(logits, cfg.temperature, cfg.top_k, generator)
+        if token == bos:
+            return
+        yield token
+        text.append(token)
+
+
+def escape_controls(text: str) -> str:
+    """Replace control characters, which could act on a terminal, by escapes. Newlines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
+    """Print a short sample after the results. The model runs uncompiled, because its shapes vary."""
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    if tokenizer is None or not (rt.is_main or model.ngram is not None):
+        return
+    model.eval().fast = model.fast & {"sparse_embedding"}  # all ranks join exchanges of a ShardedTable
+    model.use_fp8(frozenset())
+    model.split_layers(1)
+    cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, fast=frozenset())
+    generator = torch.Generator().manual_seed(cfg.seed)
+    with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
+        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt, generator)))
+    shown = escape_controls(text.decode(errors="replace")).strip()
+    print0(f"sample: {shown or '(the document ended at once)'}", rt)
+
+
+def find_model(folder: Path) -> Path:
+    """The newest model or checkpoint in a folder or its subfolders."""
+    paths = [path for name in ("model.pt", "step_*.pt", "*/model.pt", "*/step_*.pt")
+             for path in folder.glob(name) if "_table" not in path.name]
+    if not paths:
+        raise InputError(f"--sample: {folder} has no model: name a file, as in --sample=checkpoints/"
+                         "<run_id>/model.pt, or train one first")
+    path = max(paths, key=lambda path: path.stat().st_mtime)
+    print(f"sampling from {path}", file=sys.stderr)
+    return path
+
+
+def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
+    """Load a checkpoint. Returns (model with plain forms, config changed by `values`, runtime, metadata)."""
+    metadata, tensors = read_checkpoint(path)
+    plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
+                 fp8_qkv="off", device="auto", dtype="float32")
+    unknown = sorted(metadata["config"].keys() - {*OPTIONS, "derived"})
+    try:
+        if unknown:
+            raise InputError(f"--{unknown[0]}={str(metadata['config'][unknown[0]])[:60]} is unknown")
+        cfg = dataclasses.replace(config_from_dict(metadata["config"]), **{**plain, **values})
+        check_config(cfg)
+        rt = start_runtime(cfg, is_alone=True)
+        rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
+        rt = dataclasses.replace(rt, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
+        with torch.device("meta"):
+            model = GPT(cfg, rt)
+        params = dict(model.named_parameters())
+        problems = [check_entry(tensors, name, param.shape) for name, param in params.items()]
+        problems += [f"also has {name}" for name in tensors if "/" not in name and name not in params]
+        for problem in filter(None, problems):
+            raise InputError(f"it {problem}")
+    except InputError as error:
+        raise InputError(f"{path} does not fit this script ({error}): use the copy of the script beside the "
+                         "log of that run") from None
+    model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
+    model.make_buffers()  # buffers are not in the checkpoint
+    model.split_layers(1)  # again, because load_state_dict() replaced the parameters
+    model.is_tied = metadata["is_tied"]
+    return model.to(rt.device).eval(), cfg, rt, metadata
+
+
+def write_sample(values: dict) -> None:
+    """--sample: print the prompt and its continuation, token by token, for each sample."""
+    allowed = {field.name for field in dataclasses.fields(SampleConfig)}
+    allowed |= {"seed", "device", "dtype", *(["checkpoint_dir"] if values["sample"] == "auto" else [])}
+    if set(values) - allowed:
+        raise InputError(f"--{min(set(values) - allowed)} has no effect with --sample: give only "
+                         f"{', '.join('--' + name for name in sorted(allowed))}")
+    for name, value in values.items():
+        check_value(name, value)
+    path = Path(values["sample"])
+    if values["sample"] == "auto":
+        path = Path(values.get("checkpoint_dir", Config.checkpoint_dir))
+    if values["sample"] == "auto" or os.path.isdir(path):
+        path = find_model(path)
+    model, cfg, rt, metadata = load_model(path, {"seed": 0, **values})
+    tokenizer = find_tokenizer(cfg.vocab_size)
+    try:
+        prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
+        if any(not 0 <= token < cfg.vocab_size for token in prompt):
+            raise ValueError
+    except UnicodeEncodeError:
+        raise InputError("--prompt is not valid UTF-8: give text in UTF-8") from None
+    except ValueError:
+        raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
+                         "tokenizer is installed: pip install tiktoken, or give ids") from None
+    generator = torch.Generator().manual_seed(cfg.seed)
+    for index in range(cfg.num_samples):
+        print("-" * 60 + "\n" if index else "", end=cfg.prompt + ("" if tokenizer else " "), flush=True)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in generate(model, prompt, metadata["bos"], cfg, rt, generator):
+            text = escape_controls(decoder.decode(tokenizer.decode([token]))) if tokenizer else f"{token} "
+            print(text, end="", flush=True)
+        print()
+
+# ==== MAIN =================================================================================================
+# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit,
+# 128 + n for signal n. A RunError is printed as one line. Unexpected exceptions keep their traceback.
+
+def train(cfg: Config, argv: list[str]) -> None:
+    """The whole run: inputs, model, warm-up, loop, result."""
+    # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
+    rt = start_runtime(cfg)
+    stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
+    with explain_files():
+        first, named = check_outputs(cfg, run, rt)
+        make_corpus(cfg, rt)
+        setup_start = time.perf_counter()
+        train_data = TrainData(cfg, Schedule(cfg))
+        val_data = ValData(cfg, train_data.bos)
+        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
+        token_ids = read_vocabulary(cfg) if needs_ids else {}
+        data_setup_s = round(time.perf_counter() - setup_start, 2)
+        saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
+    if saved and saved.result:
+        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do. Without --resume "
+               "a new run starts", rt)
+        return
+    with explain_memory(cfg):
+        rt = keep_choices(cfg, rt, saved.metadata if saved else first)
+    run["choices"] = describe_choices(rt)
+    run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
+
+    # 2. Log, checkpoints and model
+    log = RunLog(cfg, rt, run, saved)
+    checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
+    with ExitStack() as stack, explain_memory(cfg):
+        with explain_files():
+            share_errors(lambda: check_record(cfg, run), rt)
+            stack.enter_context(log)
+        stack.enter_context(checkpoints)
+        log.print(describe_sizes(run), to_console=False)
+        for note in filter(None, (*rt.notes, describe_val_text(cfg))):
+            log.print(note)
+        trainer = Trainer(cfg, rt)
+        if saved:
+            load_state(trainer, saved, run)
+        if resume_line:
+            log.print(resume_line)
+
+        # 3. Warm-up off the clock, and memory for checkpoints
+        start, telemetry = clock(rt.device), Telemetry(trainer, log)
+        trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
+        gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
+        stack.callback(gc.unfreeze)
+        if cfg.checkpoint_every or cfg.time_limit:
+            make_staging(trainer)
+        setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
+
+        # 4. Training and result. A signal after the last step has no effect
+        log.start_training(trainer)
+        with stop.catch_signals():
+            rt.comm.barrier()
+            rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
+            trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
+            if cfg.val_mask == "on":
+                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
+                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
+            stop.collect()
+            is_saved = checkpoints.finish(trainer)
+            log.finish({**setup, **measure_run(trainer, log)})
+            if not is_saved:
+                raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
+    with stop.catch_signals():
+        print_sample(trainer.model, cfg, trainer.rt)
+
+
+def run(argv: list[str]) -> int:
+    """Execute a command line. Returns the exit status."""
+    values, flags = parse_argv(argv)
+    for field in dataclasses.fields(SampleConfig):
+        if field.name in values and "sample" not in values:
+            raise InputError(f"--{field.name} has no effect without --sample: leave it out, or name a "
+                             "checkpoint with --sample")
+    if flags and env_int("RANK", 0) > 0:  # rank 0 prints
+        return 0
+    if "list_presets" in flags:
+        for name, (parent, meaning, _) in PRESETS.items():
+            print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
+        names = textwrap.fill(", ".join(MECHANISMS), 109)
+        print(f"\nmechanisms of --without and --only_with, explained in docs/inside.md:\n{names}")
+    elif "print_config" in flags:
+        cfg = make_config(values)
+        derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
+        print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
+    elif "print_schedule" in flags:
+        print_schedule(make_config(values))
+    elif "sample" in values:
+        if env_int("RANK", 0) == 0:
+            write_sample(values)
+    else:
+        train(make_config(values), argv)
+    return 0
+
+
+def report(error: RunError, program: str) -> int:
+    """Print an error once per node, and a RunStopped once per run. Returns the exit status."""
+    if error.of_one_rank or env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0) == 0:
+        kind = "" if isinstance(error, RunStopped) else "error: "
+        with suppress(OSError):  # the reader may be gone
+            print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:  # torchrun ends all ranks when the first one exits, so wait for the printing rank
+        time.sleep(1 if isinstance(error, RunStopped) else 5)
+    return error.status
+
+
+def flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"the output cannot be written ({error.strerror}): free space, or write it to "
+                         "another place") from None
+
+
+def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
+    """Call body and print its RunError as one line. Returns the exit status.
+
+    With several ranks the process exits here after an error, because a shutdown would wait for other ranks.
+    """
+    try:
+        check_environment()
+        status = body()
+        flush_output()
+    except RunError as error:
+        status = report(error, program)
+    except KeyboardInterrupt:
+        status = report(RunStopped("interrupted", 130), program)
+    except BrokenPipeError:  # the reader of the output, for example head, has exited
+        status = 128 + 13  # SIGPIPE
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        status, text = 1, " ".join(str(error).split())
+        if isinstance(error, dist.DistError) or re.search("gloo|pair closure", text, re.I):
+            sys.stderr.write(  # one write, because other ranks write too
+                f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank. That rank "
+                "failed, was killed, or took longer than --comm_timeout. torchrun's report below names it "
+                f"({re.sub(r'^.*?[]] ', '', text)[:100]})\n")
+        else:
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):  # a failed flush at exit would change the status
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if dist.is_initialized():
+        if status:
+            os._exit(status)
+        dist.destroy_process_group()
+    return status
+
+
+def open_standard_streams() -> None:
+    """Open missing standard streams as os.devnull. Characters that a console cannot encode become '?'."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def main(argv: list[str] | None = None) -> int:
+    open_standard_streams()
+    return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
