@@ -6308,7 +6308,6 @@ def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
 class RunLog:
     """Log lines, events, progress and result of a run."""
 
-    BAR_SECONDS = 0.5  # between two updates of the text on the progress bar
     PROGRESS_LINES = 20  # progress lines in a run without a terminal
 
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: Saved | None = None):
@@ -6388,10 +6387,10 @@ class RunLog:
         self.new_files = []
         self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
         self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.bytes.copy()
-        self.val_seconds = self.shown_at = 0.0
+        self.val_seconds = 0.0
         if has_progress_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
-                            dynamic_ncols=True)
+                            mininterval=0.5, dynamic_ncols=True)
 
     def log_step(self, loss: Tensor, _timer: StepTimer, train_time: float) -> None:
         """Record a step, counted from 1. log_losses() writes its line when its loss has arrived."""
@@ -6402,10 +6401,8 @@ class RunLog:
         last_loss = f"loss {self.losses.points[-1][1]:.4f}, " if self.losses.points else ""
         try:
             if self.bar is not None:
-                if time.monotonic() - self.shown_at >= self.BAR_SECONDS or step == num_iterations:
-                    self.shown_at = time.monotonic()
-                    speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
-                    self.bar.set_postfix_str(last_loss + speed, refresh=False)
+                speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
+                self.bar.set_postfix_str(last_loss + speed, refresh=False)
                 self.bar.update()
         except OSError:  # the terminal is gone
             self.bar = None
@@ -6525,7 +6522,7 @@ class Progress:
     lr_scale_until: int = 0  # first step without lr_scale
 
 
-CHECKPOINT_FORMAT = "train_gpt 10"
+CHECKPOINT_FORMAT = "train_gpt 11"
 
 
 class Saved(typing.NamedTuple):
@@ -6738,8 +6735,8 @@ def find_result(metadata: dict, cfg: Config) -> Path | None:
 def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dict[str, HostCopy]]:
     """Copy the state as (metadata, tensors), equal for any number of ranks. All ranks must call it.
 
-    Rank 0 gets parameters by name. Without only_model it also gets optimizer states by name/key, FP8 scales
-    and random number states. The next call may overwrite these copies.
+    Rank 0 gets parameters by name, and without only_model optimizer states by name/key and FP8 scales.
+    Training draws no random numbers. The next call may overwrite these copies.
     """
     rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
@@ -6755,9 +6752,6 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
                 copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
     if rt.is_main and not only_model:
         copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
-        copies["random/cpu"] = HostCopy(torch.get_rng_state())
-        if rt.device.type == "cuda":
-            copies["random/cuda"] = HostCopy(torch.cuda.get_rng_state(rt.device))
     return dict(progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
                 is_tied=trainer.model.is_tied), copies
 
@@ -6765,7 +6759,7 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
 def make_staging(trainer: Trainer) -> None:
     """Allocate the CPU memory for checkpoints before training. All ranks must call it."""
     for name, copy in collect_state(trainer)[1].items():
-        if not name.startswith(("fp8/", "random/")):
+        if not name.startswith("fp8/"):
             copy = copy.read()
             trainer.staging[name] = copy.pin_memory() if trainer.rt.device.type == "cuda" else copy
 
@@ -6808,7 +6802,7 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
             rt.comm.broadcast(full)
             bucket.load(key, full)
         bucket.clear()
-    left = [name for name in tensors if not name.startswith(("fp8/", "random/"))]
+    left = [name for name in tensors if not name.startswith("fp8/")]
     problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
     if problem:
         others = ", ".join(differences(metadata, run, "resume")[:5]) or "another script"
@@ -6817,10 +6811,6 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
     for i, scale in enumerate(trainer.scales.scales):
         scale.copy_(tensors.get(f"fp8/{i}", scale))
         rt.comm.broadcast(scale)
-    if "random/cpu" in tensors:
-        torch.set_rng_state(tensors["random/cpu"])
-    if "random/cuda" in tensors and rt.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["random/cuda"], rt.device)
     trainer.progress = Progress(**metadata["progress"])
     trainer.progress.resumed_at.append(trainer.progress.step)
     for name in trainer.progress.lowered:

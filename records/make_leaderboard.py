@@ -116,7 +116,7 @@ README_PICTURE = """\
 records/ladder.svg)
 
 Left: the benchmark's published records on 8xH100. Two are marked in color, and their miniatures are on the
-right. This file contains record 32 (`track_1`) and record 92 (`frontier`), the last point. It
+right: record 32 (`track_1`) and record 92 (`frontier`), the last point. The file `train_gpt.py`
 has not been timed on 8xH100. Right: recipes at a small size, with the median and the range of the seeds.
 Solid lines ran on two cores with bfloat16. The dashed line ran on two
 [slower](benchmarks/RESULTS.md#on-any-processor-before-and-after) cores without it.

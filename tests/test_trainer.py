@@ -135,7 +135,6 @@ def test_the_bar_shows_the_last_loss_and_the_speed(shards, here, monkeypatch):
     shown, losses = [], []
     monkeypatch.setattr(gpt, "has_progress_bar", lambda: True)
     monkeypatch.setattr(gpt.tqdm, "set_postfix_str", lambda _bar, text, refresh: shown.append(text))
-    monkeypatch.setattr(gpt.RunLog, "BAR_SECONDS", 0.0)
     real_step = gpt.Trainer.train_step
 
     def train_step(self, *args):
