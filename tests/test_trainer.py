@@ -346,17 +346,6 @@ def test_a_lowered_precision_stays_lowered(shards):
         end()
 
 
-def test_the_random_state_is_restored(shards):
-    trainer, step, close = make_trainer(shards, num_iterations=2)
-    step()
-    saved = save_state(trainer)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-    gpt.load_state(trainer, *saved)
-    assert torch.equal(torch.rand(3), expected)
-    close()
-
-
 def test_a_resumed_run_reads_the_vocabulary_again(shards, here):
     """The prefix table is not in the checkpoint, and the losses equal those without a stop."""
     Path("vocab.json").write_text(json.dumps({"abc"[: 1 + i % 3] + "-" * (i // 3): 97 + i for i in range(26)}))
