@@ -6736,7 +6736,7 @@ def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dic
     """Copy the state as (metadata, tensors), equal for any number of ranks. All ranks must call it.
 
     Rank 0 gets parameters by name, and without only_model optimizer states by name/key and FP8 scales.
-    Training draws no random numbers. The next call may overwrite these copies.
+    Training draws no random numbers, so no generator is saved. The next call may overwrite these copies.
     """
     rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
     optimizer.finish()
