@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
             files, vocabulary = [], []
         launcher = find_launcher()
         print("train on it:", launcher, shlex.join(files))
-        print("record 89:", launcher, "--preset=frontier", shlex.join([*files, *vocabulary]))
+        print("record 92:", launcher, "--preset=frontier", shlex.join([*files, *vocabulary]))
         return 0
 
     return gpt.run_guarded(body, "cached_fineweb10B.py")

@@ -251,7 +251,8 @@ def test_schedule():
         for ours, (frequencies, scale) in ((state.rope["short"], narrow), (state.rope["long"], wide)):
             assert ours.softmax_scale == pytest.approx(scale, rel=1e-12)
             assert ours.frequencies[:32] == pytest.approx(frequencies.numpy(), rel=1e-12)
-        assert state.stage.tokens_per_step == 8 * full.stage_tokens[full.stage(step)]
+        tokens, cap = full.stage_tokens[full.stage(step)], full.stage_caps[full.stage(step)]
+        assert (state.stage.tokens_per_step, state.stage.seq_len, state.stage.max_doc_len) == (8 * tokens, tokens, cap)
         is_event = (step + 1) % table.period(step, late) == 0
         assert is_event == reference.table_event(full, step)
         events += is_event

@@ -99,13 +99,13 @@ def test_sections_stand_in_order():
         assert [name for name in sections if name not in words] == []
 
 
-@pytest.mark.parametrize("part, most", [("PART ONE: THE RECIPE", 2500), ("PART TWO: FAST FORMS OF PART ONE", 1375)])
+@pytest.mark.parametrize("part, most", [("PART ONE: THE RECIPE", 2499), ("PART TWO: FAST FORMS OF PART ONE", 1375)])
 def test_parts_stay_short(part, most):
     assert len(split_at("# ##########")[part]) <= most
 
 
 def test_the_file_stays_short():
-    assert len(SCRIPT.read_text().splitlines()) <= 7550
+    assert len(SCRIPT.read_text().splitlines()) <= 7546
 
 
 def test_the_config_is_plain_code():
