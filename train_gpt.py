@@ -5206,8 +5206,8 @@ PRESETS |= {
                   num_classes=224),
             Stage(duration=1, window_long=256, window_short=128)))),
     "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
-        orthogonalize="polar_express", output_gain="on", norm_gain="on", init_std=1.0,
-        matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0, groups=dict(
+        orthogonalize="polar_express", output_gain="on", norm_gain="on", init_std=1.0, cooldown_frac=0.3,
+        matrix_cooldown_frac=1.0, final_lr_frac=0.0, adam_eps=1e-10 * GRAD_TOKENS, groups=dict(
             matrix=Group(rule="normuonh", lr=0.02, betas=(0.9, 0.95)),
             embed=Group(lr=0.3),
             value_embed=Group(lr=0.3),

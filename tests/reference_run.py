@@ -1,12 +1,15 @@
 """Reference implementation of a whole training run for tests: float64, one packed sequence at a time.
 
-Written only from the description of record 32 and of the command line. A run is described by the options that
---print_config prints. Parameters are one flat dict of float64 tensors, trained in place. Their names:
-  embed (V,D)  head (V,D)  ve.{i} (V,D)       V = padded vocabulary, D = model_dim, H = heads, F = MLP hidden
+Written only from descriptions: of record 32, of mechanisms of later records, and of the command line. It trains
+the presets track_1 (record 32) and laptop. A run is described by the options that --print_config prints. Parameters
+are one flat dict of float64 tensors, trained in place. Their names:
+  embed (V,D)  head (V,D)  ve.{i} (V,D)  ngram (R,D)
+                                         V = padded vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows
   q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 in layers with a value embedding
   up.{l} (D,F), used transposed  down.{l} (D,F)                          MLP(u) = down relu(up^T u)^2
-  a.{l} b.{l} ()  skip.{l} ()                                            skip in layers that add a skip connection
+  a.{l} b.{l} c.{l} ()  skip.{l} ()                                      skip in layers that add a skip connection
 """
+import functools
 import glob
 import math
 from fractions import Fraction
@@ -21,9 +24,10 @@ F64 = torch.float64
 
 def read_shards(pattern):
     """The token arrays of the files in sorted order, and the document-start token."""
-    shards, document_start = [], None
+    shards = []
     for name in sorted(glob.glob(pattern)):
-        raw = open(name, "rb").read()
+        with open(name, "rb") as file:
+            raw = file.read()
         header = np.frombuffer(raw[:1024], dtype="<i4")
         assert header[0] == 20240520 and header[1] == 1 and len(raw) == 1024 + 2 * header[2], name
         document_start = int(header[4]) or 50256
@@ -32,7 +36,7 @@ def read_shards(pattern):
     return shards, document_start
 
 
-class Packer:
+class DocumentPacker:
     """Packed sequences of documents. Documents are cut to the maximum length, and the rest is discarded."""
 
     def __init__(self, shards, document_start):
@@ -57,6 +61,25 @@ class Packer:
                 numbers = np.concatenate([np.full(len(piece), i) for i, piece in enumerate(pieces)])
                 return row[:-1], row[1:], numbers[:-1]
             self.shard, self.document = self.shard + 1, 0       # too few documents left: drop the tail
+
+
+class StreamPacker:
+    """Packed sequences of all tokens of a shard in their order. A tail that fills no sequence is dropped."""
+
+    def __init__(self, shards, document_start):
+        self.shards, self.document_start = shards, document_start
+        self.shard, self.at = 0, 0
+
+    def next(self, length, _):
+        """As in DocumentPacker. The first token begins a document, whatever it is."""
+        while self.at + length + 1 > len(self.shards[self.shard]):
+            self.shard, self.at = self.shard + 1, 0
+        row = self.shards[self.shard][self.at:self.at + length + 1]
+        self.at += length
+        return row[:-1], row[1:], np.cumsum(row[:-1] == self.document_start)
+
+
+PACKERS = {"document": DocumentPacker, "anywhere": StreamPacker}
 
 
 def validation_rows(config):
@@ -143,6 +166,23 @@ def rms_norm(x):
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 2.0 ** -23)
 
 
+def rotate(x, frequencies):
+    """Rotate channels j and j + K/2 of each head, for j < K/4. The other half of the channels is not rotated."""
+    T, _, K = x.shape
+    still = torch.zeros(K // 4, dtype=F64)
+    angle = torch.arange(T, dtype=F64)[:, None, None] * torch.cat([frequencies, still])
+    cos, sin = torch.cos(angle), torch.sin(angle)               # (T, 1, K / 2)
+    first, second = x[..., :K // 2], x[..., K // 2:]
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+def offset_keys(k):
+    """The channels that are not rotated come from the previous token. The first token keeps its own."""
+    K = k.shape[-1]
+    is_still = torch.arange(K) % (K // 2) >= K // 4
+    return torch.where(is_still, torch.cat([k[:1], k[:-1]]), k)
+
+
 def probabilities(q, k, documents, distance, scale):
     """Softmax (rows x rows) over the keys of a query's document at distance 0..distance."""
     rows = torch.arange(len(documents))
@@ -152,72 +192,128 @@ def probabilities(q, k, documents, distance, scale):
     return torch.softmax(logits, dim=-1)
 
 
-def record_32(config, p, tokens, documents, windows):
-    """Softcapped logits of one packed sequence."""
-    short, long_, frequencies, scale = windows
+def attention(config, p, i, x, tokens, documents, windows):
+    """The attention of layer i on the normalized input."""
+    layer, (short, long_, frequencies, scale) = config["layers"][i], windows
     T, H, K = len(tokens), config["num_heads"], config["head_dim"]
-    norm = rms_norm
-    still = torch.zeros(K // 4, dtype=F64)                      # half of the channel pairs are not rotated
-    angle = torch.arange(T, dtype=F64)[:, None, None] * torch.cat([frequencies, still])
-    cos, sin = torch.cos(angle), torch.sin(angle)               # (T, 1, K / 2)
+    u = rms_norm(x)
+    q = rotate(rms_norm((u @ p[f"q.{i}"].T).reshape(T, H, K)), frequencies)
+    k = rotate(rms_norm((u @ p[f"k.{i}"].T).reshape(T, H, K)), frequencies)
+    if layer["key_offset"]:
+        k = offset_keys(k)
+    v = p[f"s0.{i}"] * (u @ p[f"v.{i}"].T).reshape(T, H, K)
+    if layer["value_embed"] is not None:
+        v = v + p[f"s1.{i}"] * p[f"ve.{layer['value_embed']}"][tokens].reshape(T, H, K)
+    window = long_ if layer["attention"] == "long" else short
+    y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h] for h in range(H)], dim=1)
+    if config["attention_gate_dim"]:
+        y = y * torch.sigmoid(u[:, :config["attention_gate_dim"]] @ p[f"gate.{i}"].T)[:, :, None]
+    return y.reshape(T, H * K) @ p[f"o.{i}"].T
 
-    def rotate(x):
-        first, second = x[..., :K // 2], x[..., K // 2:]
-        return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
 
-    x = x0 = norm(p["embed"][tokens])
+@functools.cache
+def ngram_signs(dim):
+    """8,192 rows of pseudo-random signs."""
+    bits = torch.arange(8192 * dim)
+    for _ in range(2):
+        bits = ((bits ^ (bits >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return (((bits >> 15) & 1) * 2 - 1).view(8192, dim).to(F64)
+
+
+def embed_ngrams(table, tokens):
+    """The sum of two signed rows for each token: of its bigram in the first half of the table, and of its trigram.
+
+    Hashes are 32-bit integers that wrap. Documents are ignored. Positions without a predecessor have a row of
+    their own. The bigram of position 1 is hashed with the row number of position 0 in the place of its token.
+    """
+    half, signs = len(table) // 2, ngram_signs(table.shape[1])
+    one, two = tokens.roll(1), tokens.roll(2)
+    before = one.clone()
+    before[1] = half - 1
+    bigram = (36313 * tokens ^ 27191 * before).to(torch.int32) % (half - 1)
+    bigram[0] = half - 1
+    bigram_sign = (48271 * tokens ^ 30011 * one) & 8191
+    bigram_sign[0] = 0
+    trigram = half + (17351 * tokens ^ 60961 * one ^ 45259 * two).to(torch.int32) % (half - 1)
+    trigram[:2] = 2 * half - 1
+    trigram_sign = (58699 * tokens ^ 39779 * one ^ 26801 * two) & 8191
+    trigram_sign[:2] = 0
+    return table[bigram] * signs[bigram_sign] + table[trigram] * signs[trigram_sign]
+
+
+def forward(config, p, tokens, documents, windows):
+    """Softcapped logits of one packed sequence."""
+    x = x0 = rms_norm(p["embed"][tokens])
+    if config["ngram_rows"]:
+        ngrams = embed_ngrams(p["ngram"], tokens)
     outputs = []
     for i, layer in enumerate(config["layers"]):
         if layer["skip_from"] is not None:
-            x = x + torch.sigmoid(p["skip.%d" % i]) * outputs[layer["skip_from"]]
-        x = p["a.%d" % i] * x + p["b.%d" % i] * x0
+            x = x + torch.sigmoid(p[f"skip.{i}"]) * outputs[layer["skip_from"]]
+        if config["x0_mix"] == "before":
+            x = p[f"a.{i}"] * x + p[f"b.{i}"] * x0
         if layer["attention"] != "none":
-            u = norm(x)
-            q = rotate(norm((u @ p["q.%d" % i].T).reshape(T, H, K)))
-            k = rotate(norm((u @ p["k.%d" % i].T).reshape(T, H, K)))
-            v = p["s0.%d" % i] * (u @ p["v.%d" % i].T).reshape(T, H, K)
-            if layer["value_embed"] is not None:
-                v = v + p["s1.%d" % i] * p["ve.%d" % layer["value_embed"]][tokens].reshape(T, H, K)
-            window = long_ if layer["attention"] == "long" else short
-            y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h]
-                             for h in range(H)], dim=1)
-            y = y * torch.sigmoid(u[:, :12] @ p["gate.%d" % i].T)[:, :, None]
-            x = x + y.reshape(T, H * K) @ p["o.%d" % i].T
+            x = x + attention(config, p, i, x, tokens, documents, windows)
+        if config["x0_mix"] == "after_attention" and layer["x0"]:
+            x = x + p[f"b.{i}"] * x0
+        if config["ngram_rows"] and layer["ngram"]:
+            x = x + p[f"c.{i}"] * ngrams
         if layer["mlp"]:
-            x = x + torch.relu(norm(x) @ p["up.%d" % i]) ** 2 @ p["down.%d" % i].T
+            x = x + torch.relu(rms_norm(x) @ p[f"up.{i}"]) ** 2 @ p[f"down.{i}"].T
         outputs.append(x)
-    logits = norm(x) @ p["head"].T
+    logits = rms_norm(x) @ p["head"].T
     return config["softcap"] * torch.sigmoid((logits + config["softcap_shift"]) / config["softcap_width"])
 
 
 def cross_entropy(config, params, row, windows):
     """The loss of one packed sequence, summed over its tokens."""
     inputs, targets, documents = (torch.tensor(z) for z in row)
-    logp = torch.log_softmax(record_32(config, params, inputs, documents, windows), dim=-1)
+    logp = torch.log_softmax(forward(config, params, inputs, documents, windows), dim=-1)
     return -logp.gather(1, targets[:, None]).sum()
 
 
 # ---------------------------------------------------------------- update rules
 
-def newton_schulz(U):
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
+POLAR_EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
+# the polynomials, and two numbers of the first division: by factor * norm + epsilon
+ORTHOGONALIZATIONS = {"newton_schulz": (NEWTON_SCHULZ, 1.0, 1e-7), "polar_express": (POLAR_EXPRESS, 1.02, 1e-6)}
+
+
+def orthogonalize(U, kind):
+    polynomials, factor, epsilon = ORTHOGONALIZATIONS[kind]
     X = U.T if U.shape[0] > U.shape[1] else U
-    X = X / (torch.linalg.norm(X) + 1e-7)
-    for _ in range(5):
+    X = X / (factor * torch.linalg.norm(X) + epsilon)
+    for a, b, c in polynomials:
         A = X @ X.T
-        X = 3.4445 * X - 4.7750 * (A @ X) + 2.0315 * (A @ A @ X)
+        X = a * X + b * (A @ X) + c * (A @ A @ X)
     return X.T if U.shape[0] > U.shape[1] else X
 
 
+def normalize_lanes(X, state, b2):
+    """NorMuon: lanes along the shorter dimension have equal sizes. The norm of the matrix stays."""
+    along = 1 if X.shape[0] >= X.shape[1] else 0
+    v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * (X * X).mean(dim=along, keepdim=True)
+    Y = X / torch.sqrt(torch.clamp(v, min=1e-10))
+    return Y * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(Y), min=1e-10)
+
+
 def update_matrix(config, W, G, state, factor, decay_factor, momentum):
-    """Update one matrix in place with Muon."""
+    """Update one matrix in place with Muon or NorMuon."""
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
-    X = newton_schulz((1 - momentum) * G + momentum * M)
+    X = orthogonalize((1 - momentum) * G + momentum * M, config["orthogonalize"])
+    if config["matrix_rule"] == "normuon":
+        X = normalize_lanes(X, state, config["matrix_betas"][1])
     eta = config["matrix_lr"] * factor * max(1, W.shape[0] / W.shape[1]) ** 0.5
     W -= eta * X + eta * config["matrix_weight_decay"] * decay_factor * W
 
 
 def update_adam(config, p, G, state, name, factor, decay_factor):
-    group = adam_group(name)
+    group = adam_group(config, name)
     b1, b2 = config[group + "_betas"]
     t = state["t"] = state.get("t", 0) + 1
     m = state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * G
@@ -227,13 +323,27 @@ def update_adam(config, p, G, state, name, factor, decay_factor):
     p -= u + lr * config[group + "_weight_decay"] * decay_factor * p
 
 
-def adam_group(name):
+def update_rows(config, p, G, state, factor):
+    """Adam without first moment, with one second moment per row. A row without gradient does not move.
+
+    Its second moment decays in every update, and t counts all updates of the table.
+    """
+    b1, b2 = config["ngram_betas"]
+    assert b1 == config["ngram_weight_decay"] == 0
+    t = state["t"] = state.get("t", 0) + 1
+    v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * (G * G).mean(dim=1, keepdim=True)
+    p -= config["ngram_lr"] * factor * math.sqrt(1 - b2 ** t) * G / (torch.sqrt(v) + config["adam_eps"])
+
+
+def adam_group(config, name):
     """The group of options of a parameter."""
     first = name.split(".")[0]
     if first in ("embed", "head"):
         return first
     if first == "ve":
         return "value_embed"
+    if first in ("b", "c") and config["x0_mix"] == "after_attention":
+        return "mix"
     assert first in ("s0", "s1", "skip", "a", "b"), name
     return "scalar"
 
@@ -248,7 +358,7 @@ def is_matrix(name):
 def train(config, params):
     """Train in place. Returns the training loss per token of each step, and [step, loss] of each validation."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
-    packer = Packer(shards * config["epochs"], document_start)
+    packer = PACKERS[config["sequence_start"]](shards * config["epochs"], document_start)
     params = {name: value.detach().requires_grad_() for name, value in params.items()}
     states, losses, points = {}, [], []
     for step in range(schedule.steps + 1):
@@ -279,6 +389,8 @@ def train(config, params):
             if is_matrix(name):
                 update_matrix(config, value, grad, state, matrix_factor,
                               schedule.decay_factor(step, matrix_factor), momentum)
+            elif name == "ngram":
+                update_rows(config, value, grad, state, factor)
             else:
                 update_adam(config, value, grad, state, name, factor, schedule.decay_factor(step, factor))
     return {"train_losses": losses, "val_points": points}

@@ -1,0 +1,147 @@
+"""Whole runs of the script, by its command line, against an independent implementation in float64."""
+
+import json
+
+import numpy as np
+import pytest
+import reference_run
+from conftest import run_script
+from run_float64 import read_initial_parameters, run_float64
+
+VOCAB, BOS = 50, 49
+SHARDS = dict(train_0=1000, train_1=600, train_2=1100, train_3=1300, val_0=300, val_1=400)
+COMMON = (
+    "--grad_grid=0",
+    f"--vocab_size={VOCAB}",
+    "--vocab_multiple=4",
+    "--val_tokens=512",
+    "--val_seq_len=128",
+    "--val_loss_every=3",
+    "--tokens_per_step=512",
+    "--micro_batch_tokens=256",
+    "--epochs=3",
+)
+RECORD_32_STAGES = [
+    dict(duration=3, window_long=20, window_short=8, tokens_per_step=256, max_doc_len=30, seq_len=128),
+    dict(duration=4, window_long=30, window_short=12, tokens_per_step=512, lr_factor=1.5, seq_len=128),
+    dict(duration=3, window_long=44, window_short=20, max_doc_len=60),
+]
+RECORD_32 = (
+    "--preset=track_1",
+    "--num_layers=6",
+    "--num_heads=4",
+    "--head_dim=12",
+    "--model_dim=48",
+    "--mlp_ratio=2",
+    "--seq_len=256",
+    "--max_doc_len=90",
+    "--num_iterations=10",
+    "--warmup_iterations=2",
+    "--val_windows=64,32",
+    "--momentum_warmup_steps=5",
+    "--adam_eps=1.0",  # large enough to matter
+    "--matrix_cooldown_frac=0.8",
+    "--matrix_weight_decay=0.5",
+    "--embed_weight_decay=0.1",
+    "--decay_schedule=cosine",
+    f"--stages={json.dumps(RECORD_32_STAGES)}",
+)
+LAPTOP_STAGES = [
+    dict(duration=1, window_long=20, window_short=8),
+    dict(duration=1, window_long=40, window_short=8),
+    dict(duration=1, window_long=80, window_short=16),
+]
+LAPTOP = (
+    "--preset=laptop",
+    "--num_heads=2",
+    "--head_dim=16",
+    "--model_dim=32",
+    "--ngram_rows=512",
+    "--seq_len=128",
+    "--num_iterations=12",
+    "--val_windows=100,24",
+    f"--stages={json.dumps(LAPTOP_STAGES)}",
+)
+GROUPS = ("matrix", "embed", "value_embed", "head", "scalar")
+RUNS = {"record_32": (RECORD_32, GROUPS), "laptop": (LAPTOP, (*GROUPS, "mix", "ngram"))}
+
+
+def write_data(folder):
+    """Write four training shards and two validation shards."""
+    rng = np.random.default_rng(0)
+    for name, size in SHARDS.items():
+        documents = [[BOS, *np.cumsum(rng.integers(0, 4, rng.integers(2, 150))) % BOS] for _ in range(100)]
+        tokens = np.concatenate(documents)[:size]
+        header = np.zeros(256, "<i4")
+        header[:5] = 20240520, 1, size, VOCAB, BOS
+        (folder / f"{name}.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def name_parameters(config, tensors):
+    """The parameters of a model.pt by the names of reference_run."""
+    p = {"embed": tensors["embed"], "head": tensors["head.weight"]}
+    scalars = {"scalar": [], "mix": []}  # their names in order
+    is_before = config["x0_mix"] == "before"
+    for i, layer in enumerate(config["layers"]):
+        if is_before:
+            scalars["scalar"].append(f"a.{i}")
+        if layer["x0"]:
+            scalars["scalar" if is_before else "mix"].append(f"b.{i}")
+        if config["ngram_rows"] and layer["ngram"]:
+            scalars["mix"].append(f"c.{i}")
+        if layer["skip_from"] is not None:
+            scalars["scalar"].append(f"skip.{i}")
+        if layer["attention"] != "none":
+            scalars["scalar"].append(f"s0.{i}")
+            p[f"q.{i}"], p[f"k.{i}"] = tensors[f"blocks.{i}.attention.qk"]
+            p[f"v.{i}"], p[f"o.{i}"] = tensors[f"blocks.{i}.attention.v_proj"]
+            if config["attention_gate_dim"]:
+                p[f"gate.{i}"] = tensors[f"blocks.{i}.attention.head_gate_weight"]
+            if layer["value_embed"] is not None:
+                scalars["scalar"].append(f"s1.{i}")
+                p[f"ve.{layer['value_embed']}"] = tensors[f"value_embeds.{layer['value_embed']}"]
+        if layer["mlp"]:
+            p[f"up.{i}"], p[f"down.{i}"] = tensors[f"blocks.{i}.mlp.up_down"]
+    if config["ngram_rows"]:
+        p["ngram"] = tensors["ngram"]
+    for group, names in scalars.items():
+        if names:
+            p.update(zip(names, tensors[f"scalars.{group}"], strict=True))
+    assert sum(value.numel() for value in p.values()) == sum(value.numel() for value in tensors.values())
+    return p
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def case(request, tmp_path_factory):
+    """(options, what the reference computes, its final parameters) of a run."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_data(folder)
+    own, groups = RUNS[request.param]
+    files = (f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin")
+    options = (*COMMON, *own, *files)
+    config = json.loads(run_script([*options, "--print_config"], folder).stdout)
+    params = name_parameters(config, read_initial_parameters(folder / "initial", groups, *options))
+    schedule = reference_run.Schedule(config)
+    tokens = sum(schedule.of_stage(step, "tokens_per_step") for step in range(schedule.steps))
+    assert tokens > sum(size for name, size in SHARDS.items() if "train" in name)  # the second epoch begins
+    return options, reference_run.train(config, params), params
+
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fast", ["off", "auto"])
+def test_whole_run(case, fast, nproc, tmp_path):
+    """The training loss of every step, every validation loss and all final parameters, to 1e-9."""
+    options, expected, params = case
+    result, tensors = run_float64(tmp_path / "run", *options, f"--fast={fast}", nproc=nproc)
+    steps, losses = zip(*result["train_points"])
+    val_steps, val_losses, _ = zip(*result["val_points"])
+    expected_val_steps, expected_val_losses = zip(*expected["val_points"])
+    assert steps == tuple(range(1, len(steps) + 1))
+    assert val_steps == expected_val_steps
+    assert losses == pytest.approx(expected["train_losses"], abs=1e-9)
+    assert val_losses == pytest.approx(expected_val_losses, abs=1e-9)
+    assert bool(result["choices"]["fast"]) == (fast == "auto")
+    found = name_parameters(result["config"], tensors)
+    deviations = {name: float((found[name] - value).abs().max()) for name, value in params.items()}
+    assert deviations == pytest.approx(dict.fromkeys(params, 0.0), abs=1e-9)
