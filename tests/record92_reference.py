@@ -5,43 +5,76 @@ neither FP8 nor bfloat16: nothing is rounded, and the two halves of a matrix wei
 consequence changes the recipe: large biases of the generators never move in bfloat16, but learn in float64.
 `train(..., hold_biases=True)` holds them at their start, which bfloat16 would round (sqrt(1.1) to 1.05).
 
-Sizes are in Shape, full size by default (RECORD_92); MINIATURE is a small one. The layers are fixed, below.
+Topology says which layer has what, Shape has sizes and constants. Their defaults are the record (RECORD_92).
+MINIATURE is a small one, and `shape_of` reads the options of a run of the command line, which `run` repeats.
 Storage is compact: rows and slots that nothing reads are not stored. Matrices are outputs x inputs, but both
 MLP matrices are hidden x dim. Names and sizes of all parameters: `parameter_sizes`. They live in flat dicts;
 no function changes its arguments, all return new values.
 """
 import math
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
 F64 = torch.float64
 EPS = 2.0 ** -23
-LAYERS = 11
-ATTENTION = (0, 2, 5, 1, 8, 3, 10)      # layers with attention, in the order of the banks
-PAIRED = (0, 2, 5)
-WIDE = (3, 10)                          # wide Q and K, long window, key offset, attention gate
-HALF_V = (1, 8)
-XSA = (1, 3)
-VALUE = (1, 2, 8, 10)                   # layers with a value embedding; the first three have a learned gate
-FROM_H7 = (8, 10)                       # attention reads RMSn(h7)
-X0 = (0, 1, 2, 4, 5, 7)                 # injections of x0 and of the n-gram vector after attention
-NGRAM = (1, 4, 5, 9)
-MLPS = ("0", "1", "2", "3", "4", "5", "6", "8", "8b", "9", "10")     # 8b: the second one of layer 8
+BASE_LR, BASE_DECAY = 0.008, 0.005      # of Adam, multiplied by the numbers of Rates
+RECORD_STEPS = 1194
+
+
+class Rates(NamedTuple):
+    """Constants of parameters that Adam trains: learning rate, betas, decay."""
+    lr: float
+    betas: tuple
+    decay: float
+
+
+RATES = {"head": Rates(1, (0.5, 0.95), 150), "embed": Rates(1, (0.5, 0.95), 150),
+         "ve": Rates(70, (0.75, 0.95), 5), "table": Rates(70, (0, 0.95), 5),
+         "scalar": Rates(5, (0.9, 0.99), 0), "residual": Rates(5, (0.9, 0.95), 0),
+         "output": Rates(1, (0.9, 0.95), 0), "gate": Rates(1, (0.9, 0.99), 1)}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which layer has what. The last layer also has the dense connections (mudd and end)."""
+    layers: int = 11
+    attention: tuple = (0, 2, 5, 1, 8, 3, 10)       # layers with attention, in the order of the banks
+    paired: tuple = (0, 2, 5)
+    wide: tuple = (3, 10)                           # wide Q and K, long window, key offset, attention gate
+    half_v: tuple = (1, 8)
+    xsa: tuple = (1, 3)
+    value: tuple = (1, 2, 8, 10)                    # layers with a value embedding; all but the last learn a gate
+    shared: int = 7                                 # h7: this layer's output, which the last layer reads
+    from_shared: tuple = (8, 10)                    # attention reads RMSn(h7)
+    x0: tuple = (0, 1, 2, 4, 5, 7)                  # injections of x0 and of the n-gram vector after attention
+    ngram: tuple = (1, 4, 5, 9)
+    skip: tuple = (3, 6)                            # from the output of a layer into one without attention
+    post: int = 4                                   # its input gives the gates of this layer and of later ones
+    mlps: tuple = ("0", "1", "2", "3", "4", "5", "6", "8", "8b", "9", "10")     # 8b: the second one of layer 8
+    end: tuple = ("x_in", "h7", "h9", "ve1", "h3", "ve2", "ve10", "ve8", "mlp_in", "attn_in")   # sources
+
+    def __post_init__(self):
+        assert self.last in self.attention and self.value[-1] == self.last and str(self.last) in self.mlps
+        assert self.skip[1] not in self.attention + self.x0 + self.ngram
+
+    @property
+    def last(self):
+        return self.layers - 1
+
+
+LAYERS, ATTENTION, WIDE, HALF_V = Topology.layers, Topology.attention, Topology.wide, Topology.half_v
+VALUE, MLPS = Topology.value, Topology.mlps
 ROOT = math.sqrt(1.1)
 
-# Generators: outputs in order, (name, size or "H" for one per head, value at the start).
-GENERATORS = {
-    "pre": [("xsa.1", "H", 0), ("xsa.3", "H", 0), ("gate.3", "H", 0.25), ("x0.0", 1, 0), ("x0.1", 1, 0),
-            ("x0.2", 1, 0), ("ngram.0", 1, 0.05), ("ngram.1", 1, 0.05)],
-    "post": [("gate.10", "H", 0.25), ("x0.4", 1, 0), ("x0.5", 1, 0), ("x0.7", 1, 0), ("ngram.4", 1, 0.05),
-             ("ngram.5", 1, 0.05), ("ngram.9", 1, 0.05), ("skip", 1, 0.5)],
-    "mudd": [("m%d" % i, 1, value) for i, value in
-             enumerate([0, 0, 0, 0, 0, 0, 2, 2, ROOT, 1, 0, 0.05, ROOT, 1])],
-    "end": [("n%d" % i, 1, -0.5 if i == 1 else 0) for i in range(10)],
-}
+
+class Ramp(NamedTuple):
+    """A number of a stage that moves linearly towards its end, which the next stage would reach."""
+    begin: float
+    end: float
 
 
 def stage_steps_of(durations, taper, base, added, extension):
@@ -55,11 +88,16 @@ def stage_steps_of(durations, taper, base, added, extension):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and constants. The schedule's single steps have no formula: a miniature sets them by hand."""
+    """Sizes and constants. The schedule's single steps have no formula: a miniature sets them by hand.
+
+    A tuple of numbers for a stage has one for each of its equal parts.
+    """
+    topology: Topology = Topology()
     tokenizer: int = 50257              # its last id begins a document
     vocab: int = 50304                  # padded
     dim: int = 768
     heads: int = 6
+    qk_group: int = 2                   # neighbouring heads in one matrix of Q or K
     qk_narrow: int = 64                 # also the number of rotating dims in wide heads
     qk_wide: int = 128
     v_half: int = 64
@@ -71,20 +109,26 @@ class Shape:
     groups: int = 12                    # channel groups of the end's coefficients
     ranks: int = 8
     block: int = 128                    # tokens per block of a window
-    # per stage: 1, 2, 3, taper, extension
+    # per stage: 1, 2, 3, taper, extension. The last stage is always the extension
     stage_steps: tuple = stage_steps_of((0.2854, 0.3209, 0.3931), 0.06, 1122, 52, 20)
     stage_tokens: tuple = (16384, 32768, 49152, 40960, 16384)           # of a rank
     stage_caps: tuple = (896, 2048, 3072, 3072, 3072)                   # longest document
     stage_blocks: tuple = ((1, 3), (3, 7), (5, 11), (5, 11), (6, 13))   # short, long window
     stage_lr: tuple = (1, 1.52, 1.73, 1.73 * math.sqrt(20 / 24), 1.73 * math.sqrt(20 / 24))
     boundary_rows: tuple = (64, 96, 128, 128, 64)
-    token_weights: tuple = ((1, 0.5, 0.25), (1, 0.5), (1,), (1,), (1,))     # the last of several falls to 0
-    prefix_weights: tuple = ((0.25,), (0.20, 0.15, 0.10, 0.05), (0,), (0,), (0,))   # equal parts of a stage
+    token_weights: tuple = ((1, 0.5, Ramp(0.25, 0)), (1, Ramp(0.5, 0)), (1,), (1,), (1,))
+    prefix_weights: tuple = ((0.25,), (0.20, 0.15, 0.10, 0.05), (0,), (0,), (0,))
     candidates: tuple = ((10240,), (10240,), (14336, 14336, 24576), (None,), (None,))   # None: all classes
     validation_blocks: tuple = (6, 20)
+    yarn_blocks: int = 13               # limit of windows in YaRN's formula
     attention_cap: int = 2560
+    matrix_lr: float = 0.023
+    matrix_decay: float = 2.25          # times the learning rate
+    rates: dict = field(default_factory=lambda: RATES)
+    adam_eps: float = 1e-10
+    gradient_scale: float = 1.0         # of the mean over ranks
     lr_floor: float = 0.30
-    lr_decay_from: int = 234            # until the extension begins
+    lr_decay_from: float = 234          # until the extension begins
     momentum_ramp: int = 240
     momentum_cooldown: int = 50         # last steps
     slow_rail_from: int = 514
@@ -94,11 +138,13 @@ class Shape:
     blend_from: int = 897
     tail_avg_from: int = 945
     value_from: int = 947
-    tail_ema_rate: float = 2 / 299
+    tail_ema_rate: float = 2 / 299      # of one step
+    tail_ema_odd_rate: float = 1 - (1 - 2 / 299) ** 2   # of two
     tail_avg_rate: float = 4 / 53       # also of the value embeddings
     blend_rate: float = 2 / 75
     attention_scale: tuple = (0.13, 0.085)      # narrow, wide heads at the start
     missing_targets_count: bool = True  # False: a target beyond the end has no weight in the gradient
+    calls_end_with_shards: bool = True  # False: only a buffer that a shard cannot fill begins in the next one
 
     def __post_init__(self):
         assert self.heads % 2 == 0 and self.heads * self.v_full == self.dim >= 12
@@ -116,8 +162,13 @@ class Shape:
     def first(self, stage):
         return sum(self.stage_steps[:stage])
 
+    @property
+    def extension(self):
+        """First step of the extension."""
+        return self.first(len(self.stage_steps) - 1)
+
     def stage(self, step):
-        return sum(step >= self.first(stage) for stage in range(1, 5))
+        return sum(step >= self.first(stage) for stage in range(1, len(self.stage_steps)))
 
 
 RECORD_92 = Shape()
@@ -128,13 +179,26 @@ MINIATURE = Shape(
     boundary_rows=(16, 24, 32, 28, 16), candidates=((24,), (32,), (40, 40, 48), (None,), (None,)),
     attention_cap=13, lr_decay_from=5, momentum_ramp=5, momentum_cooldown=4, slow_rail_from=10,
     rare_events_from=8, split_step=21, tail_ema_from=16, blend_from=17, tail_avg_from=21, value_from=19,
-    tail_ema_rate=0.3, tail_avg_rate=0.5, blend_rate=0.4)
+    tail_ema_rate=0.3, tail_ema_odd_rate=0.51, tail_avg_rate=0.5, blend_rate=0.4)
 
 
 # ---------------------------------------------------------------- record 92, parameters and start
 
 def outputs_of(shape, name):
-    return [(c, shape.heads if size == "H" else size, float(value)) for c, size, value in GENERATORS[name]]
+    """Outputs of a generator in order: (name, size, value at the start)."""
+    topology, H = shape.topology, shape.heads
+    if name == "mudd":
+        values = [0, 0, 0, 0, 0, 0, 2, 2, ROOT, 1, 0, 0.05, ROOT, 1]
+        return [("m%d" % i, 1, float(value)) for i, value in enumerate(values)]
+    if name == "end":
+        h7 = "h%d" % topology.shared
+        return [("n%d" % i, 1, -0.5 if source == h7 else 0.0) for i, source in enumerate(topology.end)]
+    own = range(topology.post) if name == "pre" else range(topology.post, topology.layers)
+    gates = [("xsa", topology.xsa, H, 0.0), ("gate", topology.wide, H, 0.25), ("x0", topology.x0, 1, 0.0),
+             ("ngram", (0, *topology.ngram), 1, 0.05)]      # ngram.0: before the first layer
+    outputs = [("%s.%d" % (gate, layer), size, value) for gate, layers, size, value in gates
+               for layer in layers if layer in own]
+    return outputs + [("skip", 1, 0.5)] * (topology.skip[1] in own)
 
 
 def bias_start(shape, name):
@@ -144,35 +208,36 @@ def bias_start(shape, name):
 
 
 def qk_width(shape, layer):
-    return shape.qk_wide if layer in WIDE else shape.qk_narrow
+    return shape.qk_wide if layer in shape.topology.wide else shape.qk_narrow
 
 
 def v_width(shape, layer):
-    return shape.v_half if layer in HALF_V else shape.v_full
+    return shape.v_half if layer in shape.topology.half_v else shape.v_full
 
 
 def parameter_sizes(shape):
-    """Name -> size. qk: groups of two neighbouring heads, those of Q first, then those of K.
+    """Name -> size. qk: groups of neighbouring heads, those of Q first, then those of K.
 
     scales: s0 (Q, K, V) and s1 (O) per layer; residual and output: r and p of attention and MLP per layer.
     """
-    V, D, H = shape.vocab, shape.dim, shape.heads
+    V, D, H, topology = shape.vocab, shape.dim, shape.heads, shape.topology
     sizes = {"embed": (V, D), "head": (V, D), "table": (shape.table_rows, D), "signs": (shape.sign_rows, D)}
-    sizes.update({"ve.%d" % layer: (V, D) for layer in VALUE})
-    for layer in ATTENTION:
-        sizes["qk.%d" % layer] = (H, 2 * qk_width(shape, layer), D)
+    sizes.update({"ve.%d" % layer: (V, D) for layer in topology.value})
+    for layer in topology.attention:
+        group = shape.qk_group
+        sizes["qk.%d" % layer] = (2 * H // group, group * qk_width(shape, layer), D)
         sizes["v.%d" % layer] = (H * v_width(shape, layer), D)
         sizes["o.%d" % layer] = (D, H * v_width(shape, layer))
-    for slot in MLPS:
+    for slot in topology.mlps:
         sizes["mlp.%s.in" % slot] = sizes["mlp.%s.out" % slot] = (shape.hidden, D)
-    sizes.update(scales=(LAYERS, 2), residual=(LAYERS, 2), output=(LAYERS, 2))
+    sizes.update(dict.fromkeys(("scales", "residual", "output"), (topology.layers, 2)))
     sizes.update(smear=(), smear_gate=(12,), skip=(), gate_scale=())
-    sizes.update({"ve_gate.%d" % layer: (H, 12) for layer in VALUE[:3]})
-    for name in GENERATORS:
+    sizes.update({"ve_gate.%d" % layer: (H, 12) for layer in topology.value[:-1]})
+    for name in ("pre", "post", "mudd", "end"):
         count = len(bias_start(shape, name))
         sizes[name + ".w1"], sizes[name + ".w2"] = (shape.gate_hidden, D), (count, shape.gate_hidden)
         sizes[name + ".bias"] = (count,)
-    sizes["end.groups"] = (10, shape.groups, shape.gate_hidden)
+    sizes["end.groups"] = (len(topology.end), shape.groups, shape.gate_hidden)
     return sizes
 
 
@@ -255,20 +320,22 @@ def table_event(shape, step):
     return step % 2 == 1 if step < shape.rare_events_from else step % 4 == 3
 
 
-def table_settings(shape, step):
-    """(beta1 of the value embeddings, beta2, decay multiplier) of an event; the table has no beta1."""
-    return (0.75, 0.95, 5) if step < shape.rare_events_from else (0.5625, 0.9025, 10)
+def table_settings(shape, step, name="table"):
+    """(beta1, beta2, decay multiplier) of an event for the table, or for ve. The table has no first moment."""
+    steps = 1 if step < shape.rare_events_from else 2       # twice as many since the last event
+    _, (beta1, beta2), decay = shape.rates[name]
+    return beta1 ** steps, beta2 ** steps, decay * steps
 
 
-def table_update(rows, v, g, t, lr, beta2, decay):
+def table_update(rows, v, g, t, lr, beta2, decay, eps=1e-10):
     """(rows, v) after event number t (from 1). g: gradients summed over the cycle, averaged over ranks.
 
     Applied to all rows (R, D): a row without gradient does not move, and its v falls by this event's beta2,
     which is what the recipe does later, when the row comes back.
     """
     v = beta2 * v + (1 - beta2) * (g * g).mean(dim=1)
-    u = g / (torch.sqrt(v) + 1e-10)[:, None] * lr * math.sqrt(1 - beta2 ** t)
-    u = u + (u * rows > 0) * rows * (lr * lr * 0.005 * decay)
+    u = g / (torch.sqrt(v) + eps)[:, None] * lr * math.sqrt(1 - beta2 ** t)
+    u = u + (u * rows > 0) * rows * (lr * lr * BASE_DECAY * decay)
     return rows - u, v
 
 
@@ -319,24 +386,24 @@ def attend(q, k, v, segments, distance, scale):
 
 
 def attention(shape, p, layer, u, ve, extra, c, segments, windows):
-    """Output before the output matrix, (T, heads * width of V). extra: v' of layer 10."""
-    T, H, D = len(u), shape.heads, shape.dim
+    """Output before the output matrix, (T, heads * width of V). extra: v' of the last layer."""
+    T, H, D, topology = len(u), shape.heads, shape.dim, shape.topology
     width, v_dim, s0 = qk_width(shape, layer), v_width(shape, layer), p["scales"][layer, 0]
-    wide = layer in WIDE
+    wide = layer in topology.wide
     q, k = (u @ (s0 * p["qk.%d" % layer]).reshape(2 * H * width, D).T).reshape(T, 2, H, width).unbind(dim=1)
     v = (u @ (s0 * p["v.%d" % layer]).T).reshape(T, H, v_dim)
     q, k = rms(q), rms(k)
     at = torch.arange(T, dtype=F64)[:, None].expand(T, H)
-    if layer in PAIRED:                         # even heads turn by 2t, odd heads by 2t + 1
+    if layer in topology.paired:                # even heads turn by 2t, odd heads by 2t + 1
         at = 2 * at + torch.arange(H) % 2
     frequencies = windows.wide if wide else windows.narrow
     q, k = rotate(q, at, frequencies), rotate(k, at, frequencies)
     if wide:                                    # key offset: stationary dims from the token before
         still = k[:, :, shape.qk_narrow:]
         k = torch.cat([k[:, :, :shape.qk_narrow], torch.cat([still[:1], still[:-1]])], dim=2)
-    if layer in VALUE:                          # half V adds the first half of each head's part
+    if layer in topology.value:                 # half V adds the first half of each head's part
         rows = ve[layer].reshape(T, H, shape.v_full)[:, :, :v_dim]
-        if layer == 10:
+        if layer == topology.last:
             gate = torch.cat([c["m6"]] * (H // 2) + [c["m7"]] * (H // 2), dim=1)
             v = v + extra.reshape(T, H, v_dim)
         else:
@@ -344,12 +411,12 @@ def attention(shape, p, layer, u, ve, extra, c, segments, windows):
             gate = 2 * torch.sigmoid(source @ p["ve_gate.%d" % layer].T)
         v = v + gate[:, :, None] * rows
     scale = windows.wide_scale if wide else windows.narrow_scale
-    if layer in PAIRED:         # rows 2t, 2t + 1 hold the halves of the heads; the window counts these rows
+    if layer in topology.paired:    # rows 2t, 2t + 1 hold the halves of the heads; the window counts these rows
         pairs = [z.reshape(2 * T, H // 2, -1) for z in (q, k, v)]
         y = attend(*pairs, segments.repeat_interleave(2), windows.short, scale).reshape(T, H, v_dim)
     else:
         y = attend(q, k, v, segments, windows.long if wide else windows.short, scale)
-    if layer in XSA:
+    if layer in topology.xsa:
         along = (y * v).sum(dim=-1) / torch.clamp((v * v).sum(dim=-1), min=1e-8)
         y = y - (torch.tanh(c["xsa.%d" % layer]) * along)[:, :, None] * v
     if wide:
@@ -368,55 +435,50 @@ def forward(shape, p, tokens, boundaries, windows, classes=None):
     """
     tokens = torch.as_tensor(tokens, dtype=torch.long)
     segments = torch.bucketize(torch.arange(len(tokens)), torch.tensor(boundaries), right=True)
-    r, out = p["residual"], p["output"]
-    ve = {layer: p["ve.%d" % layer][tokens] for layer in VALUE}
+    topology, r, out = shape.topology, p["residual"], p["output"]
+    ve = {layer: p["ve.%d" % layer][tokens] for layer in topology.value}
     e = p["embed"][tokens]
     amount = p["smear"] * torch.sigmoid(e[:, :12] @ p["smear_gate"])
     x0 = rms(torch.cat([e[:1], e[1:] + amount[1:, None] * e[:-1]]))
     b = ngram_vectors(shape, p, tokens)
     c = coefficients(shape, p, "pre", x0, p["gate_scale"])
     x = x_in = x0 + c["ngram.0"] * b
-    h3 = h7 = x9 = z10 = extra = None
-    for layer in range(LAYERS):
-        if layer == 4:
+    h, extra = {}, None                             # h: outputs of the layers
+    for layer in range(topology.layers):
+        last = layer == topology.last
+        if layer == topology.post:
             c.update(coefficients(shape, p, "post", x, p["gate_scale"]))
-        if layer == 10:
-            x9 = x
+        if last:
             c.update(coefficients(shape, p, "mudd", x, 0.1))
+            h7 = h[topology.shared]
             extra = c["m0"] * x_in + c["m1"] * h7 + c["m2"] * x
             x = (1 + c["m5"]) * x + c["m3"] * x_in + c["m4"] * h7
-        if layer in ATTENTION:
-            u = rms(h7 if layer in FROM_H7 else x)
+        if layer in topology.attention:
+            u = rms(h[topology.shared] if layer in topology.from_shared else x)
             y = attention(shape, p, layer, u, ve, extra, c, segments, windows)
-            factor = p["scales"][layer, 1] * (out[layer, 0] if layer != 10 else 1)
+            factor = p["scales"][layer, 1] * (1 if last else out[layer, 0])
             y = y @ (factor * p["o.%d" % layer]).T
-        if layer == 6:
-            x = x + torch.sigmoid(p["skip"]) * c["skip"] * h3
-        elif layer == 10:
+        if layer == topology.skip[1]:
+            x = x + torch.sigmoid(p["skip"]) * c["skip"] * h[topology.skip[0]]
+        elif last:
             x = c["m8"] * x + c["m9"] * y + c["m10"] * x_in + c["m11"] * b
         else:
             x = r[layer, 0] * x
-            x = x + y if layer in ATTENTION else x
-            x = x + c["x0.%d" % layer] * x0 if layer in X0 else x
-            x = x + c["ngram.%d" % layer] * b if layer in NGRAM else x
-        if layer == 7:
-            h7 = x = r[7, 1] * x
-        elif layer == 8:
-            z = rms(x)
-            x = r[8, 1] * x + out[8, 1] * (mlp(p, "8", z) + mlp(p, "8b", z))
-        elif layer == 10:
-            z10 = rms(x)
-            x = c["m12"] * x + c["m13"] * mlp(p, "10", z10)
-        else:
-            x = r[layer, 1] * x + out[layer, 1] * mlp(p, str(layer), rms(x))
-        if layer == 3:
-            h3 = x
-    sources = [x_in, h7, x9, ve[1], h3, ve[2], ve[10], ve[8], z10, rms(h7)]
+            x = x + y if layer in topology.attention else x
+            x = x + c["x0.%d" % layer] * x0 if layer in topology.x0 else x
+            x = x + c["ngram.%d" % layer] * b if layer in topology.ngram else x
+        z = rms(x)
+        y = sum(mlp(p, slot, z) for slot in topology.mlps if slot.rstrip("b") == str(layer))
+        x = c["m12"] * x + c["m13"] * y if last else r[layer, 1] * x + out[layer, 1] * y
+        h[layer] = x
+    sources = {"x_in": x_in, "mlp_in": z, "attn_in": u}
+    sources.update({"h%d" % layer: value for layer, value in h.items()})
+    sources.update({"ve%d" % layer: value for layer, value in ve.items()})
     n = coefficients(shape, p, "end", x, 0.1)
     hidden = gelu(x @ p["end.w1"].T)
-    for i, source in enumerate(sources):
+    for i, source in enumerate(topology.end):
         by_group = n["n%d" % i] + 0.1 * hidden @ p["end.groups"][i].T           # (T, groups)
-        x = x + by_group.repeat_interleave(shape.dim // shape.groups, dim=1) * source
+        x = x + by_group.repeat_interleave(shape.dim // shape.groups, dim=1) * sources[source]
     head = p["head"] if classes is None else p["head"][torch.as_tensor(classes)]
     raw = rms(x) @ head.T
     return raw, 23 * torch.sigmoid((raw + 5) / 7.5)
@@ -460,23 +522,30 @@ def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight, missing_co
     T, s = len(raw), torch.sigmoid((raw + 5) / 7.5)
     z = 23 * s
     lse = 23 + torch.log(torch.exp(z - 23).sum(dim=1))
-    rows, gradient = [], torch.exp(z - lse[:, None])
-    for t in range(T):
-        terms = [(weight, targets[t + k]) for k, weight in enumerate(weights) if t + k < T]
-        total = sum(weights) if missing_count else sum(weight for weight, _ in terms)
-        if prefix_weight != 0 and prefixes[t] >= 0:
-            terms.append((prefix_weight, prefixes[t]))
-            total += prefix_weight
-        rows.append(sum(weight * (lse[t] - z[t, column]) for weight, column in terms))
-        gradient[t] *= total
-        for weight, column in terms:
-            gradient[t, column] -= weight
-    return torch.stack(rows), gradient * (23 / 7.5) * s * (1 - s)
+    rows, mass, hit = torch.zeros(T, dtype=F64), torch.zeros(T, dtype=F64), torch.zeros_like(z)
+    terms = [(weight, range(T - k), targets[k:]) for k, weight in enumerate(weights)]
+    if prefix_weight != 0:
+        found = [t for t in range(T) if prefixes[t] >= 0]
+        terms.append((prefix_weight, found, [prefixes[t] for t in found]))
+    for weight, at, columns in terms:
+        at, columns = torch.tensor(at, dtype=torch.long), torch.tensor(columns, dtype=torch.long)
+        rows = rows.index_add(0, at, weight * (lse[at] - z[at, columns]))
+        mass[at] += weight
+        hit[at, columns] += weight
+    if missing_count:
+        for k, weight in enumerate(weights):
+            mass[T - k:] += weight
+    gradient = mass[:, None] * torch.exp(z - lse[:, None]) - hit
+    return rows, gradient * (23 / 7.5) * s * (1 - s)
 
 
-def validation_loss(shape, p, chunks, impossible=None):
-    """Mean cross-entropy of chunks of T + 1 tokens after training. impossible: pairs of record 91's mask."""
-    total, count, windows = 0.0, 0, windows_at(shape, shape.steps - 1, validation=True)
+def validation_loss(shape, p, chunks, impossible=None, step=None):
+    """Mean cross-entropy of chunks of T + 1 tokens before a step, or after training.
+
+    impossible: pairs of record 91's mask.
+    """
+    windows = windows_at(shape, shape.steps - 1, validation=True) if step is None else windows_at(shape, step)
+    total, count = 0.0, 0
     for chunk in chunks:
         chunk = [int(t) for t in chunk]
         tokens, targets = chunk[:-1], chunk[1:]
@@ -490,14 +559,16 @@ def validation_loss(shape, p, chunks, impossible=None):
 
 # ---------------------------------------------------------------- record 92, schedules
 
-def part(values, done, steps):
-    """Value for step number `done` of a stage that is divided in len(values) equal parts."""
-    return values[len(values) * done // steps]
+def value_at(value, done, steps):
+    """Value for step number `done` of a stage: a ramp, equal parts, or a constant."""
+    if isinstance(value, Ramp):
+        return value.begin + (value.end - value.begin) * done / steps
+    return value[len(value) * done // steps] if isinstance(value, tuple) else value
 
 
 def lr_factor(shape, step):
-    value, until = shape.stage_lr[shape.stage(step)], shape.first(4)
-    t = min(1.0, max(0.0, (step - shape.lr_decay_from) / (until - shape.lr_decay_from)))
+    value = shape.stage_lr[shape.stage(step)]
+    t = min(1.0, max(0.0, (step - shape.lr_decay_from) / (shape.extension - shape.lr_decay_from)))
     return value * (1 - t) + shape.lr_floor * t
 
 
@@ -519,25 +590,26 @@ def loss_weights(shape, step):
     """(weights of the targets 0, 1, 2 ahead, prefix weight)."""
     stage = shape.stage(step)
     done, steps = step - shape.first(stage), shape.stage_steps[stage]
-    weights = list(shape.token_weights[stage])
-    if len(weights) > 1:
-        weights[-1] *= 1 - done / steps
-    return weights, part(shape.prefix_weights[stage], done, steps)
+    weights = [value_at(weight, done, steps) for weight in shape.token_weights[stage]]
+    return weights, value_at(shape.prefix_weights[stage], done, steps)
 
 
 def candidate_count(shape, step):
     """Number of classes in the loss, None for all of them."""
     stage = shape.stage(step)
-    return part(shape.candidates[stage], step - shape.first(stage), shape.stage_steps[stage])
+    return value_at(shape.candidates[stage], step - shape.first(stage), shape.stage_steps[stage])
 
 
 def yarn(shape, kind, stage):
-    """(frequencies, attention scale) of narrow (0) or wide (1) heads: they follow the short, long window."""
+    """(frequencies, attention scale) of narrow (0) or wide (1) heads: they follow the short, long window.
+
+    The final validation is the stage after the last. The limit of windows keeps its tables as they were.
+    """
     count = shape.qk_narrow // 2
     frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
-    scale = shape.attention_scale[kind]
-    for s in range(1, stage + 1):
-        old, new = (shape.block * shape.stage_blocks[i][kind] for i in (s - 1, s))
+    scale, blocks = shape.attention_scale[kind], [*shape.stage_blocks, shape.validation_blocks]
+    windows = [shape.block * min(pair[kind], shape.yarn_blocks) for pair in blocks[:stage + 1]]
+    for old, new in zip(windows, windows[1:]):
         for i, frequency in enumerate(frequencies):
             turns = old * frequency / (2 * math.pi)
             g = min(max((turns - 1) / 31, 0.0), 1.0)
@@ -547,8 +619,7 @@ def yarn(shape, kind, stage):
 
 
 def windows_at(shape, step, validation=False):
-    """The final validation has its own windows, but tables and scales of the last step."""
-    stage = shape.stage(step)
+    stage = len(shape.stage_steps) if validation else shape.stage(step)
     short, long = shape.validation_blocks if validation else shape.stage_blocks[stage]
     (narrow, narrow_scale), (wide, wide_scale) = yarn(shape, 0, stage), yarn(shape, 1, stage)
     return Windows(short * shape.block, long * shape.block, narrow, wide, narrow_scale, wide_scale)
@@ -587,23 +658,23 @@ def fill(shard, begins, document, size, cap):
 
 def packed_batches(shape, shards, first=0):
     """Yields for each step from `first` on one (T + 1 tokens, boundaries) per rank."""
-    step = first
+    step, call = first, []
     for shard in shards:
         shard = [int(t) for t in shard]
         begins, document = [i for i, t in enumerate(shard) if t == shape.bos], 0
         while step < shape.steps:
-            stage, call = shape.stage(step), []
-            for _ in range(shape.ranks):
-                filled = fill(shard, begins, document, shape.stage_tokens[stage], shape.stage_caps[stage])
-                if filled is None:          # this call's buffers are dropped with the shard's tail
-                    break
-                buffer, ends, document = filled
-                call.append((buffer, attention_boundaries(ends, shape.attention_cap)))
-                assert len(call[-1][1]) < shape.boundary_rows[stage]
-            if len(call) < shape.ranks:
+            stage = shape.stage(step)
+            filled = fill(shard, begins, document, shape.stage_tokens[stage], shape.stage_caps[stage])
+            if filled is None:
                 break
-            yield call
-            step += 1
+            buffer, ends, document = filled
+            call.append((buffer, attention_boundaries(ends, shape.attention_cap)))
+            assert len(call[-1][1]) < shape.boundary_rows[stage]
+            if len(call) == shape.ranks:
+                yield call
+                step, call = step + 1, []
+        if shape.calls_end_with_shards:         # this call's buffers are dropped with the shard's tail
+            call = []
 
 
 def prefix_table(vocabulary):
@@ -702,7 +773,7 @@ class Anvil(NamedTuple):
 def padded_size(shape, name):
     """Size of a matrix as the recipe stores it. Lanes, their means and shape factors follow it."""
     kind = name.split(".")[0]
-    return {"qk": 2 * shape.qk_wide, "mlp": shape.hidden}.get(kind, shape.dim), shape.dim
+    return {"qk": shape.qk_group * shape.qk_wide, "mlp": shape.hidden}.get(kind, shape.dim), shape.dim
 
 
 def anvil_start(W, padded):
@@ -727,7 +798,8 @@ def six_maps(X):
 
 def whiten(U):
     """Singular values to about 1. The margin 1.05 is part of the maps, which diverge just above 1 / 1.05."""
-    return six_maps(U / (1.05 * torch.linalg.norm(U) + 1e-6))
+    X = U / (1.05 * torch.linalg.norm(U) + 1e-6)
+    return six_maps(X.T).T if len(X) > X.shape[1] else six_maps(X)
 
 
 def equalise(X, energy, padded):
@@ -738,23 +810,24 @@ def equalise(X, energy, padded):
     return X * gain * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(X * gain), min=1e-10), energy
 
 
-def anvil(W, G, state, settings, lr, padded, multiplier=1.0):
+def anvil(W, G, state, settings, lr, padded, multiplier=1.0, decay=2.25):
     """(new W, new state) of one matrix. settings: (m, fast rail's factor, fast rail's weight)."""
     U, state = rails(G, state, *settings)
     X, energy = equalise(whiten(U), state.energy, padded)
     eta = lr * multiplier * math.sqrt(max(1.0, padded[0] / padded[1]))
-    W = W - W * (state.slow * W >= 0) * (2.25 * lr * eta) - eta * X     # decay by the slow rail's sign
+    W = W - W * (state.slow * W >= 0) * (decay * lr * eta) - eta * X    # decay by the slow rail's sign
     return W, state._replace(energy=energy)
 
 
 def anvil_step(shape, step, name, W, G, states):
     """(new W, new states) of a named matrix; qk are several. states: list or None at the start."""
-    settings, lr = rail_settings(shape, step), 0.023 * lr_factor(shape, step)
+    settings, lr = rail_settings(shape, step), shape.matrix_lr * lr_factor(shape, step)
     padded = padded_size(shape, name)
     multiplier = 2.0 if name.startswith("mlp") and name.endswith("out") else 1.0
     Ws, Gs = (W, G) if W.ndim == 3 else ([W], [G])
     states = states or [anvil_start(one, padded) for one in Ws]
-    new = [anvil(*args, settings, lr, padded, multiplier) for args in zip(Ws, Gs, states)]
+    new = [anvil(*args, settings, lr, padded, multiplier, shape.matrix_decay)
+           for args in zip(Ws, Gs, states)]
     return torch.stack([one for one, _ in new]).reshape(W.shape), [state for _, state in new]
 
 
@@ -770,38 +843,37 @@ def adam_start(p):
     return Adam(torch.zeros_like(p), torch.zeros_like(p), 0)
 
 
-def adam(p, g, state, lr, betas, decay):
+def adam(p, g, state, lr, betas, decay, eps=1e-10):
     """(new p, new state). The decay has the schedule squared and acts where the update shrinks p."""
     b1, b2 = betas
     t, m, v = state.t + 1, b1 * state.m + (1 - b1) * g, b2 * state.v + (1 - b2) * g * g
-    u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + 1e-10)
-    return p - u - (u * p > 0) * p * (lr * lr * 0.005 * decay), Adam(m, v, t)
+    u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + eps)
+    return p - u - (u * p > 0) * p * (lr * lr * BASE_DECAY * decay), Adam(m, v, t)
 
 
 def adam_settings(shape, name, step):
     """(learning rate multiplier, betas, decay multiplier)."""
     first, last = name.split(".")[0], name.split(".")[-1]
     if first == "ve":
-        beta1, beta2, decay = table_settings(shape, step)
-        return 70, (beta1, beta2), decay
-    decay = 0 if last in ("bias", "gate_scale") else 1
-    return {"head": (1, (0.5, 0.95), 150), "embed": (1, (0.5, 0.95), 150),
-            "scales": (5, (0.9, 0.99), 0), "smear": (5, (0.9, 0.99), 0), "skip": (5, (0.9, 0.99), 0),
-            "residual": (5, (0.9, 0.95), 0), "output": (1, (0.9, 0.95), 0),
-            "smear_gate": (0.01, (0.9, 0.99), 0), "ve_gate": (1, (0.9, 0.99), 1),
-            "mudd": (0.25, (0.9, 0.99), decay), "end": (0.25, (0.9, 0.99), decay),
-            "pre": (0.1, (0.9, 0.99), decay), "post": (0.1, (0.9, 0.99), decay),
-            "gate_scale": (0.1, (0.9, 0.99), decay)}[first]
+        beta1, beta2, decay = table_settings(shape, step, "ve")
+        return shape.rates["ve"].lr, (beta1, beta2), decay
+    shares = {"smear_gate": 0.01, "ve_gate": 1, "mudd": 0.25, "end": 0.25, "pre": 0.1, "post": 0.1,
+              "gate_scale": 0.1}
+    if first in shares:
+        lr, betas, decay = shape.rates["gate"]
+        return lr * shares[first], betas, 0 if last in ("bias", "gate_scale", "smear_gate") else decay
+    return shape.rates["scalar" if first in ("scales", "smear", "skip") else first]
 
 
 # ---------------------------------------------------------------- record 92, final averages
 
 def average_ticks(shape):
     """Name -> {step: rate} of the ticks, after the update of a step. The first one copies, its rate is 1."""
-    steps, r = shape.steps, shape.tail_ema_rate
-    odd = [s for s in range(shape.tail_ema_from + 1, steps, 2)]
-    ticks = {"tail-ema": {shape.tail_ema_from: r, **{s: 1 - (1 - r) ** 2 for s in odd}, steps - 1: r},
-             "tail-avg": dict.fromkeys(range(shape.tail_avg_from, steps, 4), shape.tail_avg_rate),
+    steps = shape.steps
+    odd = dict.fromkeys(range(shape.tail_ema_from + 1, steps, 2), shape.tail_ema_odd_rate)
+    ticks = {"tail-ema": {shape.tail_ema_from: 1.0, **odd, steps - 1: shape.tail_ema_rate},
+             "tail-avg": dict.fromkeys([*range(shape.tail_avg_from, steps - 1, 4), steps - 1],
+                                       shape.tail_avg_rate),
              "value": dict.fromkeys(range(shape.value_from, steps, 4), shape.tail_avg_rate),
              "bank-blend": dict.fromkeys([*range(shape.blend_from, steps - 2, 4), steps - 2, steps - 1],
                                          shape.blend_rate)}
@@ -861,11 +933,11 @@ def write_back(shape, p, averages):
 # ---------------------------------------------------------------- record 92, training
 
 def gradients(shape, p, batch, step, prefix_of, offsets):
-    """(mean over ranks of the summed loss, {name: gradient}, new offsets of the sweep)."""
+    """(mean over ranks of the summed loss, {name: gradient times gradient_scale}, new offsets of the sweep)."""
     assert len(batch) == shape.ranks
     leaves = {name: value.clone().requires_grad_(True) for name, value in p.items() if name != "signs"}
     weights, prefix_weight = loss_weights(shape, step)
-    count, loss, mean, offsets = candidate_count(shape, step), 0.0, {}, list(offsets)
+    count, loss, raws, to_raws, offsets = candidate_count(shape, step), 0.0, [], [], list(offsets)
     for rank, (buffer, boundaries) in enumerate(batch):
         tokens, targets, classes = buffer[:-1], [int(t) for t in buffer[1:]], range(shape.vocab)
         if count is not None:
@@ -875,9 +947,9 @@ def gradients(shape, p, batch, step, prefix_of, offsets):
                                          columns_of([prefix_of[t] for t in targets], classes),
                                          weights, prefix_weight, shape.missing_targets_count)
         loss += float(rows.sum()) / shape.ranks
-        for name, g in zip(leaves, torch.autograd.grad(raw, list(leaves.values()), to_raw)):
-            mean[name] = mean.get(name, 0) + g / shape.ranks
-    return loss, mean, offsets
+        raws.append(raw)
+        to_raws.append(to_raw * (shape.gradient_scale / shape.ranks))
+    return loss, dict(zip(leaves, torch.autograd.grad(raws, list(leaves.values()), to_raws))), offsets
 
 
 def start_state(shape, p):
@@ -900,11 +972,13 @@ def update(shape, p, grads, state, step, hold_biases=False):
             state["sums"][name] = state["sums"].get(name, 0) + g
     sums = {}
     if table_event(shape, step):
-        sums = {name: state["sums"].pop(name) for name in ["table"] + ["ve.%d" % layer for layer in VALUE]}
+        embeddings = ["ve.%d" % layer for layer in shape.topology.value]
+        sums = {name: state["sums"].pop(name) for name in ["table"] + embeddings}
         state["table_t"] += 1
         _, beta2, decay = table_settings(shape, step)
+        lr = BASE_LR * shape.rates["table"].lr * factor
         p["table"], state["table_v"] = table_update(p["table"], state["table_v"], sums.pop("table"),
-                                                    state["table_t"], 0.008 * 70 * factor, beta2, decay)
+                                                    state["table_t"], lr, beta2, decay, shape.adam_eps)
     if step % 2 == 1:
         others = [name for name in state["sums"] if name != "table" and not name.startswith("ve.")]
         sums.update({name: state["sums"].pop(name) for name in others})
@@ -912,8 +986,8 @@ def update(shape, p, grads, state, step, hold_biases=False):
             sums["head"] = sums["head"] + sums.pop("embed")
     for name, g in sums.items():
         multiplier, betas, decay = adam_settings(shape, name, step)
-        old, lr = p[name], 0.008 * multiplier * factor
-        p[name], state["adam"][name] = adam(old, g, state["adam"][name], lr, betas, decay)
+        old, lr = p[name], BASE_LR * multiplier * factor
+        p[name], state["adam"][name] = adam(old, g, state["adam"][name], lr, betas, decay, shape.adam_eps)
         if hold_biases and name.endswith(".bias"):      # biases whose updates are lost in bfloat16
             p[name] = torch.where(bias_start(shape, name.split(".")[0]).abs() >= 2, old, p[name])
     if tied and step % 2 == 1:
@@ -924,10 +998,11 @@ def update(shape, p, grads, state, step, hold_biases=False):
     return p, state
 
 
-def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False):
+def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False, watch=lambda step, p: None):
     """(parameters, state, losses) after `steps` steps; after all steps of the shape with the averages.
 
     batches: for each step one (T + 1 tokens, boundaries) per rank. prefix_of: prefix table, none by default.
+    watch: called with step and parameters before each step.
     state["last"] holds the parameters before the averages. p must be tied at the start.
     """
     steps = shape.steps if steps is None else steps
@@ -935,9 +1010,128 @@ def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False):
     state, losses = start_state(shape, p), []
     assert torch.equal(p["embed"], p["head"])
     for step, batch in zip(range(steps), batches):
+        watch(step, p)
         loss, grads, state["offsets"] = gradients(shape, p, batch, step, prefix_of, state["offsets"])
         p, state = update(shape, p, grads, state, step, hold_biases)
         losses.append(loss)
     assert len(losses) == steps
     state["last"] = p
     return write_back(shape, p, state["averages"]) if steps == shape.steps else p, state, losses
+
+
+# ---------------------------------------------------------------- a run of the command line
+
+ADAM_GROUPS = {"head": "head", "embed": "embed", "ve": "value_embed", "table": "ngram", "scalar": "scalar",
+               "residual": "residual", "output": "mix", "gate": "gate"}
+FIXED = dict(        # options with the only values that this reading has
+    sequence_start="document", document_mask="on", epochs=1, qk_norm="on", rotary_pairs="adjacent", smear="on",
+    x0_mix="after_attention", attention_gate_dim=0, value_gate_dim=12, output_gain="auto", norm_gain="off",
+    ngram_order=3, softcap=23.0, softcap_shift=5.0, softcap_width=7.5, tie_head="on", matrix_rule="anvil",
+    ngram_rule="row_adam", orthogonalize="six_maps", matrix_betas=[0.9, 0.9], matrix_every=1, decay="cautious",
+    decay_schedule="lr", momentum_start=0.85, momentum_end=0.93, lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0,
+    averages="on", grad_grid=0.0, **{group + "_every": 2 for group in ADAM_GROUPS.values()},
+    **{group + "_late_every": 4 * (group in ("value_embed", "ngram")) for group in ADAM_GROUPS.values()})
+
+
+def topology_of(layers):
+    """The topology of a run's layers."""
+    which = lambda condition: tuple(i for i, layer in enumerate(layers) if condition(layer))
+    having = lambda name: which(lambda layer: layer[name])
+    given = lambda name: which(lambda layer: layer[name] is not None)
+    narrow, wide = which(lambda layer: layer["attention"] == "short"), which(lambda layer: layer["attention"] == "long")
+    half_v, last = given("v_dim"), layers[-1]
+    layer_of = {layers[i]["value_embed"]: i for i in given("value_embed")}      # of a table
+    (shared,) = {layers[i]["attention_from"] for i in given("attention_from")}
+    (skip_to,) = given("skip_from")
+    (post,) = {layer["gates_from"] for layer in layers} - {0}
+    assert having("key_offset") == having("gate") == wide and having("mudd_in") == having("mudd_out")
+    assert layers[0]["ngram"] and last["ngram"] and last["x0"] and last["mudd_in"] == "x_in,h%d" % shared
+    assert [layer["gates_from"] for layer in layers] == [0] * post + [post] * (len(layers) - post)
+    mlps = [(i, slot) for slot, name in (("%d", "mlp"), ("%db", "second_mlp")) for i in having(name)]
+    return Topology(
+        layers=len(layers), attention=tuple(sorted(narrow, key=lambda i: i in half_v)) + wide,
+        paired=having("paired"), wide=wide, half_v=half_v, xsa=having("xsa"), value=tuple(sorted(layer_of.values())),
+        shared=shared, from_shared=given("attention_from"), x0=having("x0")[:-1], ngram=having("ngram")[1:-1],
+        skip=(layers[skip_to]["skip_from"], skip_to), post=post, mlps=tuple(slot % i for i, slot in sorted(mlps)),
+        end=tuple("ve%d" % layer_of[int(name[2:])] if name.startswith("ve") else name
+                  for name in last["mudd_out"].split(",")))
+
+
+def weight_of(text):
+    """A weight in a stage: "a:b" is a ramp, "a/b" are equal parts."""
+    ramp = text.split(":")
+    return Ramp(*map(float, ramp)) if len(ramp) == 2 else tuple(map(float, text.split("/")))
+
+
+def shape_of(config):
+    """The shape of a run, from its options as --print_config prints them.
+
+    Constants of the averages that have no option: steps keep their share of the run, and rates grow as the
+    number of steps falls.
+    """
+    other = {name: config[name] for name, value in FIXED.items() if config[name] != value}
+    assert not other, other
+    layers, stages, head_dim, ratio = (config[name] for name in ("layers", "stages", "head_dim", "mlp_ratio"))
+    assert config["short_qk_dim"] == head_dim // 2 and {layer["v_dim"] for layer in layers} == {None, head_dim // 2}
+    assert math.isclose(config["mlp_up_lr_mul"], ratio ** 0.5)
+    assert math.isclose(config["mlp_down_lr_mul"], 2 * ratio ** 0.5)
+    steps, multiple = config["num_iterations"], config["vocab_multiple"]
+    scheduled = steps - config["extension_steps"]
+
+    # Stages. The last one, the extension, has no duration
+    of_stages = lambda name: tuple(config[name] if stage[name] is None else stage[name] for stage in stages)
+    lengths = of_stages("seq_len")
+    (ranks,) = {tokens // length for tokens, length in zip(of_stages("tokens_per_step"), lengths)}
+    durations = [Fraction(stage["duration"]) for stage in stages[:-1]]
+    shares = [sum(durations[:i + 1]) / sum(durations) for i in range(len(durations))]
+    ends = [min(scheduled, math.ceil((scheduled + 1) * share)) for share in shares] + [steps]
+
+    step_at = lambda share: math.ceil(share * scheduled - 1e-6)
+    average_from = lambda step: math.ceil(Fraction(step * steps, RECORD_STEPS))
+    average_rate = lambda rate: min(1.0, rate * RECORD_STEPS / steps)
+    rates = {}
+    for name, group in ADAM_GROUPS.items():
+        lr, betas, decay = (config[group + part] for part in ("_lr", "_betas", "_weight_decay"))
+        rates[name] = Rates(lr / BASE_LR, tuple(betas), decay / (lr * BASE_DECAY))
+    return Shape(
+        topology=topology_of(layers), tokenizer=config["vocab_size"],
+        vocab=math.ceil(config["vocab_size"] / multiple) * multiple, dim=config["model_dim"],
+        heads=config["num_heads"], qk_group=config["qk_group_heads"], qk_narrow=head_dim // 2, qk_wide=head_dim,
+        v_half=head_dim // 2, v_full=head_dim, hidden=round(ratio * config["model_dim"]),
+        table_rows=config["ngram_rows"], gate_hidden=config["gate_hidden"], groups=config["mudd_groups"],
+        ranks=ranks, block=1, stage_steps=tuple(end - first for first, end in zip([0] + ends, ends)),
+        stage_tokens=lengths, stage_caps=of_stages("max_doc_len"), stage_lr=of_stages("lr_factor"),
+        stage_blocks=tuple((stage["window_short"], stage["window_long"]) for stage in stages),
+        boundary_rows=(math.inf,) * len(stages),
+        token_weights=tuple([weight_of(text) for text in stage["loss_weights"].split()] for stage in stages),
+        prefix_weights=tuple(weight_of(stage["prefix_weight"]) for stage in stages),
+        candidates=tuple(stage["num_classes"] for stage in stages),
+        validation_blocks=tuple(config["val_windows"][::-1]), yarn_blocks=config["yarn_max_window"],
+        attention_cap=config["max_attention_len"], matrix_lr=config["matrix_lr"],
+        matrix_decay=config["matrix_weight_decay"] / config["matrix_lr"], rates=rates,
+        adam_eps=config["adam_eps"], gradient_scale=49152 * ranks / config["tokens_per_step"],
+        lr_floor=config["final_lr_frac"], lr_decay_from=scheduled * (1 - config["cooldown_frac"]),
+        momentum_ramp=config["momentum_warmup_steps"], momentum_cooldown=config["momentum_cooldown_steps"],
+        slow_rail_from=step_at(config["slow_momentum_start"]), rare_events_from=step_at(config["late_start"]),
+        split_step=step_at(config["untie_frac"]) // 2 * 2 + 1,                  # an odd step
+        tail_ema_from=math.ceil(average_from(895) / 2) * 2, blend_from=average_from(897),
+        tail_avg_from=average_from(945), value_from=average_from(947), tail_ema_rate=average_rate(2 / 299),
+        tail_ema_odd_rate=average_rate(1 - (1 - 2 / 299) ** 2), tail_avg_rate=average_rate(4 / 53),
+        blend_rate=average_rate(2 / 75), attention_scale=(config["short_attention_scale"], config["attention_scale"]),
+        missing_targets_count=False, calls_end_with_shards=False)
+
+
+def run(config, p, shards, chunks, prefix_of):
+    """(parameters, training loss per token of each step, [step, loss] of each validation) of a run from p on.
+
+    shards: arrays of tokens. chunks: see validation_loss. prefix_of: prefix table.
+    """
+    shape, every, points = shape_of(config), config["val_loss_every"], []
+
+    def watch(step, p):
+        if every and step % every == 0:
+            points.append([step, validation_loss(shape, p, chunks, step=step)])
+
+    p, _, losses = train(shape, p, packed_batches(shape, shards), prefix_of=prefix_of, watch=watch)
+    points.append([shape.steps, validation_loss(shape, p, chunks)])
+    return p, [loss / shape.stage_tokens[shape.stage(step)] for step, loss in enumerate(losses)], points

@@ -187,20 +187,6 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         dist.destroy_process_group()
 
 
-def recipe(out: str) -> None:
-    """Train the miniature of test_frontier.py. Rank 0 saves the parameters before and after the averages."""
-    import test_frontier
-
-    torch.set_num_threads(1)
-    rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))
-    test_frontier.set_constants(setattr)
-    results = test_frontier.train_miniature(dataclasses.replace(rt, dtype=torch.float64, fast=frozenset({"sparse_embedding"})))
-    if rt.is_main:
-        torch.save(results, out)
-    rt.comm.barrier()
-    dist.destroy_process_group()
-
-
 def scales(out: str) -> None:
     """Save the FP8 scales of both ranks after a step in which rank r has amax values of 5 + 2 r and 3 - r."""
     rt = gpt.start_runtime(gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128}))

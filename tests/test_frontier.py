@@ -1,7 +1,6 @@
 """The newest recipe against a reference in float64 (record92_reference.py), and its mechanisms."""
 
 import dataclasses
-import functools
 import json
 import types
 
@@ -10,7 +9,6 @@ import pytest
 import record92_reference as reference
 import torch
 from conftest import CPU_FORMS, gpt, make_runtime, slow_but, smoke_run
-from run_ranks import run_ranks
 
 SHAPE = dataclasses.replace(
     reference.MINIATURE, missing_targets_count=False,  # see test_record_92.py
@@ -259,87 +257,6 @@ def test_schedule():
         assert table.count_updates(step + 1, late) == events
     assert events == 382 and schedule.at(1194).windows == (2560, 768)
     assert cfg.step_at(cfg.untie_frac) == 1174  # untied after the next odd step, 1175
-
-
-def set_constants(setattr):
-    """The counted steps and rates of the reference's miniature."""
-    s, steps = SHAPE, SHAPE.steps
-    tail, bank = gpt.AVERAGES[0], gpt.AVERAGES[1].parts
-    setattr(gpt, "NUM_SIGN_ROWS", s.sign_rows)
-    setattr(gpt, "GRAD_TOKENS", s.stage_tokens[2])
-    setattr(gpt, "AVERAGES_STEPS", steps)
-    setattr(gpt, "AVERAGES", (
-        tail._replace(start=(s.tail_ema_from - 1) / steps, rate=1 - (1 - s.tail_ema_rate) ** 2, last_rate=s.tail_ema_rate),
-        gpt.Average(bank, s.tail_avg_from / steps, 4, s.tail_avg_rate, 1.0, num_last=0),
-        gpt.Average("value_embeds", s.value_from / steps, 4, s.tail_avg_rate, 1.0, num_last=0),
-        gpt.Average("qk", s.blend_from / steps, 4, s.blend_rate, 0.55, num_last=2),
-        gpt.Average(bank, s.blend_from / steps, 4, s.blend_rate, 0.3493, num_last=2),
-    ))  # fmt: skip
-
-
-def train_miniature(rt):
-    """Train all steps on the buffers of this rank. Returns all parameters before and after the averages."""
-    cfg, p = make_config(), init_parameters()
-    model, results = make_model(cfg, SHAPE, p, rt), []
-    model.head.prefix_tokens.copy_(torch.tensor(PREFIXES))
-    model.split_layers(1 if rt.world_size == 1 else gpt.MULTI_RANK_SEGMENTS)
-    optimizer, schedule = gpt.Optimizer(model, cfg, rt), gpt.Schedule(cfg)
-    ranks = [rt.rank] if rt.world_size > 1 else range(RANKS)
-    offsets = {rank: reference.sweep_start(SHAPE, rank) for rank in ranks}
-    for step, call in zip(range(SHAPE.steps), list_calls()):
-        state, num_tokens, classes = schedule.at(step), len(call[0][0]) - 1, None
-        if state.stage.num_classes:
-            chosen = []
-            for rank in ranks:
-                row, offsets[rank] = gpt.choose_classes(
-                    np.array(call[rank][0][1:]), state.stage.num_classes, SHAPE.vocab, offsets[rank]
-                )
-                chosen.append(row)
-            classes = torch.tensor(np.stack(chosen))
-        inputs = gpt.make_step_inputs(state, len(ranks) * num_tokens, num_tokens, rt, cfg)
-        batch = make_batch(cfg, [call[rank] for rank in ranks], classes)
-        optimizer.is_last_micro_batch = True
-        model(*batch[:3], inputs, torch.tensor(state.loss_weights, dtype=torch.float64), classes).backward()
-        optimizer.step(state)
-        assert model.is_tied == (step < SHAPE.split_step)
-    for _ in range(2):
-        optimizer.finish()
-        tables = {table.name: table.full_tensor("").clone() for table in optimizer.tables}
-        results.append({name: param.detach().clone() for name, param in model.named_parameters()} | tables)
-        optimizer.apply_averages()
-    return results
-
-
-@functools.cache
-def train_reference():
-    """The reference's parameters after all steps, and its state."""
-    return reference.train(SHAPE, init_parameters(), list_calls(), prefix_of=PREFIXES)
-
-
-def init_parameters():
-    p = reference.init_params(SHAPE, spread=0.02)
-    return p | {"embed": p["head"].clone()}
-
-
-@pytest.mark.recipe
-@pytest.mark.parametrize("fast", slow_but(["plain", "fast", "two ranks"], "fast", "two ranks"))
-def test_all_steps(fast, monkeypatch, tmp_path):
-    """Every parameter before and after the averages of a run through all stages: every rule and every event.
-
-    One rank has the buffers of both ranks of the reference in one batch.
-    """
-    set_constants(monkeypatch.setattr)
-    if fast == "two ranks":
-        ends, _, errors = run_ranks("recipe", RANKS, tmp_path / "results.pt", cwd=tmp_path)
-        assert all(status == 0 for status, _ in ends), errors[-2000:]
-        results = torch.load(tmp_path / "results.pt", weights_only=True)
-    else:
-        results = train_miniature(make_runtime(dtype=torch.float64, fast=CPU_FORMS if fast == "fast" else frozenset()))
-    model, (after, theirs, _) = gpt.GPT(make_config(), make_runtime()), train_reference()
-    for ours, expected, when in zip(results, (theirs["last"], after), ("before", "after")):
-        values = read_parameters(model, SHAPE, expected)
-        errors = {name: (ours[name][: len(x)] - x).abs().max().item() for name, x in values.items() if x.dim()}
-        assert max(errors.values()) < 1e-9, (when, sorted(errors.items(), key=lambda item: -item[1])[:5])
 
 
 def make_tokens(seed, buffers=2, length=256):
