@@ -393,7 +393,7 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
         write_raw(shards / name, (20240520, 1, 3), [50256, 1, 2])
     vocabulary.write_text("{}")
     status, out, _ = fetch("1", "--out", shards)
-    line = next(line for line in out.splitlines() if line.startswith("record 89: "))
+    line = next(line for line in out.splitlines() if line.startswith("record 92: "))
     options = dict(word[2:].split("=", 1) for word in shlex.split(line.partition("train_gpt.py ")[2]))
     assert status == 0 and options["vocab_file"] == str(vocabulary)
     for split, name in (("train", "train_000001"), ("val", "val_000000")):  # the pattern finds these files
