@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import reference_run
-from conftest import run_script
+from conftest import run_script, slow_but
 from run_float64 import read_initial_parameters, run_float64
 
 VOCAB, BOS = 50, 49
@@ -128,8 +128,7 @@ def case(request, tmp_path_factory):
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fast", ["off", "auto"])
+@pytest.mark.parametrize("fast, nproc", slow_but([("auto", 1), ("off", 1), ("auto", 2), ("off", 2)], ("auto", 1)))
 def test_whole_run(case, fast, nproc, tmp_path):
     """The training loss of every step, every validation loss and all final parameters, to 1e-9."""
     options, expected, params = case
