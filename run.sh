@@ -31,6 +31,16 @@ choose_python() {  # choose_python REQUIREMENTS [PACKAGE...]: sets python. Makes
   "$python" -m pip install --quiet --disable-pip-version-check -r "$1"
 }
 
+make_corpus() {  # the text of the small presets, from the installed PyTorch
+  if [[ ! -e data/torch_source/corpus.json ]]; then
+    "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()'
+  fi
+}
+
+# Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824}
+export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 export RUN_SH=$0  # printed commands start with it
 if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
@@ -40,6 +50,7 @@ if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
     exit 2
   fi
   if [[ $1 == test ]]; then
+    make_corpus
     unset RUN_SH
     exec "$python" -m pytest "${@:2}"
   fi
@@ -47,6 +58,7 @@ if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
     echo "run.sh: error: NPROC=$(printf %q "$NPROC") is for training runs: start $1 with torchrun, or leave NPROC out" >&2
     exit 2
   fi
+  make_corpus
   exec "$python" "$@"
 fi
 
@@ -55,15 +67,16 @@ if [[ ! ${NPROC:-1} =~ ^[1-9][0-9]{0,4}$ ]]; then
   exit 2
 fi
 choose_python requirements.txt
+for word in "$@"; do
+  case $word in -h | --help | --list[_-]presets | --print[_-]config) exec "$python" train_gpt.py "$@" ;; esac
+done
+make_corpus
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
   NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))')
 fi
 if [[ $NPROC == 1 ]]; then
   exec "$python" train_gpt.py "$@"
 fi
-for word in "$@"; do
-  case $word in -h | --help | --list[_-]presets | --print[_-]config | --print[_-]schedule) exec "$python" train_gpt.py "$@" ;; esac
-done
 WORLD_SIZE=$NPROC "$python" train_gpt.py "$@" --print_config >/dev/null  # bad options end here, with status 2 and one line
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's default, without its warning
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"

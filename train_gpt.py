@@ -6,7 +6,6 @@ Launch
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
-    python train_gpt.py --sample=auto --prompt='def '              # text from the newest model
     python train_gpt.py --help                                     # also --list_presets, --print_config
 
 Part one, the recipe. It decides the loss and the time.
@@ -22,8 +21,8 @@ Part two, fast forms of the operations. Each fast form in use is compared with p
     FAST FORMS       the table, and the comparison
     FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED OPERATIONS, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
-    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, PRESETS AND ABLATIONS, COMMAND LINE, RUN RECORD,
-    CHECKPOINTS, TELEMETRY AND GUARD, SAMPLING, MAIN
+    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, ABLATIONS, COMMAND LINE, RUN RECORD,
+    CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
 Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
     of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
@@ -32,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import codecs
 import ctypes
 import dataclasses
 import datetime
@@ -52,7 +50,6 @@ import os
 import platform
 import re
 import resource
-import runpy
 import shlex
 import shutil
 import signal
@@ -64,38 +61,24 @@ import textwrap
 import time
 import traceback
 import typing
-import unicodedata
 import zipfile
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
-if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # OpenMP reads this variable when PyTorch is imported. Waiting threads free their core after 1000 spins
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
-
-try:
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-    from tqdm import tqdm
-except ModuleNotFoundError as error:
-    if __name__ != "__main__":
-        raise
-    print(f"train_gpt.py: error: {error.name} is not installed: start with ./run.sh, or first run pip "
-          "install -r requirements.txt", file=sys.stderr)
-    sys.exit(2)
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from tqdm import tqdm
 
 try:
     import triton
@@ -109,7 +92,7 @@ except ImportError:  # CPU builds of PyTorch
 # Every option has one line: name, default, meaning, range. The defaults are preset track_1, which is record
 # 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
 # rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
-# command line, help and checks are derived from that line. Presets for small machines are in part three.
+# command line, help and checks are derived from that line.
 
 AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
 
@@ -222,8 +205,6 @@ TRACK_1_GROUPS = dict(
 class ModelConfig:
     """Shape of the network."""
 
-    depth: int = option(0, "number of layers. All other sizes follow from it. 0: use the options", 0, 64)
-    tokens_per_param: float = option(12.0, "training tokens per parameter with --depth", 0.1, 1e6)
     num_layers: int = option(12, "layers", 1, 1000)
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
@@ -323,7 +304,6 @@ class TrainConfig:
     preset: str = option("auto", "starting point (--list_presets). auto: track_1 with CUDA, else laptop")
     without: str = option("", "mechanisms to switch off, comma-separated (see --list_presets). Explicit "
                           "options take precedence")
-    only_with: str = option("", "mechanisms to keep, comma-separated. All others are switched off")
     track: str = option("track_1", "folder under records/ for comparable runs")
     record: str = option("", "name of a record run. Its script, log and result go to records_dir")
     seed: int = option(0, "seed of the initial weights", 0)
@@ -333,8 +313,6 @@ class TrainConfig:
     fast: str = option("auto", "fast forms of operations: all that work here (auto), none (off), or names, "
                        "comma-separated")
     compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
-    compile_mode: str = option("default", "search effort of the compiler", choices=(
-        "default", "max-autotune-no-cudagraphs", "coordinate-descent"))
     segments: int = option(0, "number of compiled graphs for the layers. More graphs overlap more "
                            "communication. 0: one on a single rank, else four", 0)
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
@@ -344,8 +322,6 @@ class TrainConfig:
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
     val_windows: tuple[int, ...] = option(
         (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
-    val_mask: str = option("off", "at the end also measure the loss without tokens that the tokenizer never "
-                           "emits after the previous token (record 91). Needs vocab_file", choices=ON_OFF)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
@@ -361,13 +337,10 @@ class TrainConfig:
                                     "tokens. 0: the whole document", 0)
     warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
     comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
-    comm_timeout: float = option(20.0, "seconds that a collective may take before the run ends", 1.0)
-    check_ranks_every: int = option(0, "debug: steps between bitwise comparisons of ranks. 0: never", 0)
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
     checkpoint_dir: str = option("checkpoints", "folder of the checkpoints, one subfolder per run")
     save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: if below 1 GB", choices=AUTO)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
-    time_limit: float = option(0.0, "seconds until the run saves a checkpoint and stops. 0: never", 0.0)
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "tensorboard", "trackio", "wandb"))
@@ -380,23 +353,11 @@ class TrainConfig:
         Stage(duration=1, window_long=1408, window_short=640)),
         "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor, "
         "seq_len, loss_weights, prefix_weight, num_classes")
-    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight and --val_mask")
+    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
 
 
 @dataclass(frozen=True)
-class SampleConfig:
-    """Sampling text from a model."""
-
-    sample: str = option("", "checkpoint or model to sample from. auto: the newest in checkpoint_dir")
-    num_samples: int = option(1, "number of texts", 1)
-    prompt: str = option("", "start of the text. Token ids if there is no tokenizer")
-    max_new_tokens: int = option(256, "number of new tokens, unless the document ends first", 1)
-    temperature: float = option(0.8, "softmax temperature. 0: greedy", 0.0)
-    top_k: int = option(50, "sample from the top_k likeliest tokens. 0: from all", 0)
-
-
-@dataclass(frozen=True)
-class Config(TrainConfig, OptimConfig, ModelConfig, SampleConfig):
+class Config(TrainConfig, OptimConfig, ModelConfig):
     """All options of a run. Option GROUP_FIELD, for example embed_lr, sets field FIELD of groups[GROUP]."""
 
     groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(TRACK_1_GROUPS))
@@ -513,7 +474,17 @@ FRONTIER_GROUPS = dict(
     gain=Group(lr=0.1, every=2),
 )
 
-# name: (parent, description, differences from the parent). Rows of groups replace the parent's rows
+EMBEDDED_CORPUS = "data/torch_source"  # run.sh makes it from the installed PyTorch: no download needed
+
+LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
+    LayerSpec(attention="none", x0=False, ngram=False),
+    LayerSpec(attention="short", value_embed=1, key_offset=True),
+    LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
+    LayerSpec(attention="long", value_embed=1, skip_from=0, key_offset=True),
+)
+
+# name: (parent, description, differences from the parent). Rows of groups replace the parent's rows.
+# records/presets/ has more, as JSON
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
     "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
@@ -531,6 +502,38 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
         stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
         val_windows=(2560, 768))),
+    "laptop": ("track_1", "the mechanisms of records 89 and 92 that pay at this size. Two CPU cores", dict(
+        track="laptop",
+        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, vocab_multiple=16, num_layers=4, num_heads=2, head_dim=64, model_dim=128,
+        mlp_ratio=2.0, layers=LAPTOP_LAYERS, attention_scale=0.15, attention_gate_dim=0, ngram_rows=16_384,
+        ngram_order=3, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention", softcap=23.0,
+        softcap_shift=5.0, orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8,
+        momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
+        grad_grid=2.0**-12, groups=dict(
+            matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
+            embed=Group(lr=0.3, betas=(0.5, 0.95)),
+            head=Group(lr=0.008, betas=(0.5, 0.95)),
+            value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
+            ngram=Group(rule="row_adam", lr=0.3, betas=(0.0, 0.95)),
+            scalar=Group(lr=0.04, betas=(0.9, 0.99))),
+        warmup_iterations=0, num_iterations=340, tokens_per_step=2048, seq_len=1024, micro_batch_tokens=2048,
+        max_doc_len=1024, sequence_start="anywhere", val_tokens=131_072, val_seq_len=8192, val_loss_every=80,
+        val_windows=(1024, 128), stages=(
+            Stage(duration=1, window_long=256, window_short=64),
+            Stage(duration=1, window_long=512, window_short=64),
+            Stage(duration=1, window_long=1024, window_short=128)))),
+    "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
+        track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
+    "smoke": ("track_1", "record 32 in seconds on any machine, for tests", dict(
+        track="try", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, num_layers=4, num_heads=2, head_dim=32, model_dim=64, embed_dtype="float32",
+        dtype="float32", num_iterations=12, tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024,
+        max_doc_len=256, val_tokens=4096, val_seq_len=1024, val_loss_every=6, warmup_iterations=1,
+        momentum_warmup_steps=10, adam_eps=1e-2, grad_grid=2.0**-12, val_windows=(320, 128), stages=(
+            Stage(duration=1, window_long=128, window_short=64),
+            Stage(duration=1, window_long=192, window_short=64),
+            Stage(duration=1, window_long=256, window_short=128)))),
 }
 
 # ==== MODEL ================================================================================================
@@ -1335,9 +1338,8 @@ class Operations(typing.NamedTuple):
 
 # ==== UPDATE RULES =========================================================================================
 # A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
-# tensors only. To add a rule, write a function with @rule. --matrix_rule then offers the rule, with defaults
-# from the decorator. Its state is sharded, and saved in checkpoints. Other groups than matrix use adamw, or
-# row_adam for the rows of a table.
+# tensors only. To add a rule, write a function with @rule, and --matrix_rule knows it. Its state is sharded,
+# and saved in checkpoints. Other groups than matrix use adamw, or row_adam for the rows of a table.
 
 class UpdateArgs(typing.NamedTuple):
     """Hyperparameters of one update. Variable ones are tensors: a new float would cause recompilation."""
@@ -1361,19 +1363,14 @@ class UpdateArgs(typing.NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: its function, the state that it needs, and its default options."""
+    """An update rule: its function, and the state that it needs."""
 
     function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
     moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
-    lr: float  # default of --matrix_lr. betas, weight_decay and the multipliers are defaults too
     whole_matrix: bool = False  # whether the rule needs whole matrices. Otherwise it is elementwise
     row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
     row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    mlp_up_lr_mul: float = 1.0
-    mlp_down_lr_mul: float = 1.0
 
     def init_state(self, param: Tensor, fp32_state: bool = False, by_row: bool = False) -> dict[str, Tensor]:
         """State of parameters (M, ...). fp32_state: float32 moments, and low_bits of bfloat16 matrices."""
@@ -1420,42 +1417,41 @@ def rule(name: str, **properties) -> Callable:
     return register
 
 
-@rule("muon", moments=("momentum",), whole_matrix=True, lr=0.05)
+@rule("muon", moments=("momentum",), whole_matrix=True)
 def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return spectral_step(weight, update, args)
 
 
-@rule("normuon", moments=("momentum",), whole_matrix=True, row_variance=True, lr=0.05)
+@rule("normuon", moments=("momentum",), whole_matrix=True, row_variance=True)
 def normuon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """NorMuon (2025-10-24): Muon with update rows divided by their running root mean square."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return spectral_step(weight, normalize_rows(update, state, args), args)
 
 
-@rule("muonh", moments=("momentum",), whole_matrix=True, keeps_norm=True, lr=0.02)
+@rule("muonh", moments=("momentum",), whole_matrix=True, keeps_norm=True)
 def muonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """MuonH: Muon on a sphere (Hyperball, arXiv 2606.16899). lr is the rotation angle."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return sphere_step(weight, update, state, args)
 
 
-@rule("normuonh", moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True, lr=0.02)
+@rule("normuonh", moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True)
 def normuonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """NorMuon on a sphere."""
     update = orthogonalize(nesterov_momentum(grad, state, args), args)
     return sphere_step(weight, normalize_rows(update, state, args), state, args)
 
 
-@rule("adamh", moments=("exp_avg", "exp_avg_sq"), whole_matrix=True, keeps_norm=True, lr=0.005)
+@rule("adamh", moments=("exp_avg", "exp_avg_sq"), whole_matrix=True, keeps_norm=True)
 def adamh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Adam on a sphere."""
     return sphere_step(weight, adam_direction(grad, state, args), state, args)
 
 
-@rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True, lr=0.05,
-      betas=(0.9, 0.9))
+@rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True)
 def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
@@ -1474,15 +1470,15 @@ def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
     return weight * (1 - decay * size) - update * (args.lr * size)
 
 
-@rule("adamw", moments=("exp_avg", "exp_avg_sq"), lr=0.0018, weight_decay=0.1)
+@rule("adamw", moments=("exp_avg", "exp_avg_sq"))
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """AdamW, elementwise. The defaults are from record 2."""
+    """AdamW, elementwise."""
     update = adam_direction(grad, state, args)
     decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
     return weight * (1 - decay) - update * args.lr
 
 
-@rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"), lr=0.56, betas=(0.0, 0.95))
+@rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"))
 def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
 
@@ -2296,8 +2292,9 @@ class TrainData:
         self.sequences = list(plan(schedule, scan_shards(cfg, self.shards)))
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            report_missing_tokens(cfg, schedule, self.sequences, self.count_sequences(cfg.num_iterations),
-                                  self.count_sequences(1))
+            missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
+            raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
+                             "more files, raise --epochs, or lower --num_iterations")
 
     def count_sequences(self, step: int) -> int:
         """Number of packed sequences before a step."""
@@ -2404,7 +2401,8 @@ class ValData:
             pieces.append(shard.read(0, missing))
             missing -= len(pieces[-1])
         if missing:
-            report_missing_val_tokens(cfg, missing)
+            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                             f"{cfg.val_tokens} and one more target: lower --val_tokens")
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
@@ -2416,7 +2414,7 @@ class ValData:
 
 # ==== TRAINING =============================================================================================
 # One step, and the timed loop of all steps. train() in MAIN is the whole run. The clock stops during
-# validation. Callbacks (log, telemetry, guard, rank check) run after each step. Trainer.run() lists them.
+# validation. Callbacks (log, telemetry, guard) run after each step. Trainer.run() lists them.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
 
@@ -2473,9 +2471,8 @@ class Trainer:
         return total_loss / num_tokens
 
     @torch.no_grad()
-    def validate(self, data: ValData, state: StepState, num_batches: int | None = None,
-                 sum_losses: Callable | None = None) -> float:
-        """Mean loss of the first num_batches batches (None: all). sum_losses() can replace the model."""
+    def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
+        """Mean loss of the first num_batches batches (None: all)."""
         self.optimizer.finish()
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
@@ -2484,7 +2481,7 @@ class Trainer:
         for first in range(0, num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
             batch = data.batch(min(first + comm.rank, num_batches - 1))[:3]
             batch = (x.to(self.rt.device, non_blocking=True) for x in batch)
-            total += (sum_losses or self.model)(*batch, step_inputs) * (first + comm.rank < num_batches)
+            total += self.model(*batch, step_inputs) * (first + comm.rank < num_batches)
         self.model.train()
         return comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
@@ -2525,12 +2522,10 @@ class Trainer:
 
     def run(self, train_data: TrainData, val_data: ValData, log: RunLog, checkpoints: Checkpoints,
             stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
-        """Run all steps from progress.step on. RunStopped if a signal, time limit or guard ends the run."""
+        """Run all steps from progress.step on. RunStopped if a signal or the guard ends the run."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
         guard, idle = Guard(self, log, stop) if cfg.guard == "on" else None, optimizer.timer
         self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
-        if cfg.check_ranks_every:
-            callbacks.insert(0, lambda *_: progress.step % cfg.check_ranks_every or check_ranks(optimizer))
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
         # ON THE CLOCK from here, as in the published runs: prefix-token search, first batches, all steps and
@@ -2674,7 +2669,7 @@ def list_fast_forms() -> dict[str, Fast]:
             needs="GPU", is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "618408aef1b0", (adamw, adam_direction), "CPU",
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "c2dc79ecbe83", (adamw, adam_direction), "CPU",
             is_compiled=False),
         "fp8_head": Fast(
             loss, dict(head_loss=functools.partial(  # scales for the comparison only
@@ -4002,21 +3997,13 @@ def explain_files():
 
 @contextmanager
 def explain_memory(cfg: Config):
-    """Turn an out-of-memory error into an InputError that suggests smaller micro-batches or sequences."""
+    """Turn an out-of-memory error of a GPU into an InputError that suggests smaller micro-batches."""
     try:
         yield
-    except RuntimeError as error:
-        is_cpu_allocator = "DefaultCPUAllocator: can't allocate memory" in str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and not is_cpu_allocator:
-            raise
-        smaller, val_seq_len = (max(BLOCK, length // 2 // BLOCK * BLOCK)
-                                for length in (cfg.micro_batch_tokens, cfg.val_seq_len))
-        seq_len = f" --seq_len={smaller}" if cfg.seq_len > smaller else ""
-        if longer := [stage.seq_len for stage in cfg.stages if (stage.seq_len or 0) > smaller]:
-            seq_len += f", and --stages with seq_len={smaller} in place of {max(longer)}"
+    except torch.OutOfMemoryError as error:
         raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
-                         f"--micro_batch_tokens={smaller}{seq_len} (or --val_seq_len={val_seq_len})",
-                         of_one_rank=True) from error
+                         f"--micro_batch_tokens={cfg.micro_batch_tokens // 2}, and shorter --seq_len and "
+                         "--val_seq_len", of_one_rank=True) from error
 
 
 @dataclass(frozen=True)
@@ -4028,7 +4015,6 @@ class Runtime:
     local_rank: int = 0
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
-    compile_mode: str = "default"
     fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
     fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
     ngram_rows: int = 0  # for --ngram_rows=-1. 0: the record's number
@@ -4052,27 +4038,11 @@ class Runtime:
         if not self.use_compile:
             return fn
         torch._dynamo.config.recompile_limit = 64  # per code object: one for segments, one for update rules
-        if self.compile_mode == "coordinate-descent":
-            return torch.compile(fn, dynamic=False, options={"coordinate_descent_tuning": True})
-        return torch.compile(fn, dynamic=False, mode=self.compile_mode)
+        return torch.compile(fn, dynamic=False)
 
 
 def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
-
-
-def check_environment() -> None:
-    """Raise InputError if torchrun's environment variables are inconsistent. Called before any is read."""
-    for name, default in dict(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1").items():
-        text, least = os.environ.get(name, default), 1 if name.endswith("WORLD_SIZE") else 0
-        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
-            raise InputError(f"{name}={text} in the environment is not a whole number of at least {least}: "
-                             "unset it, or start with torchrun", of_one_rank=True)
-    for prefix in ("", "LOCAL_"):
-        rank, world_size = env_int(f"{prefix}RANK", 0), env_int(f"{prefix}WORLD_SIZE", 1)
-        if rank >= world_size:
-            raise InputError(f"{prefix}RANK={rank} in the environment is not below {prefix}WORLD_SIZE="
-                             f"{world_size}: unset both, or start with torchrun", of_one_rank=True)
 
 
 def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
@@ -4095,7 +4065,6 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     else:
-        keep_freed_memory()
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPUs too: no upcast to float32
     return Runtime(device, join_ranks(device, rank, world_size), local_rank)
 
@@ -4134,20 +4103,13 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
     if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
         lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
-    preset = resolve_preset(cfg.preset)
-    names = ("comm_bucket_mb", "comm_timeout", "check_ranks_every", *([] if use_compile else ["segments"]))
-    for name in names if rt.world_size == 1 else ():
-        if getattr(cfg, name) != preset[name]:
-            lines.append(f"--{name}={getattr(cfg, name)} has no effect on one rank")
-    if "fp8_head" not in fp8 and cfg.fp8_head_amax != preset["fp8_head_amax"]:
-        lines.append(f"--fp8_head_amax={cfg.fp8_head_amax} has no effect, because the head is not in FP8")
     ngram_rows = cfg.ngram_rows
     if cfg.ngram_rows < 0:
         ngram_rows = choose_ngram_rows(cfg, rt)
         published = PUBLISHED_LOSSES.get(ngram_rows, "") if cfg.preset == "frontier" else ""
         lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}{published}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, compile_mode=cfg.compile_mode, fast=fast, fp8=fp8,
+        dtype=dtype, use_compile=use_compile, fast=fast, fp8=fp8,
         ngram_rows=ngram_rows, peak_flops=peak_flops,
         notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
 
@@ -4196,14 +4158,6 @@ def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
     rt = choose_precision(cfg, rt)
     return dataclasses.replace(rt, notes=(f"this machine lacks the earlier choices ({reason}). New ones:",
                                           *rt.notes))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed activations for the next step, to avoid page faults in the hot loop."""
-    with suppress(OSError, AttributeError):  # not glibc
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: allocate from the heap up to 1 GiB
-        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: keep up to 2 GiB of free heap
 
 
 def clock(device: torch.device) -> float:
@@ -4256,9 +4210,6 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
     if cfg.compile == "on" and reason:
         raise InputError(f"--compile=on is not possible ({reason}): use --compile=auto or off")
     use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
-    if cfg.compile_mode != "default" and not use_compile and not reason:
-        raise InputError(f"--compile_mode={cfg.compile_mode} has no effect, because nothing is compiled: "
-                         "give --compile=on, or leave it out")
     return use_compile, f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}"
 
 
@@ -4293,13 +4244,11 @@ class HostCopy:
 class Stop:
     """A request to stop early, stored as an exit status. 0: none. All ranks agree on the last step."""
 
-    TIME_LIMIT, GUARD = 124, 3  # exit statuses
-    CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", TIME_LIMIT: "at its time limit",
-              GUARD: "by the guard"}
+    GUARD = 3  # exit status
+    CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", GUARD: "by the guard"}
 
-    def __init__(self, rt: Runtime, argv: Iterable[str] = (), time_limit: float = 0.0):
-        self.rt, self.argv, self.time_limit = rt, argv, time_limit or math.inf
-        self.started, self.work = time.monotonic(), None
+    def __init__(self, rt: Runtime, argv: Iterable[str] = ()):
+        self.rt, self.argv, self.work = rt, argv, None
         self.requested = 0  # on this rank
         self.agreed = 0  # on all ranks
 
@@ -4332,8 +4281,6 @@ class Stop:
 
         With several ranks a request takes effect one step later, so that no rank waits.
         """
-        if time.monotonic() - self.started > self.time_limit:
-            self.requested = self.requested or self.TIME_LIMIT
         self.collect()
         if self.rt.world_size == 1:
             self.agreed = self.agreed or self.requested
@@ -4610,9 +4557,10 @@ def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype,
     return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
 
 # ==== COMM =================================================================================================
-# All collectives of the program. Comm counts the bytes of gradients and parameters that this rank sends.
+# All collectives of the program.
 # torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
 
+STEP_TIMEOUT = datetime.timedelta(seconds=20)  # of a collective in a training step
 LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
 
@@ -4624,25 +4572,20 @@ class Comm:
         self.rank, self.world_size = rank, world_size
         self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
         self.all_gather_group = all_gather_group
-        self.bytes = Counter()  # sent so far for gradients and parameters, by collective
 
     def reduce_scatter(self, full: Tensor) -> tuple[Tensor, dist.Work]:
         """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
         shard = torch.empty_like(self.local_shard(full))
-        self.bytes["reduce_scatter"] += full.nbytes - shard.nbytes
         return shard, reduce_scatter_single(shard, full, async_op=True)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> dist.Work:
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
-        self.bytes["all_gather"] += full.nbytes - shard.nbytes
         return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
 
     def all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]
                    ) -> tuple[Tensor, dist.Work]:
         """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
         received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
-        row_bytes = sent.itemsize * math.prod(sent.shape[1:])
-        self.bytes["all_to_all"] += (sum(send_counts) - send_counts[self.rank]) * row_bytes
         work = dist.all_to_all_single(received.view(torch.uint8), sent.contiguous().view(torch.uint8),
                                       receive_counts, send_counts, async_op=True)
         return received, work
@@ -4729,25 +4672,6 @@ def compare_ranks(run: dict, rt: Runtime) -> None:
                              "with equal options, files, script and PyTorch")
 
 
-def count_minimum_bytes(optimizer: Optimizer, first_step: int, last_step: int) -> float:
-    """Bytes that a rank must send in these steps: each gradient and each parameter once per update.
-
-    The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
-    """
-    total = 0.0
-    for bucket in optimizer.buckets:
-        if bucket in optimizer.tables:
-            continue
-        num_bytes = sum(param.nbytes for param in bucket.params.values())
-        first_update, last_update = (bucket.group.count_updates(step, optimizer.late_step)
-                                     for step in (first_step, last_step))
-        if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head == "on":
-            first = -(-(optimizer.untie_step + 1) // bucket.group.every)
-            first_update = min(max(first_update, first), last_update)
-        total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
-    return total * (1 - 1 / optimizer.rt.world_size)
-
-
 def round_to_multiple(x: Tensor, unit: float) -> Tensor:
     """Round to multiples of a power of two, so that sums are exact and independent of their order.
 
@@ -4757,7 +4681,7 @@ def round_to_multiple(x: Tensor, unit: float) -> Tensor:
     return (x + shift).sub_(shift)
 
 # ==== SHARD FILES ==========================================================================================
-# Token files and GPT-2's vocabulary: reading, checking, writing. data/README.md describes the format.
+# Token files and GPT-2's vocabulary: reading and checking. data/README.md describes the format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "fetch or build it again (data/README.md)"
@@ -4835,9 +4759,9 @@ def find_shards(pattern: str, field: str) -> list[str]:
         pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py "
-                         "for FineWeb, or python data/text.py for your own text. Both are in this "
-                         "file's repository")
+        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
+                         "FineWeb, python data/text.py for the PyTorch source, or python data/text.py PATH "
+                         "--out FOLDER for your own text")
     return paths
 
 
@@ -4855,64 +4779,8 @@ def scan_shards(cfg: Config, shards: list[Shard]) -> Iterator[tuple[int, Shard]]
                 yield index, shards[index]
 
 
-def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
-    """Write tokens (uint16, beginning with BOS) to a shard under a temporary name, then rename the file."""
-    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
-    header[:5] = SHARD_MAGIC, SHARD_VERSION, len(tokens), vocab_size, bos
-    write_atomic(path, header.tobytes() + tokens.astype("<u2").tobytes())
-
-
 def fingerprint(shards: Iterable[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
-
-
-def uses_embedded_corpus(pattern: str) -> bool:
-    return Path(EMBEDDED_CORPUS) in (Path(pattern), Path(pattern).parent)
-
-
-def make_corpus(cfg: Config, rt: Runtime) -> None:
-    """If this run trains on the embedded corpus, data/text.py builds it, if it is at hand.
-
-    Rank 0 builds first. Then local rank 0 of each node builds, if its node lacks the files.
-    """
-    if not uses_embedded_corpus(cfg.train_files):
-        return
-    tools = [Path(folder, "data/text.py") for folder in (Path(__file__).resolve().parent, Path.cwd())]
-    for is_turn in (rt.rank == 0, rt.local_rank == 0):
-        for tool in [path for path in tools if path.exists()][:1] if is_turn else ():
-            sys.modules.setdefault("train_gpt", sys.modules[__name__])  # data/text.py imports it
-            runpy.run_path(str(tool))["make_embedded_corpus"]()
-        rt.comm.barrier()
-
-
-def describe_val_text(cfg: Config) -> str:
-    """A note if a run trains on other text than the embedded corpus, but validates on it. Else empty."""
-    if uses_embedded_corpus(cfg.train_files) or not uses_embedded_corpus(cfg.val_files):
-        return ""
-    return f"validation is on {cfg.val_files}, not on your text: give --val_files, too"
-
-
-def report_missing_val_tokens(cfg: Config, missing: int) -> typing.NoReturn:
-    """Raise InputError with the remedies."""
-    limit, short = ((cfg.val_tokens - missing) // n * n for n in (cfg.val_seq_len, BLOCK))
-    remedy = f"--val_seq_len={short} --val_tokens={short}" if short else "more text"
-    remedy = f"at most --val_tokens={limit}" if limit else remedy
-    raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for "
-                     f"--val_tokens={cfg.val_tokens} and one more target: give {remedy}")
-
-
-def report_missing_tokens(cfg: Config, schedule: Schedule, planned: list[PackedSequence], needed: int,
-                          first_step: int) -> typing.NoReturn:
-    """Raise InputError with the remedies. needed, first_step: sequences of the run and of its first step."""
-    missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in planned)
-    epochs = -(-cfg.epochs * needed // max(1, len(planned)))  # a lower bound
-    again = f"repeat the files (--epochs={epochs}), " if planned else ""
-    lower = "num_iterations" if len(planned) >= first_step else "tokens_per_step" if planned else "seq_len"
-    hint = "" if cfg.sequence_start == "anywhere" else (
-        ". --sequence_start=anywhere uses all tokens of long documents")
-    raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: {again}get "
-                     "more files with data/cached_fineweb10B.py N or data/text.py PATH, or lower "
-                     f"--{lower}{hint}")
 
 
 def read_vocabulary(cfg: Config) -> dict[bytes, int]:
@@ -4928,10 +4796,9 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
             raise ValueError("ids beyond the vocabulary")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
-        other = "--val_mask=off" if cfg.val_mask == "on" else "--without=prefix_loss"
         reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
         raise InputError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
-                         f"model's tokens. To fix it, {fetch}give {other}") from None
+                         f"model's tokens. To fix it, {fetch}give --without=prefix_loss") from None
     return texts
 
 
@@ -4948,101 +4815,6 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
             prefixes[ids[text]] = ids[stack[-1]]
         stack.append(text)
     return torch.from_numpy(prefixes)
-
-
-def list_merges(text: bytes, ids: dict[bytes, int]) -> list[tuple[bytes, bytes, int, bool, bool]]:
-    """Merges of byte-pair encoding within a token: (left, right, id of the result, is it first, is it last).
-
-    The pair whose result has the lowest id merges first, the leftmost of equal ones.
-    """
-    pieces, merges = [text[i : i + 1] for i in range(len(text))], []
-    while True:
-        results = [ids.get(left + right, math.inf) for left, right in itertools.pairwise(pieces)]
-        if not results or min(results) == math.inf:
-            return merges
-        i = results.index(min(results))
-        left, right = pieces[i : i + 2]
-        merges.append((left, right, results[i], i == 0, i + 2 == len(pieces)))
-        pieces[i : i + 2] = [left + right]
-
-
-def classify_character(text: bytes, is_last: bool) -> str:
-    """Class of the first or last character of a token: space, number, letter, other, or a part of one."""
-    for n in range(1, min(4, len(text)) + 1):
-        with suppress(UnicodeDecodeError):
-            char = (text[-n:] if is_last else text[:n]).decode()[-1 if is_last else 0]
-            if char.isspace() and not "\x1c" <= char <= "\x1f":
-                return "space"
-            return {"N": "number", "L": "letter"}.get(unicodedata.category(char)[0], "other")
-    return "part"
-
-
-def ends_in_contraction(text: bytes) -> bool:
-    """Whether a token ends in 's, 't, ... after nothing, a letter or a number. Any token can follow it."""
-    found = re.search(rb"'(s|t|re|ve|m|ll|d)$", text)
-    before = text[: found.start()] if found else b""
-    return bool(found) and (not before or classify_character(before, True) in ("letter", "number"))
-
-
-def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
-    """Bits (V, V/8), uint8: bit x of row p is set if the tokenizer never emits token x directly after p.
-
-    If a merge joins the last piece of p with the first piece of x while both exist, the pair would have been
-    merged. The pre-tokenizer prevents merges in some cases. Source: record 91, 2026-08-06.
-    """
-    # For each piece: the tokens that have it as last (first) piece, and the span of merges in which they do
-    lasts, firsts, rules = defaultdict(list), defaultdict(list), []
-    for text, i in ids.items():
-        merges = list_merges(text, ids)
-        rules += [(*merges[-1][:2], i)] if merges else []
-        for pieces, is_last in ((firsts, False), (lasts, True)):
-            if is_last and ends_in_contraction(text) or not text:
-                continue
-            changes = [(left + right, result + (not is_last)) for left, right, result, first, last in merges
-                       if (last if is_last else first)]
-            history = [(text[-1:] if is_last else text[:1], 0), *changes]
-            ends = [*(start for _, start in changes), 2**31]
-            kind = classify_character(text, is_last)
-            for (piece, start), end in zip(history, ends):
-                if start < end and (is_last or kind != "part"):
-                    is_special = kind == ("other" if is_last else "letter")
-                    pieces[piece].append((i, start, end, kind == "space", is_special))
-    lasts, firsts = ({piece: np.array(rows, dtype=np.int64).T for piece, rows in pieces.items()}
-                     for pieces in (lasts, firsts))
-    bits = np.zeros((vocab_size, vocab_size // 8), dtype=np.uint8)
-    for left, right, merge in tqdm(rules, desc="impossible tokens", leave=False,
-                                   disable=not has_progress_bar()):
-        if left not in lasts or right not in firsts:
-            continue
-        before, after = (rows[:, (rows[1] <= merge) & (merge < rows[2])]
-                         for rows in (lasts[left], firsts[right]))
-        # The pre-tokenizer separates a space from a space, and a letter from another character before it
-        for is_space, is_other in itertools.product((0, 1), repeat=2):
-            rows = before[0, (before[3] == is_space) & (before[4] == is_other)]
-            columns = after[0, (after[3] & is_space | after[4] & is_other) == 0]
-            places, inverse = np.unique(columns >> 3, return_inverse=True)
-            values = np.zeros(len(places), dtype=np.uint8)
-            np.bitwise_or.at(values, inverse, (1 << (columns & 7)).astype(np.uint8))
-            bits[np.ix_(rows, places)] |= values
-    return torch.from_numpy(bits)
-
-
-def measure_masked_loss(trainer: Trainer, data: ValData, token_ids: dict[bytes, int]) -> float:
-    """Validation loss of the final model if tokens that cannot follow have probability 0 (record 91)."""
-    model, rt, places = trainer.model, trainer.rt, torch.arange(8, device=trainer.rt.device)
-    rt.comm.set_timeout(LONG_TIMEOUT)  # ranks may build the table at different speeds
-    bits = find_impossible_tokens(token_ids, trainer.cfg.padded_vocab_size).to(rt.device)
-
-    def sum_losses(tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs) -> Tensor:
-        x, _ = model.run_layers(tokens, doc_ids, step_inputs)
-        total = torch.zeros((), dtype=torch.float64, device=rt.device)
-        for part, before, target in zip(*(x.split(LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
-            is_impossible = bits[before.long(), :, None] >> places & 1  # (T, V/8, 8)
-            logits = model.head.compute_logits(part).masked_fill(is_impossible.flatten(1) > 0, -60.0)
-            total += F.cross_entropy(logits, target, reduction="sum")
-        return total
-
-    return trainer.validate(data, trainer.schedule.at(trainer.cfg.num_iterations), sum_losses=sum_losses)
 
 
 class ClassSweeps:
@@ -5096,140 +4868,8 @@ class Prefetcher:
         self.pending.append(self.executor.submit(self._build))
         return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
 
-# ==== PRESETS AND ABLATIONS ================================================================================
-# Presets for small machines and for the medium track, and the mechanisms of --without. To add a preset or a
-# mechanism, add a row.
-
-EMBEDDED_CORPUS = "data/torch_source"  # built on first use from the installed PyTorch: no download needed
-
-LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
-    LayerSpec(attention="none", x0=False, ngram=False),
-    LayerSpec(attention="short", value_embed=1, key_offset=True),
-    LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
-    LayerSpec(attention="long", value_embed=1, skip_from=0, key_offset=True),
-)
-
-SMOKE_FRONTIER_LAYERS = (  # every mechanism of frontier
-    LayerSpec(attention="short", gates_from=0, paired=True),
-    LayerSpec(attention="short", gates_from=0, v_dim=16, value_embed=0, xsa=True),
-    LayerSpec(attention="long", gates_from=0, key_offset=True, gate=True, x0=False, ngram=False),
-    LayerSpec(attention="none", gates_from=3, skip_from=2, second_mlp=True, x0=False, ngram=False),
-    LayerSpec(attention="none", gates_from=3, mlp=False, ngram=False),
-    LayerSpec(attention="long", gates_from=3, value_embed=1, attention_from=4, key_offset=True, gate=True,
-              mudd_in="x_in,h4", mudd_out="x_in,h4,h3,ve0,h2,ve1,mlp_in,attn_in"),
-)
-
-TRACK_2_LAYERS = (
-    LayerSpec(attention="long", value_embed=0),
-    LayerSpec(attention="short", value_embed=1),
-    LayerSpec(attention="short", value_embed=2),
-    LayerSpec(attention="short", value_embed=3),
-    LayerSpec(attention="long", value_embed=4),
-    *[LayerSpec(attention="short")] * 4,
-    LayerSpec(attention="short", skip_from=6),
-    LayerSpec(attention="short", skip_from=4),
-    LayerSpec(attention="long", value_embed=0, skip_from=2),
-    LayerSpec(attention="short", value_embed=1),
-    LayerSpec(attention="short", value_embed=2),
-    LayerSpec(attention="short", value_embed=3),
-    LayerSpec(attention="long", value_embed=4),
-)
-
-TRACK_2_STAGES = (
-    Stage(duration=1, window_long=384, window_short=128, tokens_per_step=131_072),
-    Stage(duration=1, window_long=896, window_short=384, tokens_per_step=262_144, lr_factor=1.52),
-    Stage(duration=1, window_long=1408, window_short=640, tokens_per_step=393_216, lr_factor=1.73),
-    *(Stage(duration=1, window_long=min(1408 + 256 * i, 2944), window_short=min(640 + 128 * i, 1408),
-            lr_factor=2.0) for i in range(1, 10)),
-)
-
-PRESETS |= {
-    "laptop_32": ("track_1", "record 32 in miniature: byte tokens, two CPU cores", dict(
-        track="laptop",
-        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
-        vocab_size=257, num_layers=5, num_heads=2, head_dim=96, model_dim=192, embed_dtype="float32",
-        num_iterations=480, tokens_per_step=4096, seq_len=1024, micro_batch_tokens=2048, max_doc_len=1024,
-        val_tokens=131_072, val_seq_len=8192, val_loss_every=80, warmup_iterations=1,
-        momentum_warmup_steps=100, adam_eps=1e-2,  # smaller gradients are rounding noise
-        grad_grid=2.0**-12, val_windows=(320, 128), stages=(
-            Stage(duration=1, window_long=128, window_short=64),
-            Stage(duration=1, window_long=192, window_short=64),
-            Stage(duration=1, window_long=256, window_short=128)))),
-    "laptop": ("laptop_32", "the mechanisms of records 89 and 92 that pay at this size", dict(
-        num_layers=4, num_heads=2, head_dim=64, model_dim=128, mlp_ratio=2.0, layers=LAPTOP_LAYERS,
-        attention_scale=0.15, attention_gate_dim=0, vocab_multiple=16, ngram_rows=16_384, ngram_order=3,
-        zero_init="mlp", x0_mix="after_attention", softcap=23.0, softcap_shift=5.0,
-        orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8, momentum_warmup_steps=0,
-        groups=dict(
-            matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
-            embed=Group(lr=0.3, betas=(0.5, 0.95)),
-            head=Group(lr=0.008, betas=(0.5, 0.95)),
-            value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
-            ngram=Group(rule="row_adam", lr=0.3, betas=(0.0, 0.95)),
-            scalar=Group(lr=0.04, betas=(0.9, 0.99))),
-        warmup_iterations=0, num_iterations=340, tokens_per_step=2048,
-        sequence_start="anywhere", val_windows=(1024, 128), stages=(
-            Stage(duration=1, window_long=256, window_short=64),
-            Stage(duration=1, window_long=512, window_short=64),
-            Stage(duration=1, window_long=1024, window_short=128)))),
-    "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
-        track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
-    "smoke": ("laptop_32", "seconds on any machine, for tests", dict(
-        track="try", num_layers=4, num_heads=2, head_dim=32, model_dim=64, num_iterations=12,
-        tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024, max_doc_len=256, val_tokens=4096,
-        val_seq_len=1024, val_loss_every=6, dtype="float32", momentum_warmup_steps=10)),
-    "smoke_frontier": ("smoke", "all mechanisms of record 92, in seconds", dict(
-        num_layers=6, layers=SMOKE_FRONTIER_LAYERS, mlp_ratio=11 / 4, ngram_rows=1024, ngram_order=3,
-        mudd_groups=4, smear="on", softcap=23.0, softcap_shift=5.0, x0_mix="after_attention",
-        residual_init=1.1**0.5, zero_init="mlp", attention_gate_dim=0, num_value_embeds=2, tie_head="on",
-        untie_frac=0.55, embed_std=0.02, value_embed_std=0.01, value_gate_dim=12, qk_group_heads=1,
-        rotary_pairs="adjacent", attention_scale=0.17, short_qk_dim=16, short_attention_scale=0.26,
-        orthogonalize="six_maps", decay="cautious", decay_schedule="lr", averages="on",
-        mlp_up_lr_mul=(11 / 4) ** 0.5, mlp_down_lr_mul=2 * (11 / 4) ** 0.5, groups=dict(
-            matrix=Group(rule="anvil", lr=0.06, betas=(0.9, 0.9), weight_decay=0.06 * 2.25),
-            embed=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # used once it is untied
-            head=Group(lr=0.02, betas=(0.5, 0.95), every=2),  # and the tied embedding
-            value_embed=Group(lr=0.6, betas=(0.75, 0.95), every=2, late_every=4),
-            ngram=Group(rule="row_adam", lr=0.6, betas=(0.0, 0.95), weight_decay=0.01, every=2,
-                        late_every=4),
-            scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
-            residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
-            mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
-            gate=Group(lr=0.008, betas=(0.9, 0.99), every=2),
-            gain=Group(lr=0.1, every=2)),
-        num_iterations=14, extension_steps=2, momentum_warmup_steps=4, momentum_cooldown_steps=4,
-        momentum_end=0.93, slow_momentum_start=0.5, late_start=4 / 12, cooldown_frac=0.8, final_lr_frac=0.3,
-        state_dtype="float32", max_attention_len=192, stages=(
-            Stage(duration=1, window_long=128, window_short=64, tokens_per_step=1024, seq_len=256,
-                  loss_weights="1 0.5 0.25:0", num_classes=192),
-            Stage(duration=1, window_long=192, window_short=64, lr_factor=1.5, loss_weights="1 0.5/0.25",
-                  num_classes=224),
-            Stage(duration=1, window_long=256, window_short=128)))),
-    "muonh": ("track_1", "Hyperball: matrices keep their norm, layers begin with zero gains", dict(
-        orthogonalize="polar_express", output_gain="on", norm_gain="on", init_std=1.0, cooldown_frac=0.3,
-        matrix_cooldown_frac=1.0, final_lr_frac=0.0, adam_eps=1e-10 * GRAD_TOKENS, groups=dict(
-            matrix=Group(rule="normuonh", lr=0.02, betas=(0.9, 0.95)),
-            embed=Group(lr=0.3),
-            value_embed=Group(lr=0.3),
-            ngram=Group(lr=0.3),
-            head=Group(lr=0.004)))),
-    **{f"d{depth}": ("track_1", f"{depth} layers, other sizes follow from --depth", dict(depth=depth))
-       for depth in (12, 24, 26)},
-    # Constants of the medium track's record 18 for mechanisms that exist here. Matrices, embedding and head
-    # have record 2's constants with half the learning rates, because record 18's stages double them.
-    "track_2": ("track_1", "medium track: 16 layers of 1024 channels, FineWeb, loss 2.92 on 8xH100", dict(
-        track="track_2", num_layers=16, num_heads=8, model_dim=1024, attention_gate_dim=16,
-        num_value_embeds=5, fp8_head="off", yarn_max_window=1664, layers=TRACK_2_LAYERS,
-        num_iterations=7500, tokens_per_step=524_288, seq_len=16_384, micro_batch_tokens=65_536,
-        max_doc_len=4096, val_seq_len=65_536, cooldown_frac=0.7, groups=dict(
-            matrix=Group(rule="muon", lr=0.025 / 2, betas=(0.9, 0.95)),
-            embed=Group(lr=0.3 / 2),
-            value_embed=Group(lr=0.3),
-            ngram=Group(lr=0.3),
-            head=Group(lr=0.003 / 2)),
-        val_windows=(3456, 1408), stages=TRACK_2_STAGES)),
-}
-
+# ==== ABLATIONS ============================================================================================
+# The mechanisms of --without. To add one, add a row.
 
 def change(where: str | None = None, **new) -> Callable:
     """Return a function that changes each layer or stage of a tuple, or each layer of attention `where`."""
@@ -5238,15 +4878,10 @@ def change(where: str | None = None, **new) -> Callable:
                                for item in items)
 
 
-def rule_defaults(name: str) -> dict:
-    rule = RULES[name]
-    return dict(matrix_lr=rule.lr, matrix_betas=rule.betas, matrix_weight_decay=rule.weight_decay,
-                mlp_up_lr_mul=rule.mlp_up_lr_mul, mlp_down_lr_mul=rule.mlp_down_lr_mul)
-
-
 # Option values that --without sets. If it is a function, it gets the old value
 MECHANISMS: dict[str, dict] = {
-    "muon": dict(matrix_rule="adamw", **rule_defaults("adamw")),
+    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
+                 mlp_up_lr_mul=1.0, mlp_down_lr_mul=1.0),  # AdamW of record 2
     "momentum_warmup": dict(momentum_warmup_steps=0),
     "momentum_cooldown": dict(momentum_cooldown_steps=0),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
@@ -5309,41 +4944,6 @@ MECHANISMS: dict[str, dict] = {
 }
 
 
-def scale_by_depth(values: dict, tokens_per_step: int | None) -> dict:
-    """Options from --depth and --tokens_per_param: 64 * depth channels, rounded up to a multiple of 128.
-
-    Batch (tokens), learning rates and decay are scaled from a model of 12 layers. Norm-preserving rules have
-    the schedules of preset muonh. Sources: MuonH of 2026-02-03, and nanochat without its betas and decays.
-    """
-    depth, rule = values["depth"], values["matrix_rule"]
-
-    widths = {layers: -(-64 * layers // 128) * 128 for layers in (depth, 8, 12)}
-    sizes = {layers: width * (12 * layers * width + values["vocab_size"])
-             for layers, width in widths.items()}
-    width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
-    batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
-                          for size in (num_params, least))
-    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # fixed below 8 layers, or it explodes
-    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
-    num_iterations = max(1, int(values["tokens_per_param"] * num_params / batch))
-    is_muon, keeps_norm = "muon" in rule or rule == "anvil", RULES[rule].keeps_norm
-    recipe = flatten_groups(PRESETS["muonh"][2]) if keeps_norm else dict(
-        lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
-        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
-        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
-        embed_lr=0.3, value_embed_lr=0.15, ngram_lr=0.15, head_lr=0.008)
-    rates = {name: recipe[name] * width_scale * batch_scale
-             for name in ("embed_lr", "value_embed_lr", "ngram_lr", "head_lr")}
-    matrix_lr = (0.02 if is_muon else RULES[rule].lr) * (12 / depth if keeps_norm else 1)
-    return {**recipe, **rates, **dict(
-        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
-        layers=tuple(LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
-                               value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)),
-        stages=(Stage(1, 2048, 512),), val_windows=(), seq_len=16_384, micro_batch_tokens=32_768,
-        max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations, matrix_rule=rule,
-        matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale, gain_lr=0.1 * batch_scale,
-        adam_eps=1e-10 * GRAD_TOKENS)}
-
 # ==== COMMAND LINE =========================================================================================
 # From a command line to a Config: parsing, presets, --without, and checks for contradictory options. Every
 # error is one line with the value and a remedy. To add a check, yield its error in a find_NAME_problems().
@@ -5361,7 +4961,7 @@ class Option(typing.NamedTuple):
     choices: tuple[str, ...]  # empty: any value
 
 
-CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group, SampleConfig)  # in the order of --help
+CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group)  # in the order of --help
 GROUP_OPTIONS = {f"{group}_{field.name}": (group, field.name) for group in TRACK_1_GROUPS
                  for field in dataclasses.fields(Group)
                  if field.name != "rule" or group in ("matrix", "ngram")}
@@ -5384,117 +4984,6 @@ def list_options() -> dict[str, Option]:
 
 
 OPTIONS = list_options()
-RENAMED = {"kernels": "fast", "x0_shortcut": "x0_mix", "fp8_head_max": "fp8_head_amax",
-           "row_start": "sequence_start", "gates_at": "gates_from", "mantissas": "low_bits",
-           "document_rows": "document_start", "bigram_rows": "ngram_rows", "bigram": "ngram"}
-PER_GROUP = "one per parameter group, for example --matrix_{} and --head_{}"
-# {option of nanoGPT, nanochat or Hugging Face: the option here, or why there is none}. See docs/options.md
-FOREIGN_OPTIONS = {
-    **dict.fromkeys(("lr", "learning_rate"), PER_GROUP.format("lr", "lr")),
-    "weight_decay": PER_GROUP.format("weight_decay", "weight_decay"),
-    **dict.fromkeys(("beta1", "beta2"), PER_GROUP.format("betas", "betas")),
-    "min_lr": "--final_lr_frac, a fraction of the learning rate",
-    **dict.fromkeys(("warmup_iters", "warmup_steps"), "--lr_warmup_frac, a fraction of the run"),
-    **dict.fromkeys(("decay_lr", "lr_decay_iters"), "--cooldown_frac, a fraction of the run"),
-    **dict.fromkeys(("batch_size", "total_batch_size"), "--tokens_per_step, over all ranks"),
-    **dict.fromkeys(("device_batch_size", "per_device_train_batch_size"),
-                    "--micro_batch_tokens, the most tokens of a forward-backward"),
-    "gradient_accumulation_steps": "--micro_batch_tokens. Their number follows from --tokens_per_step",
-    **dict.fromkeys(("block_size", "max_seq_len"), "--seq_len, and --max_doc_len for documents"),
-    **dict.fromkeys(("max_iters", "max_steps"), "--num_iterations"),
-    "num_train_epochs": "--num_iterations, and --epochs if the text is short",
-    **dict.fromkeys(("eval_interval", "eval_every"), "--val_loss_every"),
-    "eval_iters": "--val_tokens",
-    **dict.fromkeys(("save_every", "save_steps", "always_save_checkpoint"), "--checkpoint_every"),
-    **dict.fromkeys(("out_dir", "output_dir"), "--logs_dir and --checkpoint_dir"),
-    "n_layer": "--num_layers",
-    "n_head": "--num_heads",
-    **dict.fromkeys(("n_embd", "hidden_size"), "--model_dim"),
-    "dataset": "--train_files and --val_files, a folder of shards made by data/text.py",
-    **dict.fromkeys(("init_from", "resume_from_checkpoint"), "--resume=auto, or --resume=PATH"),
-    "start": "--prompt, with --sample",
-    **dict.fromkeys(("wandb_log", "wandb_project", "wandb_run_name"), "--tracker=wandb"),
-    **dict.fromkeys(("run", "model_tag"), "--record=NAME for a record. Other runs are named by their time"),
-    **dict.fromkeys(("fp16", "bf16"), "--dtype=bfloat16"),
-    "config": "--preset, with changes on the command line",
-    "target_param_data_ratio": "--tokens_per_param, with --depth",
-    "dropout": "none: a run makes one or few passes over its text",
-    "grad_clip": "none: orthogonalization and Adam's epsilon bound the updates",
-    "bias": "none: linears have no biases",
-    "backend": "none: GPUs use NCCL, CPUs use Gloo",
-    "log_interval": "none: the log has every step",
-    "eval_only": "none: each run validates at its end",
-}
-RENAMED_FORMS = {"loss": "cross_entropy", "products": "symmetric_matmul", "mlp": "relu2_mlp"}
-
-
-def rule_of(cfg: Config) -> Rule:
-    return RULES[cfg.groups["matrix"].rule]
-
-
-def has_momentum(cfg: Config) -> bool:
-    return "momentum" in rule_of(cfg).moments
-
-
-# {option: (condition for an effect, the missing part for the error)}. An option of a parameter group also
-# needs a parameter of that group in the model. Explicit values that have no effect are refused
-NEEDS: dict[str, tuple[Callable[[Config], bool], str]] = {
-    "tokens_per_param": (lambda cfg: cfg.depth > 0, "--depth"),
-    "num_value_embeds": (lambda cfg: {spec.value_embed for spec in cfg.layers}.issuperset(
-        range(cfg.num_value_embeds)), "layers that read these tables, see --layers"),
-    **dict.fromkeys(("value_embed_std", "value_gate_dim"), (
-        lambda cfg: any(spec.value_embed is not None for spec in cfg.layers), "value embeddings")),
-    **dict.fromkeys(("embed_lr", "embed_betas", "embed_weight_decay", "embed_every"), (
-        lambda cfg: cfg.tie_head == "off" or cfg.untie_frac < 1,
-        "--tie_head=off or --untie_frac below 1 (group head trains a tied embedding)")),
-    "untie_frac": (lambda cfg: cfg.tie_head == "on", "--tie_head=on"),
-    "late_start": (lambda cfg: any(group.late_every > group.every for group in cfg.groups.values()),
-                   "a group with another late_every, for example --ngram_late_every"),
-    **{f"{group}_late_every": (lambda cfg: cfg.late_start < 1, "--late_start below 1")
-       for group in TRACK_1_GROUPS},
-    "ngram_order": (lambda cfg: cfg.ngram_rows != 0, "--ngram_rows"),
-    "short_qk_dim": (lambda cfg: any(spec.attention == "short" for spec in cfg.layers), "short layers"),
-    "short_attention_scale": (lambda cfg: cfg.short_qk_dim > 0, "--short_qk_dim"),
-    "mudd_groups": (lambda cfg: any(spec.mudd_out for spec in cfg.layers), "a layer with mudd_out"),
-    "max_attention_len": (lambda cfg: cfg.max_attention_len < max(
-        stage.seq_len for stage in cfg.full_stages), "fewer tokens than seq_len"),
-    "zero_init": (lambda cfg: not cfg.has_output_gain, "--output_gain=off"),
-    "gate_hidden": (lambda cfg: any(spec.gates_from is not None for spec in cfg.layers),
-                    "layers with gates_from"),
-    **dict.fromkeys(("softcap_shift", "softcap_width"), (lambda cfg: cfg.softcap > 0, "--softcap")),
-    **dict.fromkeys(("fp8_head_amax", "fp8_logits"), (lambda cfg: cfg.fp8_head != "off", "--fp8_head")),
-    **dict.fromkeys(("orthogonalize", "qk_group_heads"),
-                    (has_momentum, "a rule that orthogonalizes, see --matrix_rule")),
-    "matrix_betas": (lambda cfg: rule_of(cfg).row_variance or "exp_avg" in rule_of(cfg).moments,
-                     "a rule with betas, see --matrix_rule"),
-    "matrix_weight_decay": (lambda cfg: not rule_of(cfg).keeps_norm,
-                            "a rule that changes norms, see --matrix_rule"),
-    **dict.fromkeys(("mlp_up_lr_mul", "mlp_down_lr_mul"), (
-        lambda cfg: any(spec.mlp for spec in cfg.layers), "layers with an MLP")),
-    **dict.fromkeys(("decay", "decay_schedule"), (
-        lambda cfg: any(group.weight_decay for group in cfg.groups.values()),
-        "weight decay, for example --matrix_weight_decay")),
-    "slow_momentum_start": (lambda cfg: cfg.groups["matrix"].rule == "anvil", "--matrix_rule=anvil"),
-    "momentum_start": (
-        lambda cfg: has_momentum(cfg) and cfg.momentum_warmup_steps + cfg.momentum_cooldown_steps > 0,
-        "a rule with momentum, and --momentum_warmup_steps or --momentum_cooldown_steps"),
-    "momentum_end": (has_momentum, "a rule with momentum, see --matrix_rule"),
-    **dict.fromkeys(("momentum_warmup_steps", "momentum_cooldown_steps"), (
-        lambda cfg: has_momentum(cfg) and cfg.momentum_start != cfg.momentum_end,
-        "a rule with momentum, and another --momentum_start")),
-    "state_dtype": (lambda cfg: "bfloat16" in (cfg.embed_dtype, cfg.matrix_dtype),
-                    "parameters in bfloat16, see --embed_dtype and --matrix_dtype"),
-    "final_lr_frac": (lambda cfg: cfg.cooldown_frac > 0 or cfg.matrix_cooldown_frac > 0, "--cooldown_frac"),
-    "vocab_file": (lambda cfg: cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages),
-                   "a prefix_weight in --stages, or --val_mask=on"),
-    "max_doc_len": (lambda cfg: cfg.sequence_start == "document" and any(
-        stage.max_doc_len is None for stage in cfg.stages),
-                    "--sequence_start=document and a stage without a max_doc_len"),
-    "seq_len": (lambda cfg: any(stage.seq_len is None for stage in cfg.stages),
-                "a stage without a seq_len"),
-}
-
-
 def flatten_groups(values: dict) -> dict:
     """Replace the entry "groups" of values by GROUP_FIELD entries, for example embed_lr."""
     groups = values.get("groups", {})
@@ -5538,8 +5027,6 @@ def parse_value(option: Option, text: str):
             if not isinstance(item, dict):
                 raise ValueError(f"{item} is not an object")
             for name, value in item.items():
-                if name in RENAMED:
-                    raise ValueError(f"{name} is now {RENAMED[name]}")
                 if name not in hints:
                     raise ValueError(f"{name} is not one of {', '.join(hints)}")
                 hint = int | float if hints.get(name) is float else hints.get(name, object)
@@ -5585,15 +5072,9 @@ def check_value(name: str, value) -> None:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a sentence with the name to use instead."""
-    if RENAMED.get(name) in known:
-        return f"its name is now {prefix}{RENAMED[name]}."
-    if prefix and name in FOREIGN_OPTIONS:
-        here = FOREIGN_OPTIONS[name]
-        reason = here.removeprefix("none: ")
-        return f"here it is {here}" if reason == here else f"there is none here, because {reason}"
-    matches = [prefix + match for match in difflib.get_close_matches(name, list(known), n=3)]
-    return f"did you mean {' or '.join(matches)}?" if matches else "see --help."
+    """A sentence with the nearest name."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {prefix}{matches[0]}?" if matches else "see --help."
 
 
 class Parser(argparse.ArgumentParser):
@@ -5604,8 +5085,7 @@ class Parser(argparse.ArgumentParser):
 
 
 FLAGS = dict(list_presets="the presets, and the parts of the recipe that --without switches off",
-             print_config="the resolved config as JSON. Needs no data and no device",
-             print_schedule="a table of windows and learning rates at the start and end of each stage")
+             print_config="the resolved config as JSON. Needs no data and no device")
 
 
 def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
@@ -5633,304 +5113,178 @@ def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
         name, equals, text = word.partition("=")
         words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
     values, unknown = parser.parse_known_args(words)
-    names = [word.partition("=")[0] for word in unknown]
-    if problems := [f"{name} is not an option: {suggest(name.lstrip('-'), OPTIONS, '--')}" for name in names
-                    if name.startswith("-")]:
-        raise InputError(". ".join(problems).replace("?. ", "? ").replace(".. ", ". "))
     if unknown:
-        raise InputError(f"{unknown[0][:100]} is not an option: give --preset=NAME and --option=value")
+        word = unknown[0].partition("=")[0][:100]
+        raise InputError(f"{word} is not an option: {suggest(word.lstrip('-'), OPTIONS, '--')} "
+                         "docs/from_nanogpt.md has the names of other trainers")
     flags = {flag for flag in FLAGS if flag in values}
     return {name: value for name, value in vars(values).items() if name not in flags}, flags
 
 
+def find_preset(name: str) -> tuple[str | None, dict]:
+    """(parent, differences from it) of a preset in PRESETS, or in records/presets/NAME.json."""
+    if name in PRESETS:
+        parent, _, changes = PRESETS[name]
+        return parent, flatten_groups(changes)
+    for folder in (Path(__file__).resolve().parent, Path.cwd()):
+        path = folder / "records/presets" / f"{name}.json"
+        if path.exists():
+            preset = json.loads(path.read_text())
+            return preset["parent"], read_values(preset["options"])
+    raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} Presets: "
+                     f"{', '.join(PRESETS)}, and records/presets/*.json")
+
+
 def resolve_preset(name: str) -> dict:
     """All options of a preset as {name: value}, with the changes of its parent presets."""
-    preset, ancestor = {}, name if name in PRESETS else None
-    while ancestor:
-        ancestor, _, changes = PRESETS[ancestor]
-        preset = {**flatten_groups(changes), **preset}
+    preset = {}
+    while name:
+        name, changes = find_preset(name)
+        preset = {**changes, **preset}
     return {**flatten_groups(vars(Config())), **preset}
 
 
 def make_config(overrides: dict) -> Config:
-    """The config of a preset with overrides, --depth and --without. InputError if options contradict."""
+    """The config of a preset with overrides and --without. InputError if options contradict."""
     name = overrides.get("preset", "auto")
     for key, value in overrides.items():
         check_value(key, value)
     if name == "auto":
         use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    if name not in PRESETS:
-        raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} Presets: "
-                         f"{', '.join(PRESETS)}")
     preset = resolve_preset(name)
     values = {**preset, **overrides, "preset": name}
-    if values["depth"]:
-        if values["tokens_per_param"] != Config.tokens_per_param and "num_iterations" in overrides:
-            raise InputError(f"--tokens_per_param={values['tokens_per_param']} and --num_iterations="
-                             f"{values['num_iterations']} both set the length of the run: give one of them")
-        preset = {**preset, **scale_by_depth(values, overrides.get("tokens_per_step"))}
-        values = {**preset, **overrides, "preset": name}
-    else:
-        values = {**values, **choose_rule_options(preset, values), **overrides, "preset": name}
-    if values["tie_head"] == "on" and preset["tie_head"] == "off":  # a tied head needs other constants
-        values = {**values, **MECHANISMS["untied_head"], **overrides, "preset": name}
-    if values["depth"] and values["num_layers"] != values["depth"]:
-        raise InputError(f"--num_layers={values['num_layers']} is not --depth={values['depth']}: give "
-                         "one of them")
-    if values["layers"] and "layers" not in overrides:
-        values["layers"] = resize_layers(values["layers"], values["num_layers"])
     values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
     cfg = build_config(switch_off(values, overrides))
     check_config(cfg)
-    for problem in find_idle_options(cfg, {key: value for key, value in overrides.items()
-                                           if value != preset[key]}):
-        raise InputError(problem)
+    given = {key for key in overrides.keys() & GROUP_OPTIONS.keys() if overrides[key] != preset[key]}
+    if given:
+        with torch.device("meta"):
+            groups = {param.spec.group for param in GPT(cfg).parameters()}
+        for key in given:
+            if GROUP_OPTIONS[key][0] not in groups:
+                raise InputError(f"--{key} has no effect: this model has no parameter of group "
+                                 f"{GROUP_OPTIONS[key][0]}")
     return cfg
 
 
-def find_idle_options(cfg: Config, given: dict) -> Iterator[str]:
-    """Yield error lines for options without effect. given: values that differ from the preset's."""
-    groups = set()
-    if given.keys() & GROUP_OPTIONS.keys():
-        with torch.device("meta"):
-            groups = {param.spec.group for param in GPT(cfg).parameters()}
-    for name, value in given.items():
-        group, _ = GROUP_OPTIONS.get(name, (None, ""))
-        works, needed = NEEDS.get(name, (lambda _cfg: True, ""))
-        needed = f"a parameter of group {group}" if group and group not in groups else needed
-        if group and group not in groups or not works(cfg):
-            yield f"--{name}={show_value(value)} has no effect without {needed}: leave it out"
-
-
-def resize_layers(layers: tuple[LayerSpec, ...], num_layers: int) -> tuple[LayerSpec, ...]:
-    """Insert copies of the layer before the middle, or remove middle layers. References are renumbered.
-
-    A reference to a removed layer moves to the first kept layer after it. Invalid references are dropped.
-    """
-    middle, extra = len(layers) // 2, num_layers - len(layers)
-    first = middle if extra >= 0 else -(-num_layers // 2)  # rows kept at the start
-    last = len(layers) - middle if extra >= 0 else num_layers - first  # rows kept at the end
-    moved = {i: i if i < first else max(first, i + extra) for i in range(len(layers))}
-    copies = [dataclasses.replace(layers[middle - 1], skip_from=None)] * max(0, extra)
-    rows, resized = [*layers[:first], *copies, *layers[len(layers) - last :]], []
-    # Activations that mudd_in and mudd_out can name
-    readable = {"x_in", "attn_in", "mlp_in", *(f"ve{spec.value_embed}" for spec in rows)}
-    for index, spec in enumerate(rows):
-        fields = {}
-        for name, latest in (("skip_from", index - 1), ("attention_from", index - 1), ("gates_from", index)):
-            place = moved.get(getattr(spec, name))
-            fields[name] = place if place is not None and place <= latest else None
-        for name in ("mudd_in", "mudd_out"):
-            words = [f"h{moved[int(word[1:])]}" if word[0] == "h" else word
-                     for word in split_names(getattr(spec, name))]
-            fields[name] = ",".join(word for word in dict.fromkeys(words) if word in readable)
-        resized.append(dataclasses.replace(spec, **fields))
-        readable.add(f"h{index}")
-    return tuple(resized)
-
-
-def choose_rule_options(preset: dict, values: dict) -> dict:
-    """Default options of --matrix_rule, unless the preset has it. muon, normuon and anvil count as equal.
-
-    Norm-preserving rules have smaller learning rates in deeper models (MuonH).
-    """
-    rule, preset_rule, num_layers = values["matrix_rule"], preset["matrix_rule"], values["num_layers"]
-    is_alike = rule == preset_rule or {rule, preset_rule} <= {"muon", "normuon", "anvil"}
-    options = dict(matrix_lr=preset["matrix_lr"]) if is_alike else rule_defaults(rule)
-    if rule == "anvil" != preset_rule:
-        options |= {name: PRESETS["frontier"][2][name] for name in ("orthogonalize", "slow_momentum_start")}
-    if RULES[rule].keeps_norm:
-        options["matrix_lr"] *= preset["num_layers"] / num_layers if is_alike else min(1, 12 / num_layers)
-    return options
-
-
 def switch_off(values: dict, overrides: dict) -> dict:
-    """Apply --without and --only_with. Explicit options take precedence."""
+    """Apply --without. Explicit options take precedence."""
     values = dict(values)
-    named = {field: split_names(values[field]) for field in ("without", "only_with")}
-    for field, names in named.items():
-        for mechanism in set(names) - set(MECHANISMS):
-            raise InputError(f"--{field}={values[field]}: {mechanism} is not a mechanism: "
+    for mechanism in split_names(values["without"]):
+        if mechanism not in MECHANISMS:
+            raise InputError(f"--without={values['without']}: {mechanism} is not a mechanism: "
                              f"{suggest(mechanism, MECHANISMS)} Mechanisms: {', '.join(MECHANISMS)}")
-        if values[field] and not names:
-            raise InputError(f"--{field}={values[field]} has no mechanism: give one, or leave it out")
-    if all(named.values()):
-        raise InputError(f"--without={values['without']} has no effect, because --only_with switches "
-                         "off all other mechanisms: leave it out")
-    kept, before = named["only_with"] or MECHANISMS, dict(values)
-    for mechanism in MECHANISMS:
-        is_kept = mechanism in kept and mechanism not in named["without"]
-        if is_kept and mechanism not in named["only_with"]:
+        if mechanism == "muon" and "matrix_rule" in overrides:  # --matrix_rule takes precedence
             continue
         changes = {key: new if callable(new) else lambda _value, new=new: new
                    for key, new in MECHANISMS[mechanism].items()
                    if key not in overrides or key in ("layers", "stages")}
-        if mechanism == "muon" and "matrix_rule" in overrides:  # --matrix_rule takes precedence
-            continue
-        if len(changes) == len(MECHANISMS[mechanism]) and all(
-                change(old[key]) == old[key] for old in (before, values) for key, change in changes.items()):
-            for field in [field for field, names in named.items() if mechanism in names]:
-                raise InputError(f"--{field}={values[field]}: preset {values['preset']} has no {mechanism}: "
-                                 "leave it out")
-            continue
-        if not is_kept:
-            values.update({key: change(values[key]) for key, change in changes.items()})
+        changed = {key: change(values[key]) for key, change in changes.items()}
+        has_none = all(values[key] == new for key, new in changed.items())
+        if has_none and len(changes) == len(MECHANISMS[mechanism]):
+            raise InputError(f"--without={values['without']}: preset {values['preset']} has no {mechanism}: "
+                             "leave it out")
+        values.update(changed)
     return values
-
-
-def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples on both sides of a value, for an error message."""
-    around = value // unit * unit, -(-value // unit) * unit
-    multiples = dict.fromkeys(str(multiple) for multiple in around if multiple > 0)
-    return f"the nearest {'are' if len(multiples) > 1 else 'is'} {' and '.join(multiples)}"
 
 
 def check_config(cfg: Config) -> None:
     """Raise InputError for the first contradiction in the options."""
-    finders = (find_model_problems, find_optimizer_problems, find_run_problems, find_stage_problems,
-               find_layer_problems)
-    for problem in itertools.chain.from_iterable(find(cfg) for find in finders):
-        raise InputError(problem)
+    for is_wrong, line in find_problems(cfg):
+        if is_wrong:
+            raise InputError(line)
 
 
-def find_remainder(name: str, value: int, unit: int, reason: str) -> Iterator[str]:
-    if value <= 0 or value % unit:
-        yield f"--{name}={value} is not a multiple of {reason}: {nearest_multiples(value, unit)}"
+def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """Yield (condition, error line). A condition may rely on the ones before it."""
+    def multiple(name: str, value: int, unit: int) -> tuple[bool, str]:
+        return value <= 0 or value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
 
-
-def find_model_problems(cfg: Config) -> Iterator[str]:
-    """Yield error lines about the sizes of the model."""
-    width = cfg.num_heads * cfg.head_dim
-    if cfg.model_dim != width:
-        fits = cfg.model_dim % cfg.head_dim == 0
-        remedy = f"--model_dim={width}" + f" or --num_heads={cfg.model_dim // cfg.head_dim}" * fits
-        yield (f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads} * "
-               f"{cfg.head_dim}: set {remedy}")
-    if cfg.attention_gate_dim > cfg.model_dim:
-        yield (f"--attention_gate_dim={cfg.attention_gate_dim} is wider than the model: give at most "
-               f"{cfg.model_dim}")
-    if cfg.ngram_rows > 0 and (cfg.ngram_rows < 3 * (cfg.ngram_order - 1)
-                               or cfg.ngram_rows % (cfg.ngram_order - 1)):
-        yield (f"--ngram_rows={cfg.ngram_rows} is too small for a hash table, or odd with trigrams: give 0, "
-               "or thousands")
-    yield from find_remainder("head_dim", cfg.head_dim, 4, "4 (half of the rotary pairs rotate)")
-    yield from find_remainder("short_qk_dim", cfg.short_qk_dim or 4, 4, "4 (all rotary pairs rotate)")
-    if cfg.model_dim % cfg.mudd_groups:
-        yield f"--mudd_groups={cfg.mudd_groups} does not divide model_dim={cfg.model_dim}: give a divisor"
-    if cfg.num_heads % (cfg.qk_group_heads or 1):
-        divisors = [str(n) for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0]
-        yield (f"--qk_group_heads={cfg.qk_group_heads} does not divide num_heads={cfg.num_heads}: give "
-               f"--qk_group_heads={' or '.join(divisors)}, or 0")
-    yield from find_remainder("value_gate_dim", cfg.value_gate_dim or 2, 2, "2 (half reads the table)")
-
-
-def find_optimizer_problems(cfg: Config) -> Iterator[str]:
-    """Yield error lines about update rules."""
-    if math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5):
-        yield (f"--grad_grid={cfg.grad_grid} is not a power of two: give "
-               f"{2.0 ** round(math.log2(cfg.grad_grid))}")
+    width, num_parts = cfg.num_heads * cfg.head_dim, cfg.ngram_order - 1
+    yield (cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
+           f"{cfg.num_heads} * {cfg.head_dim} = {width}")
+    yield multiple("head_dim", cfg.head_dim, 4)
+    yield multiple("short_qk_dim", cfg.short_qk_dim or 4, 4)
+    yield multiple("model_dim", cfg.model_dim, cfg.mudd_groups)
+    yield multiple("num_heads", cfg.num_heads, cfg.qk_group_heads or 1)
+    yield multiple("value_gate_dim", cfg.value_gate_dim or 2, 2)
+    yield (cfg.attention_gate_dim > cfg.model_dim,
+           f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {cfg.model_dim}")
+    yield (0 < cfg.ngram_rows < 3 * num_parts or cfg.ngram_rows > 0 and cfg.ngram_rows % num_parts != 0,
+           f"--ngram_rows={cfg.ngram_rows}: give 0, or an even number of thousands")
+    yield (math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5),
+           f"--grad_grid={cfg.grad_grid} is not a power of two")
     for name, group in cfg.groups.items():
-        if len(group.betas) != 2:
-            yield f"--{name}_betas is empty: give two numbers as a,b"
-        if group.late_every % group.every:
-            yield f"--{name}_late_every={group.late_every} is not a multiple of {name}_every={group.every}"
-
-
-def find_run_problems(cfg: Config) -> Iterator[str]:
-    """Yield error lines about names, validation and fast forms."""
+        yield len(group.betas) != 2, f"--{name}_betas is empty: give two numbers as a,b"
+        yield (group.late_every % group.every != 0,
+               f"--{name}_late_every={group.late_every} is not a multiple of {name}_every={group.every}")
     for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
-        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name):
-            yield (f"--{field}={name[:100]} is not a plain name: use at most 100 lower-case letters, "
-                   "digits, '_', '-' and '.'")
-    yield from find_remainder("val_seq_len", cfg.val_seq_len, BLOCK, "128 tokens (one attention block)")
-    yield from find_remainder("val_tokens", cfg.val_tokens, cfg.val_seq_len,
-                              f"val_seq_len={cfg.val_seq_len}")
-    if cfg.telemetry_every > cfg.num_iterations:
-        yield (f"--telemetry_every={cfg.telemetry_every} is more than --num_iterations="
-               f"{cfg.num_iterations}: give at most --telemetry_every={cfg.num_iterations}")
-    if list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True):
-        yield (f"--val_windows={show_value(cfg.val_windows)} has the short window first: swap them")
-    forms = [name for name in list_fast_forms() if name not in FP8_FORMS]
+        yield (not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name),
+               f"--{field}={name[:100]}: give at most 100 lower-case letters, digits, '_', '-' and '.'")
     for name in split_names(cfg.fast) if cfg.fast not in ("auto", "off") else ():
-        if name not in forms:
-            new_name = f"{name} is now {RENAMED_FORMS[name]}" if name in RENAMED_FORMS else ""
-            yield (f"--fast={cfg.fast}: {new_name or f'{name} is not a fast form'}: give auto, off, or some "
-                   f"of {','.join(forms)}")
+        forms = [form for form in list_fast_forms() if form not in FP8_FORMS]
+        yield (name not in forms,
+               f"--fast={cfg.fast}: {name} is not a fast form: give auto, off, or some of {','.join(forms)}")
+    yield from find_stage_problems(cfg, multiple)
+    yield from find_layer_problems(cfg)
 
 
-def find_stage_problems(cfg: Config) -> Iterator[str]:
-    """Yield error lines about stages, lengths and batches."""
-    if not cfg.stages:
-        yield "--stages is empty: give at least one stage"
-    for stage in cfg.stages:
-        try:
-            are_ramps = (bool(parse_weights(stage.loss_weights))
-                         and len(parse_weights(stage.prefix_weight)) == 1)
-        except ValueError:
-            are_ramps = False
-        if not are_ramps:
-            yield (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
-                   f"{stage.prefix_weight!r}: give numbers or ramps "
-                   "start:end, separated by spaces, for example '1 0.5:0'. prefix_weight takes one of them")
-        if not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9):
-            yield f"--stages has a duration or lr_factor out of range: {stage}: give positive numbers"
-        if not 1 <= stage.window_short <= stage.window_long < 2**31:
-            yield (f"--stages has windows short {stage.window_short}, long {stage.window_long}: give 1 <= "
-                   "short <= long")
-        for name, least in (("max_doc_len", 2), ("tokens_per_step", BLOCK), ("seq_len", BLOCK),
-                            ("num_classes", 2)):
-            value = getattr(stage, name)
-            if value is not None and not least <= value < 2**31:
-                yield f"--stages has {name}={value}: give {least} or more"
-    for length in (cfg.seq_len, *(stage.seq_len for stage in cfg.full_stages)):
-        yield from find_remainder("seq_len", length, BLOCK, "128 tokens (one attention block)")
+def find_stage_problems(cfg: Config, multiple: Callable) -> Iterator[tuple[bool, str]]:
+    """As find_problems(), of stages and lengths."""
+    yield not cfg.stages, "--stages is empty: give at least one stage"
     for stage in cfg.full_stages:
-        yield from find_remainder("tokens_per_step", stage.tokens_per_step, stage.seq_len,
-                                  f"seq_len={stage.seq_len}")
-    longest = max(stage.seq_len for stage in cfg.full_stages)
-    if cfg.micro_batch_tokens < longest:
-        shorter = f"--seq_len={cfg.micro_batch_tokens // BLOCK * BLOCK}"
-        remedy = f"give --micro_batch_tokens={longest}, or " + (
-            "shorten seq_len in --stages" if longest > cfg.seq_len else shorter)
-        yield (f"--micro_batch_tokens={cfg.micro_batch_tokens} is less than one packed sequence, "
-               f"seq_len={longest}: {remedy}")
-    if cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1):
-        yield (f"--extension_steps={cfg.extension_steps} needs more steps than --num_iterations="
-               f"{cfg.num_iterations}, and two stages or more: give --extension_steps=0, or more steps")
+        try:
+            prefix = parse_weights(stage.prefix_weight)
+            are_weights = bool(parse_weights(stage.loss_weights)) and len(prefix) == 1
+        except ValueError:
+            are_weights = False
+        yield not are_weights, (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
+                                f"{stage.prefix_weight!r}: give numbers or ramps as in '1 0.5:0'")
+        has_windows = 1 <= stage.window_short <= stage.window_long < 2**31
+        yield (not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9 and has_windows),
+               f"--stages has a wrong duration, lr_factor or window: {stage}")
+        yield ((stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
+               f"--stages: num_classes={stage.num_classes}, max_doc_len={stage.max_doc_len}: at least 2")
+        yield multiple("seq_len", stage.seq_len, BLOCK)
+        yield multiple("tokens_per_step", stage.tokens_per_step, stage.seq_len)
+        yield (cfg.micro_batch_tokens < stage.seq_len, f"--micro_batch_tokens={cfg.micro_batch_tokens} is "
+               f"less than one packed sequence, seq_len={stage.seq_len}")
+    yield multiple("val_seq_len", cfg.val_seq_len, BLOCK)
+    yield multiple("val_tokens", cfg.val_tokens, cfg.val_seq_len)
+    yield (list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True),
+           f"--val_windows={show_value(cfg.val_windows)}: give the long window first")
+    yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
+           f"--extension_steps={cfg.extension_steps}: give less than --num_iterations={cfg.num_iterations}, "
+           "and two stages")
 
 
-def find_layer_problems(cfg: Config) -> Iterator[str]:
-    """Yield error lines about the parts of layers."""
-    if len(cfg.layers) != cfg.num_layers:
-        yield (f"--layers has {len(cfg.layers)} layers, num_layers is {cfg.num_layers}: set "
-               f"--num_layers={len(cfg.layers)}")
-    if cfg.segments > cfg.num_layers:
-        yield (f"--segments={cfg.segments} is more than the {cfg.num_layers} layers: give at most "
-               f"--segments={cfg.num_layers}")
+def find_layer_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
+    """As find_problems(), of layers."""
+    yield (len(cfg.layers) != cfg.num_layers, f"--layers has {len(cfg.layers)} layers, but --num_layers="
+           f"{cfg.num_layers}")
+    yield cfg.segments > cfg.num_layers, f"--segments={cfg.segments}: give at most {cfg.num_layers}"
     used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
     for i, spec in enumerate(cfg.layers):
-        has, known = f"--layers: layer {i} has", {"x_in", *(f"h{earlier}" for earlier in range(i)), *used}
+        has, earlier = f"--layers: layer {i} has", {"x_in", *(f"h{layer}" for layer in range(i)), *used}
         here = {*(["attn_in"] if spec.attention != "none" else []), *(["mlp_in"] if spec.mlp else [])}
         for name, low, high in (("skip_from", 0, i - 1), ("attention_from", 0, i - 1), ("gates_from", 0, i),
                                 ("value_embed", 0, cfg.num_value_embeds - 1), ("v_dim", 1, cfg.head_dim)):
             value = getattr(spec, name)
-            if value is not None and not low <= value <= high:
-                yield f"{has} {name}={value}: " + (f"give {low} to {high}" if high >= low else "remove it")
-        if spec.attention not in ("long", "short", "none"):
-            yield f"{has} attention={spec.attention}: choose long, short or none"
-        if spec.paired and cfg.num_heads % 2:
-            yield f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number"
-        if spec.mudd_in and spec.attention == "none":
-            yield f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention: remove mudd_in"
-        if spec.second_mlp and not spec.mlp:
-            yield f"{has} second_mlp=true, but no MLP: give mlp=true"
-        if spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim:
-            yield f"{has} key_offset=true, but with short_qk_dim all channels rotate: make the layer long"
-        if not known.issuperset(split_names(spec.mudd_in)) or not (known | here).issuperset(
-                split_names(spec.mudd_out)):
-            yield (f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
-                   f"{', '.join(sorted(known | here))}")
+            is_wrong = value is not None and not low <= value <= high
+            yield is_wrong, f"{has} {name}={value}: give {low} to {high}"
+        yield spec.attention not in ("long", "short", "none"), f"{has} attention={spec.attention}"
+        yield (spec.paired and cfg.num_heads % 2 != 0,
+               f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number")
+        yield (bool(spec.mudd_in) and spec.attention == "none",
+               f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention")
+        yield spec.second_mlp and not spec.mlp, f"{has} second_mlp=true, but no MLP"
+        yield (spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim,
+               f"{has} key_offset=true, but with short_qk_dim all channels rotate")
+        yield (not earlier.issuperset(split_names(spec.mudd_in))
+               or not (earlier | here).issuperset(split_names(spec.mudd_out)),
+               f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
+               f"{', '.join(sorted(earlier | here))}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
@@ -5938,13 +5292,8 @@ def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
         if tokens // seq_len % world_size:
-            per_rank, remainder = divmod(tokens, world_size)
-            shorter = [n for n in range(BLOCK, min(seq_len, per_rank) + 1, BLOCK) if per_rank % n == 0]
-            remedy = "" if remainder or not shorter else f", or keep it and give --seq_len={shorter[-1]}"
-            raise InputError(
-                f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of seq_len={seq_len}, "
-                f"which {world_size} ranks cannot share: "
-                f"{nearest_multiples(tokens, seq_len * world_size)}{remedy}")
+            raise InputError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
+                             f"seq_len={seq_len}, which {world_size} ranks cannot share")
     return sequences_per_rank(cfg, world_size, tokens, seq_len)
 
 
@@ -5965,24 +5314,6 @@ def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
                 padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
                 scheduled_steps=schedule.scheduled_steps,
                 stage_ends=[end for _, _, end in schedule.stage_ranges()])
-
-
-def print_schedule(cfg: Config) -> None:
-    """Print step, stage, windows, tokens, momentum and learning rates at the start and end of each stage."""
-    schedule = Schedule(cfg)
-    print(f"{'step':>6} {'stage':>5} {'windows':>9} {'tokens':>9} {'momentum':>8}",
-          *(f"{name:>11}" for name in cfg.groups))
-    for number, (stage, start, end) in enumerate(schedule.stage_ranges(), 1):
-        for step in dict.fromkeys((start, end - 1)):
-            state = schedule.at(step)
-            late_step = cfg.step_at(cfg.late_start)
-            lrs = [f"{state.lr[name]:.6g}" if group.is_due(step, late_step) else "-"
-                   for name, group in cfg.groups.items()]
-            print(f"{step:>6} {number:>5} {stage.window_long:>4}/{stage.window_short:<4} "
-                  f"{stage.tokens_per_step:>9} {state.momentum:>8.4f}", *(f"{lr:>11}" for lr in lrs))
-    print("-: the group is not updated in this step")
-    if cfg.tie_head == "on":
-        print("head also trains the embedding while it is tied")
 
 
 def count_flops(cfg: Config) -> int:
@@ -6007,14 +5338,19 @@ def plain_dict(cfg: Config) -> dict:
     return json.loads(json.dumps({name: flatten_groups(vars(cfg))[name] for name in OPTIONS}, default=vars))
 
 
-def config_from_dict(values: dict) -> Config:
-    """The inverse of plain_dict(), for checkpoints and results. Unknown names are left out."""
+def read_values(values: dict) -> dict:
+    """Options as JSON has them -> their types. Unknown names are left out."""
     known = {name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
              tuple(value) if isinstance(value, list) else value
              for name, value in values.items() if name in OPTIONS}
     for name, value in known.items():
         check_value(name, value)
-    return build_config(known)
+    return known
+
+
+def config_from_dict(values: dict) -> Config:
+    """The inverse of plain_dict(), for checkpoints and results."""
+    return build_config(read_values(values))
 
 # ==== RUN RECORD ===========================================================================================
 # The identity of a run, and its files: script, log, result (json) and events. Only rank 0 writes. Scripts
@@ -6038,7 +5374,7 @@ MAY_DIFFER = {
 }
 OTHER = {name: f"other {name}" for name in ("script", "data", "layers", "stages")}
 TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
-FINEWEB_TRACKS = ("track_1", "track_2")  # records use the data options of the preset of this name
+FINEWEB_TRACKS = ("track_1", "track_2")  # their records use the data options of preset track_1
 RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits in old scripts
 
 
@@ -6210,7 +5546,7 @@ def check_record(cfg: Config, run: dict) -> dict:
 def check_track(cfg: Config, run: dict) -> None:
     """Raise InputError if a record run does not use the data of its track."""
     names = ("train_files", "val_files", "val_tokens")
-    preset = resolve_preset(cfg.track) if cfg.track in FINEWEB_TRACKS else run["config"]
+    preset = resolve_preset("track_1") if cfg.track in FINEWEB_TRACKS else run["config"]
     others = [f"--{name}={run['config'][name]}" for name in names if run["config"][name] != preset[name]]
     if run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
         others = [f"corpus fingerprint {run['corpus_fingerprint']} of --train_files={cfg.train_files}"]
@@ -6259,18 +5595,14 @@ def describe_sizes(run: dict) -> str:
 
 
 def measure_run(trainer: Trainer, log: RunLog) -> dict:
-    """Speed, communication and memory of a finished run, for its result."""
-    rt, progress, start = trainer.rt, trainer.progress, log.start
-    num_steps = max(1, progress.step - start.step)  # of this process
-    sent = rt.comm.bytes - log.bytes_before
-    minimum = sent["all_to_all"] + count_minimum_bytes(trainer.optimizer, start.step, progress.step)
+    """Speed and memory of a finished run, for its result."""
+    rt, progress = trainer.rt, trainer.progress
     tokens_per_s = progress.tokens / progress.train_time
     flops = tokens_per_s * log.run["config"]["derived"]["flops_per_token"]
     return dict(
         train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
         mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
-        bytes_per_step=round(sum(sent.values()) / num_steps),
-        minimum_bytes_per_step=round(minimum / num_steps), peak_memory_mib=read_peak_memory_mib(rt),
+        peak_memory_mib=read_peak_memory_mib(rt),
         resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
 
 
@@ -6384,7 +5716,7 @@ class RunLog:
         self.progress = progress = trainer.progress
         self.new_files = []
         self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
-        self.start, self.bytes_before = dataclasses.replace(progress), self.rt.comm.bytes.copy()
+        self.start = dataclasses.replace(progress)
         self.val_seconds = 0.0
         if has_progress_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
@@ -6463,11 +5795,10 @@ class RunLog:
             "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
                    "matmul rate measured here",
             "peak memory": f"{result['peak_memory_mib']:,} MiB",
-            "sent per step": f"{result['bytes_per_step'] / 1e6:,.2f} MB by each rank. The minimum is "
-                             f"{result['minimum_bytes_per_step'] / 1e6:,.2f} MB",
             "result": "none, see below" if problem else str(folder / name)}
-        if rt.world_size == 1:
-            del rows["sent per step"]
+        models = Path(cfg.checkpoint_dir, self.run_id)
+        if models.exists():
+            rows["sample"] = f"records/sample.py {models} --prompt=..."
         width = max(map(len, rows.values()))
         rule = f"+{'-' * 18}+{'-' * (width + 2)}+"
         lines = [f"| {head:<16} | {row:<{width}} |" for head, row in rows.items()]
@@ -6623,7 +5954,7 @@ def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | No
         folders = {"logs_dir": Path(cfg.logs_dir)}
         if cfg.record:
             folders["records_dir"] = find_record_folder(cfg)
-        if cfg.checkpoint_every or cfg.time_limit or cfg.save_model != "off":
+        if cfg.checkpoint_every or cfg.save_model != "off":
             folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
         for field, folder in folders.items():
             check_writable(folder, f"choose another folder with --{field}")
@@ -6947,8 +6278,8 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
-# state if training diverges. check_ranks() compares the parameters of all ranks. All three are off by
-# default. To measure more, extend StepTimer.add_norms() or Telemetry.inspect().
+# state if training diverges. Both are off by default. To measure more, extend StepTimer.add_norms() or
+# Telemetry.inspect().
 
 class StepTimer:
     """Measures the seconds of each part of a step, and sums of squares by parameter group."""
@@ -7070,19 +6401,6 @@ class Telemetry:
                              groups=groups, **self.measured, seconds=timer.seconds)
 
 
-def check_ranks(optimizer: Optimizer) -> None:
-    """Raise RunError on every rank if a rank's parameters differ from rank 0's in any bit."""
-    optimizer.finish()
-    buckets = [bucket for bucket in optimizer.buckets if bucket not in optimizer.tables]
-    digests = [hashlib.sha256(bucket.values.flatten().view(torch.uint8).cpu().numpy()).digest()
-               for bucket in buckets]
-    hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]], device=optimizer.rt.device)
-    hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
-    for rank, i in (hashes != hashes[0]).nonzero().tolist():
-        raise RunError(f"after step {optimizer.step_count} rank {rank} and rank 0 differ in the values "
-                       f"of {buckets[i].name}: a collective went wrong, or a GPU is faulty")
-
-
 LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
                   "bfloat16": "activations become float32"}
 
@@ -7145,7 +6463,7 @@ class Guard:
             self.is_snapshot_due = False
             # Restore the short timeout, unless the precision was switched: later stages then compile again
             if not (trainer.progress.lowered and trainer.rt.use_compile):
-                trainer.rt.comm.set_timeout(datetime.timedelta(seconds=trainer.cfg.comm_timeout))
+                trainer.rt.comm.set_timeout(STEP_TIMEOUT)
 
     def check_steps(self, up_to: int) -> bool:
         """Check the pending steps up to step `up_to`. Returns False if a fault caused a rollback."""
@@ -7206,180 +6524,21 @@ class Guard:
         self.log.print(f"guard: step {step}: {fault}: {text}")
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
-# ==== SAMPLING =============================================================================================
-# Text from a trained model. Sampling uses the training model without a key-value cache: it recomputes the
-# whole text for each new token.
-
-class Tokenizer(typing.NamedTuple):
-    """Text to tokens and back."""
-
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], bytes]
-    bos: int
-
-
-def find_tokenizer(vocab_size: int) -> Tokenizer | None:
-    """The tokenizer for a vocabulary size, or None if none is available."""
-    if vocab_size == BYTE_VOCAB_SIZE:
-        return Tokenizer(lambda text: list(text.encode()), bytes, BYTE_BOS)
-    try:
-        import tiktoken  # optional
-        gpt2 = tiktoken.get_encoding("gpt2")  # from tiktoken's cache, or downloaded
-    except (ImportError, OSError):
-        return None
-    if vocab_size != gpt2.n_vocab:
-        return None
-    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes, gpt2.eot_token)
-
-
-def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k:
-        least = logits.topk(min(top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
-    return int(torch.multinomial(probs, 1, generator=generator))
-
-
-@torch.no_grad()
-def generate(model: GPT, prompt: list[int], bos: int, cfg: Config, rt: Runtime, generator: torch.Generator
-             ) -> Iterator[int]:
-    """Yield the tokens after a prompt, until BOS or cfg.max_new_tokens tokens.
-
-    Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
-    """
-    state, text = Schedule(cfg).at(cfg.num_iterations), list(prompt)
-    for _ in range(cfg.max_new_tokens):
-        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
-        inputs = F.pad(tokens, (0, -len(tokens) % BLOCK))  # attention is causal, so padding has no effect
-        step_inputs = make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
-        x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
-        logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
-        if not logits.isfinite().all():  # the model diverged
-            return
-        token = sample_token(logits, cfg.temperature, cfg.top_k, generator)
-        if token == bos:
-            return
-        yield token
-        text.append(token)
-
-
-def escape_controls(text: str) -> str:
-    """Replace control characters, which could act on a terminal, by escapes. Newlines and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-
-
-def print_sample(model: GPT, cfg: Config, rt: Runtime) -> None:
-    """Print a short sample after the results. The model runs uncompiled, because its shapes vary."""
-    tokenizer = find_tokenizer(cfg.vocab_size)
-    if tokenizer is None or not (rt.is_main or model.ngram is not None):
-        return
-    model.eval().fast = model.fast & {"sparse_embedding"}  # all ranks join exchanges of a ShardedTable
-    model.use_fp8(frozenset())
-    model.split_layers(1)
-    cfg, rt = dataclasses.replace(cfg, max_new_tokens=80), dataclasses.replace(rt, fast=frozenset())
-    generator = torch.Generator().manual_seed(cfg.seed)
-    with torch.compiler.set_stance("force_eager") if rt.use_compile else nullcontext():
-        text = tokenizer.decode(list(generate(model, [], tokenizer.bos, cfg, rt, generator)))
-    shown = escape_controls(text.decode(errors="replace")).strip()
-    print0(f"sample: {shown or '(the document ended at once)'}", rt)
-
-
-def find_model(folder: Path) -> Path:
-    """The newest model or checkpoint in a folder or its subfolders."""
-    paths = [path for name in ("model.pt", "step_*.pt", "*/model.pt", "*/step_*.pt")
-             for path in folder.glob(name) if "_table" not in path.name]
-    if not paths:
-        raise InputError(f"--sample: {folder} has no model: name a file, as in --sample=checkpoints/"
-                         "<run_id>/model.pt, or train one first")
-    path = max(paths, key=lambda path: path.stat().st_mtime)
-    print(f"sampling from {path}", file=sys.stderr)
-    return path
-
-
-def load_model(path: Path, values: dict) -> tuple[GPT, Config, Runtime, dict]:
-    """Load a checkpoint. Returns (model with plain forms, config changed by `values`, runtime, metadata)."""
-    metadata, tensors = read_checkpoint(path)
-    plain = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off",
-                 fp8_qkv="off", device="auto", dtype="float32")
-    unknown = sorted(metadata["config"].keys() - {*OPTIONS, "derived"})
-    try:
-        if unknown:
-            raise InputError(f"--{unknown[0]}={str(metadata['config'][unknown[0]])[:60]} is unknown")
-        cfg = dataclasses.replace(config_from_dict(metadata["config"]), **{**plain, **values})
-        check_config(cfg)
-        rt = start_runtime(cfg, is_alone=True)
-        rt = dataclasses.replace(rt, dtype=torch.bfloat16 if cfg.dtype == "bfloat16" else torch.float32)
-        rt = dataclasses.replace(rt, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
-        with torch.device("meta"):
-            model = GPT(cfg, rt)
-        params = dict(model.named_parameters())
-        problems = [check_entry(tensors, name, param.shape) for name, param in params.items()]
-        problems += [f"also has {name}" for name in tensors if "/" not in name and name not in params]
-        for problem in filter(None, problems):
-            raise InputError(f"it {problem}")
-    except InputError as error:
-        raise InputError(f"{path} does not fit this script ({error}): use the copy of the script beside the "
-                         "log of that run") from None
-    model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
-    model.make_buffers()  # buffers are not in the checkpoint
-    model.split_layers(1)  # again, because load_state_dict() replaced the parameters
-    model.is_tied = metadata["is_tied"]
-    return model.to(rt.device).eval(), cfg, rt, metadata
-
-
-def write_sample(values: dict) -> None:
-    """--sample: print the prompt and its continuation, token by token, for each sample."""
-    allowed = {field.name for field in dataclasses.fields(SampleConfig)}
-    allowed |= {"seed", "device", "dtype", *(["checkpoint_dir"] if values["sample"] == "auto" else [])}
-    if set(values) - allowed:
-        raise InputError(f"--{min(set(values) - allowed)} has no effect with --sample: give only "
-                         f"{', '.join('--' + name for name in sorted(allowed))}")
-    for name, value in values.items():
-        check_value(name, value)
-    path = Path(values["sample"])
-    if values["sample"] == "auto":
-        path = Path(values.get("checkpoint_dir", Config.checkpoint_dir))
-    if values["sample"] == "auto" or os.path.isdir(path):
-        path = find_model(path)
-    model, cfg, rt, metadata = load_model(path, {"seed": 0, **values})
-    tokenizer = find_tokenizer(cfg.vocab_size)
-    try:
-        prompt = tokenizer.encode(cfg.prompt) if tokenizer else [int(word) for word in cfg.prompt.split()]
-        if any(not 0 <= token < cfg.vocab_size for token in prompt):
-            raise ValueError
-    except UnicodeEncodeError:
-        raise InputError("--prompt is not valid UTF-8: give text in UTF-8") from None
-    except ValueError:
-        raise InputError(f"--prompt={cfg.prompt} is not a list of token ids below {cfg.vocab_size}, and no "
-                         "tokenizer is installed: pip install tiktoken, or give ids") from None
-    generator = torch.Generator().manual_seed(cfg.seed)
-    for index in range(cfg.num_samples):
-        print("-" * 60 + "\n" if index else "", end=cfg.prompt + ("" if tokenizer else " "), flush=True)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in generate(model, prompt, metadata["bos"], cfg, rt, generator):
-            text = escape_controls(decoder.decode(tokenizer.decode([token]))) if tokenizer else f"{token} "
-            print(text, end="", flush=True)
-        print()
-
 # ==== MAIN =================================================================================================
-# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard, 124 time limit,
+# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard,
 # 128 + n for signal n. A RunError is printed as one line. Unexpected exceptions keep their traceback.
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: inputs, model, warm-up, loop, result."""
     # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
     rt = start_runtime(cfg)
-    stop, run = Stop(rt, argv, cfg.time_limit), describe_run(cfg, rt, argv)
+    stop, run = Stop(rt, argv), describe_run(cfg, rt, argv)
     with explain_files():
         first, named = check_outputs(cfg, run, rt)
-        make_corpus(cfg, rt)
         setup_start = time.perf_counter()
         train_data = TrainData(cfg, Schedule(cfg))
         val_data = ValData(cfg, train_data.bos)
-        needs_ids = cfg.val_mask == "on" or any(stage.has_prefix_target for stage in cfg.stages)
-        token_ids = read_vocabulary(cfg) if needs_ids else {}
+        token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
         data_setup_s = round(time.perf_counter() - setup_start, 2)
         saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
     if saved and saved.result:
@@ -7400,7 +6559,7 @@ def train(cfg: Config, argv: list[str]) -> None:
             stack.enter_context(log)
         stack.enter_context(checkpoints)
         log.print(describe_sizes(run), to_console=False)
-        for note in filter(None, (*rt.notes, describe_val_text(cfg))):
+        for note in rt.notes:
             log.print(note)
         trainer = Trainer(cfg, rt)
         if saved:
@@ -7413,7 +6572,7 @@ def train(cfg: Config, argv: list[str]) -> None:
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
         gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
         stack.callback(gc.unfreeze)
-        if cfg.checkpoint_every or cfg.time_limit:
+        if cfg.checkpoint_every:
             make_staging(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
 
@@ -7421,43 +6580,30 @@ def train(cfg: Config, argv: list[str]) -> None:
         log.start_training(trainer)
         with stop.catch_signals():
             rt.comm.barrier()
-            rt.comm.set_timeout(datetime.timedelta(seconds=cfg.comm_timeout))
+            rt.comm.set_timeout(STEP_TIMEOUT)
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
-            if cfg.val_mask == "on":
-                setup["masked_val_loss"] = measure_masked_loss(trainer, val_data, token_ids)
-                log.print(f"validation loss without impossible tokens: {setup['masked_val_loss']:.4f}")
             stop.collect()
             is_saved = checkpoints.finish(trainer)
             log.finish({**setup, **measure_run(trainer, log)})
             if not is_saved:
                 raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
-    with stop.catch_signals():
-        print_sample(trainer.model, cfg, trainer.rt)
 
 
 def run(argv: list[str]) -> int:
     """Execute a command line. Returns the exit status."""
     values, flags = parse_argv(argv)
-    for field in dataclasses.fields(SampleConfig):
-        if field.name in values and "sample" not in values:
-            raise InputError(f"--{field.name} has no effect without --sample: leave it out, or name a "
-                             "checkpoint with --sample")
     if flags and env_int("RANK", 0) > 0:  # rank 0 prints
         return 0
     if "list_presets" in flags:
         for name, (parent, meaning, _) in PRESETS.items():
             print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
+        print("also records/presets/*.json, by their names")
         names = textwrap.fill(", ".join(MECHANISMS), 109)
-        print(f"\nmechanisms of --without and --only_with, explained in docs/inside.md:\n{names}")
+        print(f"\nmechanisms of --without, explained in docs/inside.md:\n{names}")
     elif "print_config" in flags:
         cfg = make_config(values)
         derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
         print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
-    elif "print_schedule" in flags:
-        print_schedule(make_config(values))
-    elif "sample" in values:
-        if env_int("RANK", 0) == 0:
-            write_sample(values)
     else:
         train(make_config(values), argv)
     return 0
@@ -7474,25 +6620,13 @@ def report(error: RunError, program: str) -> int:
     return error.status
 
 
-def flush_output() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise InputError(f"the output cannot be written ({error.strerror}): free space, or write it to "
-                         "another place") from None
-
-
 def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     """Call body and print its RunError as one line. Returns the exit status.
 
     With several ranks the process exits here after an error, because a shutdown would wait for other ranks.
     """
     try:
-        check_environment()
         status = body()
-        flush_output()
     except RunError as error:
         status = report(error, program)
     except KeyboardInterrupt:
@@ -7506,7 +6640,7 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
         if isinstance(error, dist.DistError) or re.search("gloo|pair closure", text, re.I):
             sys.stderr.write(  # one write, because other ranks write too
                 f"{program}: stopped: rank {dist.get_rank()} lost contact with another rank. That rank "
-                "failed, was killed, or took longer than --comm_timeout. torchrun's report below names it "
+                "failed, was killed, or took longer than 20 s. torchrun's report below names it "
                 f"({re.sub(r'^.*?[]] ', '', text)[:100]})\n")
         else:
             traceback.print_exc()
@@ -7522,25 +6656,9 @@ def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
     return status
 
 
-def open_standard_streams() -> None:
-    """Open missing standard streams as os.devnull. Characters that a console cannot encode become '?'."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 def main(argv: list[str] | None = None) -> int:
-    open_standard_streams()
     return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -21,6 +21,8 @@ import math
 import statistics
 import sys
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,12 +119,58 @@ def send_nothing(rt: gpt.Runtime):
         gpt.reduce_scatter_single, gpt.all_gather_single = real
 
 
+@contextlib.contextmanager
+def count_bytes() -> Iterator[Counter]:
+    """Count the bytes that this rank sends for gradients and parameters, by collective."""
+    sent = Counter()
+    sizes = dict(
+        reduce_scatter=lambda comm, full: full.nbytes - full.nbytes // comm.world_size,
+        all_gather=lambda comm, full, shard: full.nbytes - shard.nbytes,
+        all_to_all=lambda comm, rows, send_counts, _: (
+            (sum(send_counts) - send_counts[comm.rank]) * rows.itemsize * math.prod(rows.shape[1:])))
+    real = {name: getattr(gpt.Comm, name) for name in sizes}
+
+    def wrap(name: str) -> Callable:
+        def counted(comm: gpt.Comm, *args):
+            sent[name] += sizes[name](comm, *args)
+            return real[name](comm, *args)
+
+        return counted
+
+    for name in sizes:
+        setattr(gpt.Comm, name, wrap(name))
+    try:
+        yield sent
+    finally:
+        for name in sizes:
+            setattr(gpt.Comm, name, real[name])
+
+
+def count_minimum_bytes(optimizer: gpt.Optimizer, first_step: int, last_step: int) -> float:
+    """Bytes that a rank must send in these steps: each gradient and each parameter once per update.
+
+    The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
+    """
+    total = 0.0
+    for bucket in optimizer.buckets:
+        if bucket in optimizer.tables:
+            continue
+        num_bytes = sum(param.nbytes for param in bucket.params.values())
+        first_update, last_update = (bucket.group.count_updates(step, optimizer.late_step)
+                                     for step in (first_step, last_step))
+        if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head == "on":
+            first = -(-(optimizer.untie_step + 1) // bucket.group.every)
+            first_update = min(max(first_update, first), last_update)
+        total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
+    return total * (1 - 1 / optimizer.rt.world_size)
+
+
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
     """(seconds of each step of the first stage on the slowest rank, messages and MB per step).
 
     The first cycle of adam_every steps compiles both kinds of updates and is not timed.
     """
-    trainer, before = gpt.Trainer(cfg, rt), rt.comm.bytes.copy()
+    trainer = gpt.Trainer(cfg, rt)
     state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
     stage, rng = state.stage, np.random.default_rng(rt.rank)
     _, rows = gpt.sequences_per_rank(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
@@ -134,14 +182,14 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
         batch = batch._replace(classes=classes.expand(rows, -1).contiguous())
     batches, seconds, warm_up = iter(lambda: batch, None), [], cfg.adam_every
     total = warm_up + num_steps
-    for _ in range(total):
-        dist.barrier()
-        start = gpt.clock(rt.device)
-        trainer.train_step(batches, state)
-        trainer.optimizer.finish()
-        seconds.append(gpt.clock(rt.device) - start)
-    num_bytes = rt.comm.bytes - before
-    minimum = num_bytes["all_to_all"] + gpt.count_minimum_bytes(trainer.optimizer, 0, total)
+    with count_bytes() as num_bytes:
+        for _ in range(total):
+            dist.barrier()
+            start = gpt.clock(rt.device)
+            trainer.train_step(batches, state)
+            trainer.optimizer.finish()
+            seconds.append(gpt.clock(rt.device) - start)
+    minimum = num_bytes["all_to_all"] + count_minimum_bytes(trainer.optimizer, 0, total)
     mb, minimum_mb = (count / 1e6 / total for count in (sum(num_bytes.values()), minimum))
     sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)
     slowest = torch.tensor(seconds[warm_up:], device=rt.device)

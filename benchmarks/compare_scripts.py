@@ -43,8 +43,6 @@ class Version:
         try:
             cfg = script.make_config({"warmup_iterations": 0, **script.parse_argv(words)[0]})
             rt = script.choose_precision(cfg, script.start_runtime(cfg, is_alone=True))
-            make_corpus = getattr(script, "make_corpus", None) or script.ensure_corpus  # of older versions
-            make_corpus(cfg, rt)
             self.trainer = script.Trainer(cfg, rt)
             data = script.TrainData(cfg, self.trainer.schedule)
         except script.RunError as error:  # run_guarded() does not catch the class of another module

@@ -23,6 +23,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
+    from records.sample import load_model
 
 MATCH, MOST_TOKENS = 8, 65_536
 
@@ -44,8 +45,7 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 @torch.no_grad()
 def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     """(step, loss, share of repeats, loss on them, loss on the rest) of a checkpoint."""
-    model, cfg, rt, facts = gpt.load_model(path, {"device": "cpu"})
-    gpt.make_corpus(cfg, rt)
+    model, cfg, rt, facts = load_model(path, device="cpu")
     data, step = gpt.ValData(cfg), facts["progress"]["step"]
     state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
     losses, repeats = [], []

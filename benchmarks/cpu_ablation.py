@@ -26,7 +26,6 @@ with require_packages():
 VARIANTS = {  # name: changes of the config
     "as is": {},
     "float32 activations": {"dtype": "float32"},
-    "freed memory returned": {},
     "torch.compile": {"compile": "on"},
     "two micro-batches of 1024": {"micro_batch_tokens": 1024},
     "gradients as they are": {"grad_grid": 0.0},
@@ -35,11 +34,8 @@ VARIANTS = {  # name: changes of the config
 
 def measure(variant: str, num_steps: int) -> dict:
     """Seconds of the first three steps together, and of each later step, with one choice undone."""
-    if variant == "freed memory returned":
-        gpt.keep_freed_memory = lambda: None
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu", **VARIANTS[variant]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.make_corpus(cfg, rt)
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
     batches = gpt.Prefetcher(data.batches(rt, 0, num_steps + 3), rt.device)

@@ -104,7 +104,6 @@ def measure(args: Namespace) -> int:
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(args.options)[0]})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
-    gpt.make_corpus(cfg, rt)
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
     check_sizes(args, cfg, min(len(train) - 2, len(val) - 1))
     torch.manual_seed(cfg.seed)

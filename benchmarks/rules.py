@@ -2,11 +2,9 @@
 """Compare the update rules on the data of track laptop, each with a tuned learning rate.
 
     ./run.sh benchmarks/rules.py              # 46 minutes on two cores: tunes, then runs the best rates
-    ./run.sh benchmarks/rules.py --depths     # 15 minutes: the best learning rates of 4 to 12 layers
-    ./run.sh benchmarks/rules.py --laptop     # half an hour: preset laptop_32 with each rule
 
 All rules have equal numbers of steps, tokens and learning rates. A rate is chosen on seeds 0 and 1, and the
-rules are compared on other seeds. The first two commands train the model of preset quick. Finished runs are
+rules are compared on other seeds. The model is that of preset quick. Finished runs are
 kept in logs/rules. Prints tables for RESULTS.md and draws rules.png and rules.svg. Seconds are only valid on
 an idle machine.
 """
@@ -21,7 +19,6 @@ from records.common import Parser, at_least, require_packages, run_guarded
 with require_packages():
     import scipy.stats  # noqa: F401  # results.compare() imports it after all runs
 
-    import train_gpt as gpt
     from records import ablate, plot, results
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
@@ -34,13 +31,12 @@ RULES = {  # name: options, learning rate in the middle of its grid
         ["--decay=cautious", "--matrix_weight_decay=0.06", "--decay_schedule=lr"], 0.05),
     "normuon": (["--matrix_rule=normuon"], 0.05),
     "muonh": (["--matrix_rule=muonh"], 0.04),
-    "normuonh": (["--matrix_rule=normuonh"], 0.04),
-    "adamh": (["--matrix_rule=adamh"], 0.01),
-    "adamw": (["--matrix_rule=adamw"], 0.008),
+    "normuonh": (["--matrix_rule=normuonh", "--matrix_betas=0.9,0.95"], 0.04),
+    "adamh": (["--matrix_rule=adamh", "--matrix_betas=0.9,0.95"], 0.01),
+    "adamw": (["--matrix_rule=adamw", "--matrix_betas=0.9,0.95", "--matrix_weight_decay=0.1"], 0.008),
 }
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 TUNING_SEEDS = range(2)
-DEPTHS = (4, 8, 12)
 
 
 def list_runs(rules: list[str], seeds: range, rates: dict[str, list[float]], extra: list[str], kind: str
@@ -126,48 +122,15 @@ def draw(grids: dict[str, dict[float, float]], by_name: dict[str, results.Record
     plot.save(figure, HERE / "rules")
 
 
-def compare_depths(folder: Path) -> None:
-    """Print the losses of Muon and MuonH at several depths and learning rates."""
-    print_rows = []
-    for depth in DEPTHS:
-        best, grids = choose_rates(["muon", "muonh"], [f"--num_layers={depth}"], f"depth{depth}", range(1),
-                                   folder)
-        print_rows += [f"| {depth} | {name} | {' | '.join(f'{loss:.3f}' for loss in grids[name].values())} "
-                       f"| {best[name]:g} |" for name in grids]
-    print(f"\n| layers | rule | {' | '.join(f'rate x {factor:g}' for factor in GRID)} | best rate |")
-    print("|---|---|" + "---|" * (len(GRID) + 1))
-    print("\n".join(print_rows))
-
-
-def compare_on_laptop(num_seeds: int, folder: Path) -> None:
-    """Print the losses of preset laptop_32 with --matrix_rule=RULE, for each rule."""
-    runs = [(f"laptop_{rule}", seed, ["--preset=laptop_32", f"--matrix_rule={rule}"])
-            for seed in range(num_seeds) for rule in gpt.RULES]
-    found = {name: statistics.mean(record.losses.values())
-             for name, record in run(runs, folder).items()}
-    print("\n| rule | loss of preset laptop_32 | of muon's |")
-    print("|---|---|---|")
-    for rule in gpt.RULES:
-        loss = found[f"laptop_{rule}"]
-        print(f"| {rule} | {loss:.3f} | {loss / found['laptop_muon']:.3f} |")
-
-
 def main() -> None:
-    """Compare rules, depths, or rules on preset laptop_32."""
+    """Compare rules."""
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(2), default=5,
                         help="seeds of each rule at its best rate")
-    parser.add_argument("--depths", action="store_true", help="compare depths instead")
-    parser.add_argument("--laptop", action="store_true", help="compare on preset laptop_32 instead")
     args = parser.parse_args()
     source = (results.ROOT / "train_gpt.py").read_bytes()
     folder = ablate.find_folder(LOGS, source, "rules", [], jobs=1)
-    if args.depths:
-        compare_depths(folder)
-    elif args.laptop:
-        compare_on_laptop(args.seeds, folder)
-    else:
-        compare_rules(args.seeds, folder)
+    compare_rules(args.seeds, folder)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ with require_packages():
 
     import train_gpt as gpt
     from benchmarks import common, simulate_ranks
+    from data.text import write_shard
 
 PROFILED_STEPS = 3
 REST = "embedding, norms, residuals"
@@ -172,7 +173,7 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
         tokens = used[rng.integers(0, len(used), size)]
         tokens[:: cfg.max_doc_len] = bos
         path = Path(folder, f"{name}_{rt.rank}.bin")
-        gpt.write_shard(path, tokens, cfg.vocab_size, bos)
+        write_shard(path, tokens, cfg.vocab_size, bos)
         files[f"{name}_files"] = str(path)
     return dataclasses.replace(cfg, **files)
 
@@ -365,8 +366,6 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
     cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
-    if cfg.train_files.startswith(gpt.EMBEDDED_CORPUS):
-        gpt.make_corpus(cfg, rt)
     try:
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")

@@ -209,13 +209,12 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
         found += [f"--comm_bucket_mb={cfg.comm_bucket_mb * factor}" for factor in (0.25, 4)]
     if ranks > 1 or compiles:
         found += [f"--segments={n}" for n in ((1, 2, 6) if ranks > 1 else (3,)) if n <= cfg.num_layers]
-    modes = [f"--compile_mode={mode}" for mode in gpt.OPTIONS["compile_mode"].choices[::-1]]
-    found += modes[0::2] if compiles else ["--compile=on"]  # the slowest to compile comes last
+    if not compiles:
+        found += ["--compile=on"]
     if is_cuda:
         found += [f"--{field}={'off' if field in plain['fp8'] else 'on'}" for field in gpt.FP8_FORMS]
     else:
         found += [f"--dtype={name}" for name in TOLERANCE if name != plain["dtype"]]
-    found += modes[1:2] if compiles else []
     return [words for words in map(parse_words, dict.fromkeys(found))
             if any(now.get(name) != value for name, value in (word.split("=", 1) for word in words))]
 

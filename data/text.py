@@ -34,20 +34,28 @@ except ImportError:  # Windows
     fcntl = None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, find_launcher, require_packages
+from records.common import ROOT, Parser, RecordError, at_least, find_launcher, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
     import torch
     from tqdm import tqdm
 
-    import train_gpt as gpt
-
+EMBEDDED_CORPUS = "data/torch_source"
+BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
+SHARD_HEADER_BYTES = 1024
+BLOCK = 128  # sequence lengths are multiples of it
+# preset: tokens of its run, epochs, seq_len, val_tokens, val_seq_len. A test compares them with train_gpt.py
+PRESETS = {
+    "quick": (532_480, 100, 1024, 40_960, 8192),
+    "laptop": (696_320, 1, 1024, 131_072, 8192),
+    "track_1": (656_670_720, 1, 49_152, 10_485_760, 262_144),
+}
 
 
 def refuse_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
-    raise gpt.InputError(f"{path or error.filename} cannot be read ({error.strerror or error}): check the "
+    raise RecordError(f"{path or error.filename} cannot be read ({error.strerror or error}): check the "
                          "path and its permissions, or give other files") from None
 
 
@@ -65,7 +73,7 @@ def find_files(paths: list[Path], skipped: Counter) -> list[tuple[str, Path]]:
         if stat.S_ISREG(mode):
             found.append((path.name, path))
         elif not stat.S_ISDIR(mode):
-            raise gpt.InputError(f"{path} is neither a file nor a folder: give files or folders of text")
+            raise RecordError(f"{path} is neither a file nor a folder: give files or folders of text")
         for folder, folders, names in os.walk(path, onerror=refuse_unreadable) if stat.S_ISDIR(mode) else ():
             hidden = {name for name in (*folders, *names) if name[0] == "." or name == "node_modules"}
             skipped["hidden or node_modules"] += len(hidden)
@@ -87,7 +95,7 @@ def find_files(paths: list[Path], skipped: Counter) -> list[tuple[str, Path]]:
 def read_files(files: list[Path], label: str) -> Iterator[bytes]:
     """The contents of files, with a progress bar that counts bytes."""
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not gpt.has_progress_bar()) as bar:
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None) as bar:
         for file in files:
             try:
                 content = file.read_bytes()
@@ -113,13 +121,13 @@ def read_texts(paths: list[Path], skipped: Counter, foreign: Counter) -> Iterato
                 foreign[file] = number
             yield name, content
         elif file in paths:
-            raise gpt.InputError(f"{file} has a NUL byte, so it is not UTF-8 text: convert it (for example "
+            raise RecordError(f"{file} has a NUL byte, so it is not UTF-8 text: convert it (for example "
                                  "with iconv) or leave it out")
         else:
             skipped["with a NUL byte"] += 1
     if is_empty:
         reason = format_skipped(skipped) or "no files"
-        raise gpt.InputError(f"{' '.join(map(str, paths))} has no text ({reason}): give files or folders of "
+        raise RecordError(f"{' '.join(map(str, paths))} has no text ({reason}): give files or folders of "
                              "UTF-8 text")
 
 
@@ -168,7 +176,7 @@ def read_corpus(out: Path) -> tuple[str | None, list[Path], list[Path]]:
     is_listed = isinstance(files, list)
     own = [path for path in shards
            if (path.name in files if is_listed else re.fullmatch(r"(train|val)_\d{6}\.bin", path.name))]
-    sizes = {split: sum((path.stat().st_size - gpt.SHARD_HEADER_BYTES) // 2 for path in own
+    sizes = {split: sum((path.stat().st_size - SHARD_HEADER_BYTES) // 2 for path in own
                         if path.name.startswith(split) and path.is_file()) for split in ("train", "val")}
     is_complete = sizes == info.get("tokens")
     own = own if is_listed or is_complete else []
@@ -179,11 +187,10 @@ def read_corpus(out: Path) -> tuple[str | None, list[Path], list[Path]]:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder and hold its lock, for which other calls wait. Remove partial folders of killed calls.
 
-    A folder that is made here and left empty is removed. An OSError of the body becomes an InputError. If
+    A folder that is made here and left empty is removed. An OSError of the body becomes a RecordError. If
     the file system has no locks, calls do not wait and partial folders stay.
     """
     remedy = "free space or fix its permissions, or choose another folder (data/text.py --out DIR)"
-    gpt.check_writable(folder, remedy)
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     descriptor, is_locked, is_current = None, False, False
     try:
@@ -200,7 +207,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             shutil.rmtree(path, ignore_errors=True)
         yield
     except OSError as error:
-        raise gpt.InputError(f"{folder} cannot be written ({error.strerror or error}): {remedy}") from None
+        raise RecordError(f"{folder} cannot be written ({error.strerror or error}): {remedy}") from None
     finally:
         for path in made:
             with suppress(OSError):
@@ -237,13 +244,13 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     elif info and not {"files", "tokens", "source"} & info.keys():
         problem = f"{out}/corpus.json is in the way: it does not describe a corpus"
     if problem:
-        raise gpt.InputError(f"{problem}, so it is not replaced: choose another folder, or move it away")
+        raise RecordError(f"{problem}, so it is not replaced: choose another folder, or move it away")
     splits = split_documents(texts, encode, bos, doc_bytes)
     sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
-    if min(sizes.values()) <= gpt.BLOCK:
-        needed = 2 * doc_bytes + 4 * gpt.BLOCK
-        smaller = min(doc_bytes - 1, (sum(sizes.values()) - 4 * gpt.BLOCK) // 2)  # this text suffices for it
-        raise gpt.InputError(
+    if min(sizes.values()) <= BLOCK:
+        needed = 2 * doc_bytes + 4 * BLOCK
+        smaller = min(doc_bytes - 1, (sum(sizes.values()) - 4 * BLOCK) // 2)  # this text suffices for it
+        raise RecordError(
             f"{source} has {sum(sizes.values())} tokens, too few for training and validation with documents "
             f"of {doc_bytes} byte{'s' * (doc_bytes > 1)}: give more text "
             f"({needed} tokens always suffice){f' or --doc_bytes={smaller}' if smaller > 0 else ''}")
@@ -256,20 +263,39 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
                       if bos in stream[begin : begin + shard_tokens]]  # each shard needs a BOS
             for number, tokens in enumerate(np.split(stream, begins[1:])):
                 info["files"].append(f"{split}_{number:06d}.bin")
-                gpt.write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
-        written = (gpt.open_shard(f"{folder}/{name}", vocab_size) for name in info["files"])
-        info["fingerprint"] = gpt.fingerprint(written)
+                write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
+        info["fingerprint"] = hash_shards(Path(folder, name) for name in info["files"])
         # From here on corpus.json lists all shards that may be in the folder, so an interrupted call can be
         # repeated
         listed = sorted({*info["files"], *(path.name for path in own)})
-        gpt.write_atomic(out / "corpus.json", json.dumps(dict(files=listed)).encode())
+        replace_json(out / "corpus.json", dict(files=listed))
         for name in info["files"]:
             os.replace(Path(folder, name), out / name)
     for path in own:
         if path.name not in info["files"]:
             path.unlink(missing_ok=True)
-    gpt.write_atomic(out / "corpus.json", (json.dumps(info, indent=1) + "\n").encode())
+    replace_json(out / "corpus.json", info)
     return info
+
+
+def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
+    """Write tokens (uint16, beginning with BOS) to a shard. data/README.md describes the format."""
+    header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
+    header[:5] = 20240520, 1, len(tokens), vocab_size, bos  # magic, version
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+
+
+def hash_shards(paths: Iterable[Path]) -> str:
+    """The fingerprint of a corpus: SHA-256 of the SHA-256 of each shard's tokens."""
+    hashes = [hashlib.sha256(path.read_bytes()[SHARD_HEADER_BYTES:]).hexdigest() for path in paths]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def replace_json(path: Path, content: dict) -> None:
+    """Write a file under a temporary name and rename it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(partial, path)
 
 
 def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes], np.ndarray], bos: int,
@@ -288,10 +314,10 @@ def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes]
     entries.sort(key=lambda entry: entry[0])
     splits = {split: [tokens for _, place, tokens in entries if place == split]
               for split in ("train", "val")}
-    if min(sum(map(len, documents)) for documents in splits.values()) <= gpt.BLOCK:
+    if min(sum(map(len, documents)) for documents in splits.values()) <= BLOCK:
         documents = [tokens for _, _, tokens in entries]
         ends = np.cumsum([len(tokens) for tokens in documents])
-        cut = 1 + np.searchsorted(ends, max(gpt.BLOCK + 1, ends.max(initial=0) // 16))
+        cut = 1 + np.searchsorted(ends, max(BLOCK + 1, ends.max(initial=0) // 16))
         splits = dict(train=documents[cut:], val=documents[:cut])
     return splits
 
@@ -325,34 +351,33 @@ def read_torch_source() -> Iterator[tuple[str, bytes]]:
 
 
 def make_embedded_corpus() -> None:
-    """Make the corpus of the presets without a download, unless it is complete. InputError if the folder has
-    a corpus of other text."""
-    out, source = Path(gpt.EMBEDDED_CORPUS), torch_source_name()
+    """Make the corpus of the small presets, unless it is complete. RecordError if the folder has a corpus of
+    other text."""
+    out, source = Path(EMBEDDED_CORPUS), torch_source_name()
     found = read_corpus(out)[0]
     if found == source:  # also on a disk that cannot be written
         return
     if found and not found.startswith("torch "):
-        raise gpt.InputError(f"{out} has a corpus with source {found[:100]!r}, but this folder is reserved "
-                             "for the PyTorch source: move the files, and set --train_files and --val_files",
-                             of_one_rank=True)
+        raise RecordError(f"{out} has a corpus with source {found[:100]!r}, but this folder is "
+                          "for the PyTorch source: move the files, and set --train_files and --val_files")
     with lock_folder(out):
         if read_corpus(out)[0] != source:
-            write_corpus(read_torch_source(), out, source, encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+            write_corpus(read_torch_source(), out, source, encode_bytes, BYTE_VOCAB_SIZE, BYTE_BOS)
 
 
 def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
     """(encode, vocabulary size, BOS)."""
     if name == "bytes":
-        return encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+        return encode_bytes, BYTE_VOCAB_SIZE, BYTE_BOS
     try:
         import tiktoken
     except ImportError:
-        raise gpt.InputError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
+        raise RecordError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
                              "or use --tokenizer=bytes") from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # the download of the vocabulary raises errors of several libraries
-        raise gpt.InputError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): connect "
+        raise RecordError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): connect "
                              "to the network for the first use, or use --tokenizer=bytes") from None
     encode = lambda text: np.array(encoding.encode_ordinary(text.decode("utf-8", "replace")), np.uint16)  # noqa: E731
     return encode, GPT2_VOCAB_SIZE, GPT2_BOS
@@ -365,26 +390,25 @@ def parse_path(text: str) -> Path:
 
 
 def check_out(out: Path, paths: list[Path]) -> None:
-    """Raise InputError if a run would replace this corpus, or if the next call would read it as text."""
+    """Raise RecordError if a run would replace this corpus, or if the next call would read it as text."""
     place = os.path.realpath(out)
-    if place in (os.path.realpath(gpt.EMBEDDED_CORPUS), os.path.realpath(ROOT / gpt.EMBEDDED_CORPUS)):
-        raise gpt.InputError(f"--out={out} is for the PyTorch source, and a run may replace its shards: "
+    if place in (os.path.realpath(EMBEDDED_CORPUS), os.path.realpath(ROOT / EMBEDDED_CORPUS)):
+        raise RecordError(f"--out={out} is for the PyTorch source, and a run may replace its shards: "
                              "name another folder, as in --out data/mine")
     listing = Path(place, "corpus.json")
     for path in paths:
         if Path(os.path.realpath(path)) in (listing, *listing.parents):
-            raise gpt.InputError(f"--out={out} lies in {path}, so the next call would read its corpus.json "
+            raise RecordError(f"--out={out} lies in {path}, so the next call would read its corpus.json "
                                  "as text: name a folder outside of the given ones")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    gpt.open_standard_streams()
     parser = Parser(__doc__)
     parser.add_argument("paths", nargs="*", type=parse_path,
                         help="files and folders (default: the source of the installed PyTorch)")
     parser.add_argument("--out", type=parse_path,
-                        help=f"folder for the shards (default without paths: {gpt.EMBEDDED_CORPUS})")
+                        help=f"folder for the shards (default without paths: {EMBEDDED_CORPUS})")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--shard_tokens", type=at_least(20_000), default=100_000_000,
                         help="tokens per shard (default %(default)s)")
@@ -395,14 +419,14 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if args.paths and not args.out:
-            raise gpt.InputError("--out is missing: name a folder for the shards, as in --out data/mine")
+            raise RecordError("--out is missing: name a folder for the shards, as in --out data/mine")
         if args.paths:
             check_out(args.out, args.paths)
         encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
         skipped, foreign = Counter(), Counter()
         texts = read_texts(args.paths, skipped, foreign) if args.paths else read_torch_source()
         source = " ".join(map(str, args.paths)) or torch_source_name()
-        out = args.out or Path(gpt.EMBEDDED_CORPUS)
+        out = args.out or Path(EMBEDDED_CORPUS)
         with lock_folder(out):
             info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
                                 args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
@@ -415,20 +439,20 @@ def main(argv: list[str] | None = None) -> int:
             print(format_foreign(foreign, is_kept=args.tokenizer == "bytes"))
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
-        needed = gpt.Schedule(gpt.make_config({"preset": "track_1"})).count_tokens()
+        needed = PRESETS["track_1"][0]
         preset = ("quick" if tokens["train"] < 2_000_000 else "laptop" if tokens["train"] < needed else
                   "track_1")
-        cfg = gpt.make_config({"preset": preset})
-        seq_len = min(cfg.val_seq_len, (tokens["val"] - 1) // gpt.BLOCK * gpt.BLOCK)
-        val_tokens = min(cfg.val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-        train_len = cfg.seq_len
+        run_tokens, most_epochs, full_len, val_tokens, val_len = PRESETS[preset]
+        seq_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
+        val_tokens = min(val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
+        train_len = full_len
         while train_len >= tokens["train"]:  # a step stays a whole number of packed sequences
             train_len //= 2
         sequences = (tokens["train"] - 1) // train_len  # of one epoch
-        epochs = -(-gpt.Schedule(cfg).count_tokens() // (sequences * train_len))
-        more = f"--seq_len={train_len} " if train_len < cfg.seq_len else ""
-        more += f"--epochs={epochs} " if epochs > cfg.epochs else ""
-        if epochs > cfg.epochs:
+        epochs = -(-run_tokens // (sequences * train_len))
+        more = f"--seq_len={train_len} " if train_len < full_len else ""
+        more += f"--epochs={epochs} " if epochs > most_epochs else ""
+        if epochs > most_epochs:
             print(f"this text is short: preset {preset} repeats it {epochs} times and learns it by heart")
         # A step of a small preset has too few sequences for several ranks
         launcher = find_launcher(is_alone=preset != "track_1")
@@ -438,7 +462,7 @@ def main(argv: list[str] | None = None) -> int:
               f"--val_tokens={val_tokens} {more}{files}")
         return 0
 
-    return gpt.run_guarded(body, "text.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

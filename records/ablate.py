@@ -24,7 +24,7 @@ with require_packages():
     import train_gpt as gpt
     from records import results
 
-OWN_OPTIONS = {"preset", "without", "only_with", "seed", "logs_dir", "record", "records_dir"}
+OWN_OPTIONS = {"preset", "without", "seed", "logs_dir", "record", "records_dir"}
 
 
 def list_mechanisms(preset: str) -> list[str]:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+# Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step
+ENVIRONMENT = dict(GOMP_SPINCOUNT="1000", MALLOC_MMAP_THRESHOLD_="1073741824",
+                   MALLOC_TRIM_THRESHOLD_="2147483647")
 
 
 class RecordError(Exception):
@@ -28,10 +31,10 @@ def warn(line: str) -> None:
 def require_packages() -> Iterator[None]:
     """Wrap the imports of a tool: a package that is not installed ends it with status 2 and one line.
 
-    Set GOMP_SPINCOUNT as train_gpt.py does. That script sets it only if it is the main script.
+    Set the environment as run.sh does, for runs that the tool starts.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         yield
     except ModuleNotFoundError as error:

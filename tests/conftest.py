@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
+from data.text import write_shard  # noqa: E402
 
 VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
 
@@ -62,13 +63,6 @@ def measure_small_products():
     gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
     yield
     gpt.measure_matmul = real
-
-
-@pytest.fixture(autouse=True)
-def no_sample(request, monkeypatch):
-    """Omit the sample at the end of runs in this process, except with marker sample. It takes longer than the steps."""
-    if not request.node.get_closest_marker("sample"):
-        monkeypatch.setattr(gpt, "print_sample", lambda *_: None)
 
 
 def slow_but(values, *quick) -> list:
@@ -118,7 +112,7 @@ def shards(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     for name, size in (("train_0", 40_000), ("train_1", 400_000), ("val_0", 12_000)):
-        gpt.write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
+        write_shard(folder / f"{name}.bin", make_documents(rng, size), VOCAB, BOS)
     return folder
 
 

@@ -4,6 +4,7 @@ python tests/run_ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit sta
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as gpt  # noqa: E402
+from benchmarks import comm  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of child processes
 
@@ -66,6 +68,16 @@ def count_bytes(sent: dict[str, float], rt: gpt.Runtime, groups: set[str]) -> No
          given[0].nbytes * (sum(counts) - counts[rt.rank]) if len(given) else 0)
     for name in ("all_reduce", "broadcast"):  # a step calls no further collectives
         wrap(dist, name, lambda tensor, *_: tensor.nbytes * others)
+
+
+def check_ranks(optimizer: gpt.Optimizer) -> None:
+    """Raise AssertionError on every rank if a rank's parameters differ from rank 0's in any bit."""
+    optimizer.finish()
+    values = [bucket.values for bucket in optimizer.buckets if bucket not in optimizer.tables]
+    digests = [hashlib.sha256(value.flatten().view(torch.uint8).numpy()).digest() for value in values]
+    hashes = torch.tensor([[int.from_bytes(digest[:7]) for digest in digests]])
+    hashes = optimizer.rt.comm.gather_shards(hashes)  # (N, buckets)
+    assert (hashes == hashes[0]).all(), (hashes != hashes[0]).nonzero().tolist()
 
 
 def use_multipliers(model: torch.nn.Module) -> None:
@@ -157,26 +169,25 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
         data = gpt.TrainData(cfg, trainer.schedule)
         batches = gpt.Prefetcher(data.batches(rt, 0, steps), rt.device)
         counts = torch.zeros(rt.world_size, 3, dtype=torch.float64)  # bytes: counted, reported, of rows
-        rows_before = rt.comm.bytes["all_to_all"]
+        rows = 0
         for step in range(steps):
             sent.clear()
-            before = sum(rt.comm.bytes.values())
-            trainer.train_step(batches, trainer.schedule.at(step))
-            reported = sum(rt.comm.bytes.values()) - before
-            counts[rt.rank] += torch.tensor([sum(sent.values()), reported, sent["all_to_all_single"]])
+            with comm.count_bytes() as reported:
+                trainer.train_step(batches, trainer.schedule.at(step))
+            rows += reported["all_to_all"]
+            counts[rt.rank] += torch.tensor([sum(sent.values()), sum(reported.values()), sent["all_to_all_single"]])
             if step < steps - 2:  # the recorded last step must start with pending all-gathers
-                gpt.check_ranks(trainer.optimizer)
+                check_ranks(trainer.optimizer)
         batches.executor.shutdown(cancel_futures=True)
-        rows = rt.comm.bytes["all_to_all"] - rows_before
         rt.comm.all_reduce(counts)
-        gpt.check_ranks(trainer.optimizer)
+        check_ranks(trainer.optimizer)
         results[name] = dict(
             params=copy_parameters(trainer),
             sent=(counts[:, 0] / steps).tolist(),
             reported=(counts[:, 1] / steps).tolist(),
             rows=(counts[:, 2] / steps).tolist(),
             groups=sorted(groups),
-            minimum=(rows + gpt.count_minimum_bytes(trainer.optimizer, 0, steps)) / steps,
+            minimum=(rows + comm.count_minimum_bytes(trainer.optimizer, 0, steps)) / steps,
             buckets=[bucket.name for bucket in trainer.optimizer.updated],
             notes=notes,
         )
@@ -302,7 +313,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
     write = gpt.write_atomic
 
     def write_slowly(path, *more):
-        time.sleep(21 if path.suffix == ".pt" else 0)  # --comm_timeout is 20
+        time.sleep(21 if path.suffix == ".pt" else 0)  # the timeout of a step is 20
         write(path, *more)
 
     if mode == "slow disk":
@@ -315,7 +326,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
             if mode == "raise":
                 raise ValueError("one step too many")
             if mode == "memory":
-                torch.empty(2**55)
+                raise torch.OutOfMemoryError("full")
             if mode == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if mode == "freeze":

@@ -589,7 +589,7 @@ def test_threads_of_a_tool_free_their_core_as_in_training(tmp_path):
     """If other programs use the cores, threads that spin while they wait make a step many times slower."""
     code = "from records.common import require_packages\nwith require_packages(): import os\nprint(os.environ.get('GOMP_SPINCOUNT'))"
     found = []
-    for changes in ({}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}):
+    for changes in ({}, {"GOMP_SPINCOUNT": "7"}):
         env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | changes
         found.append(subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True).stdout.strip())
-    assert found == ["1000", "7", "None"]
+    assert found == ["1000", "7"]

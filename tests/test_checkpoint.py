@@ -23,6 +23,8 @@ import torch
 from conftest import ROOT, SCRIPT, at_most, before_call, data_args, gpt, run_script, slow_but
 from run_ranks import ENVIRONMENT, run_ranks
 
+from records import sample
+
 TINY = [
     "--preset=smoke",
     "--device=cpu",
@@ -298,16 +300,15 @@ def test_other_numbers_of_ranks_continue_a_run(shards, here, grid, bound):
         assert_same_bits(tensors_of(find_step(12)), whole)
 
 
-STOPS = {"by SIGTERM": ("term", 143), "by SIGINT": ("int", 130), "at its time limit": ("none", 124)}
+STOPS = {"by SIGTERM": ("term", 143), "by SIGINT": ("int", 130)}
 
 
 @pytest.mark.parametrize("cause", slow_but(STOPS, "by SIGTERM"))
 def test_all_ranks_stop_at_the_same_step(shards, here, cause):
-    """A signal to one of three ranks, or the time limit: one line and one checkpoint. One rank continues it to equal bits."""
+    """A signal to one of three ranks: one line and one checkpoint. One rank continues it to equal bits."""
     args = ["--num_iterations=12", "--tokens_per_step=3072", "--val_loss_every=4"]
     mode, status = STOPS[cause]
-    limit = ["--time_limit=0.01"] if mode == "none" else []  # over after the first step, agreed in the second
-    statuses, points, errors = fail(3, mode, shards, *args, *limit)
+    statuses, points, errors = fail(3, mode, shards, *args)
     assert statuses == [status] * 3 and points is None, errors[-2000:]
     (found,) = re.findall(
         r"^train_gpt.py: stopped (.*) after step (\d+) of 12: continue with: torchrun (.*)$", errors, re.M
@@ -315,7 +316,7 @@ def test_all_ranks_stop_at_the_same_step(shards, here, cause):
     (name,) = list_files()
     path = find_step(int(found[1]))
     assert found[0] == cause and found[2].endswith(f" --resume={path}")
-    assert path.name == name and int(found[1]) == (2 if mode == "none" else 3)
+    assert path.name == name and int(found[1]) == 3
     assert errors.count("\n") == 1
     resumed = run(shards, *args, f"--resume={path}", "--checkpoint_every=12")
     assert run(shards, *args, "--checkpoint_every=12", "--checkpoint_dir=alone") == resumed
@@ -502,14 +503,6 @@ def test_logs_may_lie_beside_checkpoints(shards, here):
     assert len(find_results()) == 1
 
 
-def test_the_time_limit_saves_and_stops(shards, here, capsys):
-    args = ["--num_iterations=40000", "--epochs=100", "--val_loss_every=0", "--time_limit=1"]
-    assert run(shards, *args, status=124) is None
-    errors = capsys.readouterr().err
-    step = int(re.search(r"stopped at its time limit after step (\d+) of 40000: continue with: ", errors)[1])
-    assert find_step(step).exists() and errors.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_killed_twenty_times(shards, here):
     """SIGKILL at 20 random moments, a checkpoint after every step. No life falls behind the one before it."""
@@ -551,7 +544,7 @@ def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
 def test_a_finished_run_is_not_repeated_and_other_options_begin_a_new_one(shards, here, capsys):
     args = ["--num_iterations=6", "--checkpoint_every=6"]
     run(shards, *args)
-    assert run(shards, *args, "--resume=auto", "--time_limit=1000") is None
+    assert run(shards, *args, "--resume=auto") is None
     assert "nothing to do" in capsys.readouterr().out
     for option, line in (("--head_lr=0.01", "head_lr was 0.008, here 0.01"), ("--guard=on", "guard was off, here on")):
         assert run(shards, *args, "--resume=auto", option)[-1][0] == 6
@@ -756,7 +749,7 @@ def test_a_console_that_takes_nothing(shards, here):
 @pytest.mark.slow
 def test_a_slow_disk_is_no_stall(shards, here):
     """Rank 0 needs longer for a checkpoint than a collective of a step may take. The others wait for it."""
-    args = ["--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=3", "--comm_timeout=20"]
+    args = ["--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=3"]
     statuses, points, errors = fail(3, "slow disk", shards, *args)
     assert statuses == [0, 0, 0] and points, errors[-2000:]
 
@@ -926,8 +919,6 @@ OPTIONS = {  # arguments: words of the message
     ("--checkpoint_every=-1",): "--checkpoint_every=-1 is too small: give at least 0",
     ("--checkpoint_every=often",): "--checkpoint_every=often is not a whole number",
     ("--checkpoint_every=5", "--checkpoint_dir=a_file"): "a_file cannot be written",
-    ("--time_limit=-1",): "--time_limit=-1.0 is too small",
-    ("--time_limit=soon",): "--time_limit=soon is not a number",
     ("--telemetry_every=1.5",): "--telemetry_every=1.5 is not a whole number",
     ("--guard=maybe",): "--guard=maybe is not one of on, off",
     ("--resume",): "argument --resume: expected one argument",
@@ -955,12 +946,6 @@ def refuse(shards, args, words: str, capsys, monkeypatch) -> None:
     assert [path for path in sorted(Path(".").rglob("*")) if path not in before and path.name != "logs"] == []
 
 
-def test_a_signal_during_the_sample_has_no_effect(shards, here, monkeypatch):
-    """The result is written before, so a loop over seeds sees status 0."""
-    monkeypatch.setattr(gpt, "print_sample", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert len(run(shards, "--num_iterations=2", "--val_loss_every=0")) == 1
-
-
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, monkeypatch, name):
     """Before anything is measured or built. Nothing in it is executed."""
@@ -977,7 +962,7 @@ def test_a_damaged_checkpoint_is_refused(shards, saved, here, capsys, monkeypatc
         assert f"the newest is {path.parent}, but another version of the script wrote it" in capsys.readouterr().out
     else:
         refuse(shards, ["--resume=auto"], words, capsys, monkeypatch)
-    assert gpt.main([f"--sample={path}"]) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert sample.main([str(path)]) == 2 and capsys.readouterr().err.count("\n") == 1
     assert not Path("boom").exists()
 
 

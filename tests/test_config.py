@@ -1,10 +1,8 @@
-"""Config, presets, command line: derived numbers, --print_schedule, and errors."""
+"""Config, presets, command line: derived numbers and errors."""
 
 import json
 import math
 import os
-import re
-import shutil
 import subprocess
 import sys
 
@@ -50,7 +48,7 @@ def test_layers_of_the_record():
     assert [s.skip_from for s in layers] == [*[None] * 6, 5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("name", gpt.PRESETS)
+@pytest.mark.parametrize("name", [*gpt.PRESETS, *sorted(path.stem for path in (ROOT / "records/presets").glob("*.json"))])
 def test_every_preset_resolves_and_survives_the_command_line(name):
     cfg = gpt.make_config({"preset": name})
     argv = [f"--{option}={gpt.show_value(value)}" for option, value in gpt.flatten_groups(vars(cfg)).items()]
@@ -98,10 +96,10 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
 @pytest.mark.parametrize(
     "args, value, remedy",
     [
-        (["--n_layers=3", "--zzzzzz=2", "--lr=1"], "--n_layers", "layers? --zzzzzz is not an option: see --help. --lr is not"),
+        (["--num_layer=3", "--zzzzzz=2"], "--num_layer ", "did you mean --num_layers? docs/from_nanogpt.md"),
         (["--num_iteration=5"], "--num_iteration ", "did you mean --num_iterations"),
         (["--embed-beta=0.9,0.9"], "--embed_beta ", "did you mean --embed_betas"),
-        (["stray"], "stray", "--preset=NAME"),
+        (["stray"], "stray", "is not an option"),
         (["--xyzzy=1"], "--xyzzy", "--help"),
         (["--num_iterations=many"], "many", "1670"),
         (["--num_iterations=0"], "0", "at least 1"),
@@ -118,102 +116,74 @@ LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
         (["--device=a\nb"], "--device=a", "cuda"),
         (["--matrix_rule=nuon"], "nuon", "normuon"),
         (["--num_layers=0", "--matrix_rule=muonh"], "--num_layers=0", "at least 1"),
-        (["--depth=-1"], "--depth=-1", "at least 0"),
-        (["--depth=65"], "--depth=65", "at most 64"),
-        (["--depth=4", "--tokens_per_param=nan"], "nan", "ordinary number"),
         (["--preset=laptpo"], "laptpo", "laptop"),
         (["--seed"], "--seed", "one argument"),
-        (["--head_dim=100"], "model_dim", "--model_dim=200"),
-        (["--seq_len=500"], "500", "384 and 512"),
-        (["--tokens_per_step=700"], "700", "512 and 1024"),
+        (["--head_dim=100"], "model_dim", "= 200"),
+        (["--seq_len=500"], "500", "multiple of 128"),
+        (["--tokens_per_step=700"], "700", "multiple of 512"),
         (["--val_tokens=1000"], "1000", "1024"),
-        (["--micro_batch_tokens=256"], "256", "--seq_len=256"),
-        (["--val_windows=64,128"], "64,128", "swap them"),
+        (["--micro_batch_tokens=256"], "256", "seq_len=512"),
+        (["--val_windows=64,128"], "64,128", "the long window first"),
         (["--val_windows=5"], "5", "1664,768"),
-        (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "128", "short <= long"),
+        (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "window_short=128", "wrong duration, lr_factor or window"),
         (['--stages=[{"duration":1}]'], "duration", "window_long"),
         (["--stages=[]"], "--stages", "at least one stage"),
         (['--stages=[{"duration":"a","window_long":128,"window_short":64}]'], "duration='a'", '[{"duration": 1'),
         (['--stages=[{"duration":1,"window_long":128.5,"window_short":64}]'], "long=128.5", '[{"duration": 1'),
         (['--stages=[{"duration":1,"window_long":128,"window_short":64.0}]'], "short=64.0", '[{"duration": 1'),
-        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0", "positive numbers"),
-        ([f'--stages=[{{{STAGE},"lr_factor":-1}}]'], "lr_factor=-1", "positive numbers"),
-        ([f'--stages=[{{{STAGE},"max_doc_len":1}}]'], "max_doc_len=1", "2 or more"),
-        ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700", "512 and 1024"),
+        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0", "wrong duration"),
+        ([f'--stages=[{{{STAGE},"lr_factor":-1}}]'], "lr_factor=-1", "wrong duration"),
+        ([f'--stages=[{{{STAGE},"max_doc_len":1}}]'], "max_doc_len=1", "at least 2"),
+        ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700", "multiple of 512"),
         (["--layers={}"], "a list is needed", 'give one like [{"'),
         (['--layers=[{"attention":5}]'], "attention=5", 'give one like [{"'),
-        (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "wide", "long, short or none"),
-        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "remove it"),
+        (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "attention=wide", "layer 0"),
+        (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0", "give 0 to -1"),
         (['--layers=[{"value_embed":5}]', "--num_layers=1"], "value_embed=5", "give 0 to 2"),
-        (["--layers=[{}]"], "1 layers", "--num_layers=1"),
-        (["--depth=4", "--num_layers=6"], "--num_layers=6 is not --depth=4", "one of them"),
-        (["--depth=4", "--tokens_per_param=20", "--num_iterations=9"], "--num_iterations=9 both", "one of them"),
-        (["--depth=4", "--tokens_per_param=1e308"], "--tokens_per_param=1e+308", "give at most 1000000"),
-        (["--preset=laptop", "--only_with=muon,smear"], "preset laptop has no smear", "leave it out"),
+        (["--layers=[{}]"], "1 layers", "--num_layers=4"),
         (["--seed=1e3"], "--seed=1e3 is not a whole number:", "give one like 0\n"),
         (["--grad_grid=x"], "--grad_grid=x is not a number:", "give one like 0.0\n"),
         (["--layers=[{"], "(Expecting property name", 'give one like [{"attention": "short", "mlp": true, '),
         (["--layers=" + "x" * 600], "x" * 100 + "... cannot be read (Expecting value", '"second_mlp": false}]\n'),
-        (["--prompt=def"], "--prompt has no effect without --sample", "with --sample"),
-        (["--top_k=0", "--print_config"], "--top_k has no effect without --sample", "leave it out"),
         (["--record=../x"], "../x", "lower-case"),
         (["--record=" + "x" * 150], "x" * 50, "at most 100"),
         (["--record=" + "x" * 300], "x" * 50, "at most 100"),
         (["--logs_dir=a\0b"], "a\0b cannot be written (embedded null byte)", "another folder with --logs_dir"),
         (["--resume=a\0b"], "a\0b cannot be read", "give --resume=auto, or the path of another one"),
         (["--attention_gate_dim=100"], "100", "at most 64"),
-        (["--segments=5"], "--segments=5 is more than the 4 layers", "give at most --segments=4"),
+        (["--segments=5"], "--segments=5", "give at most 4"),
         (["--fast=head"], "--fast=head: head is not a fast form", "give auto, off, or some of rms_norm,norm_rotate"),
         (["--fast=rms_norm,auto"], "auto is not a fast form", "give auto, off, or some of"),
         (["--fast=on"], "--fast=on: on is not a fast form", "give auto, off"),
-        (["--kernels=auto"], "--kernels is not an option", "its name is now --fast"),
-        (["--kernels", "off"], "--kernels is not an option", "its name is now --fast"),
-        (["--x0_shortcut=off"], "--x0_shortcut is not an option", "its name is now --x0_mix"),
-        (["--x0-shortcut=off"], "--x0_shortcut is not an option", "its name is now --x0_mix"),
-        (["--fp8_head_max=1"], "--fp8_head_max is not an option", "its name is now --fp8_head_amax"),
-        (["--row_start=anywhere"], "--row_start is not an option", "its name is now --sequence_start"),
-        (["--without=mantissas"], "mantissas is not a mechanism", "its name is now low_bits"),
-        (["--only_with=cooldown,mantissas"], "mantissas is not a mechanism", "its name is now low_bits"),
-        (["--without=document_rows"], "document_rows is not a mechanism", "its name is now document_start"),
-        (["--without=x0_shortcut"], "x0_shortcut is not a mechanism", "its name is now x0_mix"),
-        (['--layers=[{"gates_at":0}]', "--num_layers=1"], "gates_at", "gates_at is now gates_from"),
-        (['--layers=[{"gates_at":null}]', "--print_config"], "gates_at", "gates_at is now gates_from"),
-        (["--print_schedule", "--num_iterations=0"], "--num_iterations=0", "at least 1"),
-        (["--print_schedule", "--kernels=auto"], "--kernels is not an option", "its name is now --fast"),
-        (["--print_schedule=1"], "--print_schedule", "see --help"),
         (["--cooldown_frac=0.5", "--embed_betas=0.9"], "0.9", "0.8,0.95"),
         (["--embed_betas="], "--embed_betas", "two numbers"),
-        (["--telemetry_every=50"], "--telemetry_every=50 is more than", "give at most --telemetry_every=12"),
         (["--embed_betas=0.9"], "0.9 cannot be read (two numbers are needed)", "give one like 0.8,0.95"),
-        (["--qk_group_heads=3"], "--qk_group_heads=3 does not divide num_heads=2", "give --qk_group_heads=1 or 2, or 0"),
+        (["--qk_group_heads=3"], "--num_heads=2", "multiple of 3"),
         (['--stages=[{"duration":1,"window_long":64}]'], "cannot be read (window_short is missing)", "give one like"),
         ([f'--stages=[{{{STAGE},"prefix_weight":1}}]'], "prefix_weight=1 is not of type str", "give one like"),
-        (["--without=muon", "--only_with=cooldown"], "--without=muon has no effect", "leave it out"),
-        (["--bigram_rows=512"], "--bigram_rows is not an option", "its name is now --ngram_rows"),
         (["--matrix_rule=row_adam"], "row_adam", "normuon"),
         (["--ngram_rule=muon", "--ngram_rows=512"], "muon", "row_adam"),
-        (["--ngram_rows=2"], "--ngram_rows=2 is too small", "give 0, or thousands"),
-        (["--ngram_rows=5", "--ngram_order=3"], "--ngram_rows=5 is too small", "give 0, or thousands"),
-        (["--ngram_rows=513", "--ngram_order=3"], "odd with trigrams", "give 0, or thousands"),
+        (["--ngram_rows=2"], "--ngram_rows=2", "thousands"),
+        (["--ngram_rows=5", "--ngram_order=3"], "--ngram_rows=5", "thousands"),
+        (["--ngram_rows=513", "--ngram_order=3"], "--ngram_rows=513", "even number"),
         (["--ngram_order=4", "--ngram_rows=512"], "--ngram_order=4", "at most 3"),
-        (["--mudd_groups=7"], "--mudd_groups=7 does not divide model_dim=64", "give a divisor"),
+        (["--mudd_groups=7"], "--model_dim=64", "multiple of 7"),
         (["--mlp_ratio=0"], "--mlp_ratio=0", "at least 0.1"),
         (["--late_start=1.5"], "--late_start=1.5", "at most 1"),
         (["--averages=1"], "--averages=1", "off"),
         (["--embed_every=2", "--embed_late_every=3"], "--embed_late_every=3", "not a multiple of embed_every=2"),
-        ([f'--stages=[{{{STAGE},"num_classes":1}}]'], "num_classes=1", "give 2 or more"),
+        ([f'--stages=[{{{STAGE},"num_classes":1}}]'], "num_classes=1", "at least 2"),
         ([f'--stages=[{{{STAGE},"loss_weights":"1:0.5/0.2"}}]'], "loss_weights='1:0.5/0.2'", "give numbers or ramps"),
         ([f'--stages=[{{{STAGE},"loss_weights":"1:0.5:0"}}]'], "loss_weights='1:0.5:0'", "give numbers or ramps"),
         ([f'--stages=[{{{STAGE},"prefix_weight":"0.2/-1"}}]'], "prefix_weight='0.2/-1'", "give numbers or ramps"),
-        (['--layers=[{"second_mlp":true,"mlp":false}]', "--num_layers=1"], "second_mlp=true, but no MLP", "give mlp=true"),
+        (['--layers=[{"second_mlp":true,"mlp":false}]', "--num_layers=1"], "second_mlp=true", "but no MLP"),
         (['--layers=[{"v_dim":33}]', "--num_layers=1"], "v_dim=33", "give 1 to 32"),
         (['--layers=[{"v_dim":0}]', "--num_layers=1"], "v_dim=0", "give 1 to 32"),
-        (['--layers=[{}]', "--num_layers=1", "--short_qk_dim=6"], "--short_qk_dim=6", "4 and 8"),
-        (['--layers=[{"key_offset":true}]', "--num_layers=1", "--short_qk_dim=16"], "key_offset=true", "make the layer long"),
+        (['--layers=[{}]', "--num_layers=1", "--short_qk_dim=6"], "--short_qk_dim=6", "multiple of 4"),
+        (['--layers=[{"key_offset":true}]', "--num_layers=1", "--short_qk_dim=16"], "key_offset=true", "all channels rotate"),
         (['--layers=[{"attention":"none","mudd_out":"attn_in"}]', "--num_layers=1"], "mudd_out=attn_in", "among mlp_in, x_in"),
         (['--layers=[{"mlp":false,"mudd_out":"mlp_in"}]', "--num_layers=1"], "mudd_out=mlp_in", "among attn_in, x_in"),
         (['--layers=[{"mudd_in":"attn_in"}]', "--num_layers=1"], "mudd_in=attn_in", "choose among"),
-        (["config/train_gpt2.py"], "config/train_gpt2.py is not an option", "give --preset=NAME"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
@@ -239,14 +209,7 @@ def test_the_number_of_layers_that_a_preset_has_may_be_said():
     [
         (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 is set in the environment, RANK is not: start with torchrun"),
         (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 is set in the environment, MASTER_ADDR is not"),
-        (dict(WORLD_SIZE="2", RANK="5"), "RANK=5 in the environment is not below WORLD_SIZE=2"),
-        (dict(RANK="1"), "RANK=1 in the environment is not below WORLD_SIZE=1"),
-        (dict(WORLD_SIZE="0"), "WORLD_SIZE=0 in the environment is not a whole number of at least 1"),
-        (dict(LOCAL_RANK="3"), "LOCAL_RANK=3 in the environment is not below LOCAL_WORLD_SIZE=1"),
-        (dict(LOCAL_RANK="x"), "LOCAL_RANK=x in the environment is not a whole number"),
         (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 cannot reach"),
-        (dict(LOCAL_RANK="-1"), "LOCAL_RANK=-1 in the environment is not a whole number of at least 0"),
-        (dict(WORLD_SIZE="two"), "WORLD_SIZE=two in the environment is not a whole number"),
         (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 cannot reach the other ranks"),
     ],
     ids=str,
@@ -262,7 +225,7 @@ def test_an_environment_that_no_launcher_leaves(environment, words, shards, caps
 
 
 @pytest.mark.parametrize("reader", ["head -1", "true"])
-@pytest.mark.parametrize("argument", slow_but(["--list_presets", "--print_config", "--print_schedule", "--help"], "--help"))
+@pytest.mark.parametrize("argument", slow_but(["--list_presets", "--print_config", "--help"], "--help"))
 def test_a_reader_that_has_read_enough(argument, reader, tmp_path):
     """No traceback, and status 0 or the status of a broken pipe."""
     words = f"{sys.executable} {SCRIPT} {argument} | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}"
@@ -277,18 +240,10 @@ def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatc
     def fail(*_):
         raise OSError(28, "No space left on device", "somewhere/file.bin")
 
-    monkeypatch.setattr(gpt, "make_corpus", fail)
+    monkeypatch.setattr(gpt, "TrainData", fail)
     assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "error: somewhere/file.bin: No space left on device: check the path" in err
-
-
-def test_a_console_that_lacks_letters(shards, tmp_path):
-    """The sample of a run may have letters that the console's encoding lacks. They are shown as '?'."""
-    code = ("import sys; sys.path.insert(0, {!r}); import train_gpt as gpt; gpt.open_standard_streams(); "
-            "gpt.print0('a\u4e2db', gpt.Runtime())").format(str(SCRIPT.parent))  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
-    assert (done.returncode, done.stdout.strip()) == (0, b"a?b"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -297,7 +252,6 @@ def test_a_console_that_lacks_letters(shards, tmp_path):
         (["--record=x"], "records_dir"),
         ([], "logs_dir"),
         (["--checkpoint_every=1"], "checkpoint_dir"),
-        (["--time_limit=100"], "checkpoint_dir"),
     ],
     ids=str,
 )
@@ -357,26 +311,19 @@ def test_help_names_every_field(capsys):
     assert all(f"--{name}_lr FLOAT" in text for name in gpt.TRACK_1_GROUPS)
     assert gpt.main(["--list_presets"]) == 0
     presets, mechanisms = capsys.readouterr().out.split("\n\n")
-    assert [line.split()[0] for line in presets.splitlines()] == list(gpt.PRESETS)
+    assert [line.split()[0] for line in presets.splitlines()] == [*gpt.PRESETS, "also"]
     assert all(name in mechanisms for name in gpt.MECHANISMS)
 
 
-@pytest.mark.parametrize("world_size, near", [(3, "1536 and 3072"), (8, "4096")])
-def test_ranks_that_cannot_share_the_sequences(world_size, near):
-    cfg = gpt.make_config({"preset": "smoke"})  # 4 sequences of 512
-    for refuse in (gpt.check_world_size, gpt.derived_numbers):
-        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=2048 .* the nearest (is|are) {near}"):
-            refuse(cfg, world_size)
-
-
-def test_ranks_that_cannot_share_the_sequences_of_an_early_stage():
+def test_ranks_that_cannot_share_the_sequences():
     """Every stage is checked, and the error has the numbers of that stage."""
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512), gpt.Stage(1, 64, 64))
-    cfg = gpt.make_config({"preset": "smoke", "stages": stages})
+    for cfg, tokens, sequences in ((gpt.make_config({"preset": "smoke"}), 2048, 4),
+                                   (gpt.make_config({"preset": "smoke", "stages": stages}), 512, 1)):
+        for refuse in (gpt.check_world_size, gpt.derived_numbers):
+            with pytest.raises(gpt.InputError, match=f"--tokens_per_step={tokens} is {sequences} packed .* 3 ranks cannot"):
+                refuse(cfg, 3)
     assert gpt.check_world_size(cfg, 1) == (2, 2)  # of the last stage
-    for world_size, words in ((2, "keep it and give --seq_len=256"), (4, "keep it and give --seq_len=128")):
-        with pytest.raises(gpt.InputError, match=f"--tokens_per_step=512 is 1 packed .* {world_size} ranks cannot .*{words}"):
-            gpt.check_world_size(cfg, world_size)
 
 
 @pytest.mark.parametrize(
@@ -389,98 +336,9 @@ def test_sequences_are_split_evenly(world_size, micro, expected):
     assert gpt.check_world_size(cfg, world_size) == expected
 
 
-def read_schedule(text: str) -> dict[int, dict[str, str]]:
-    """The table of --print_schedule: by step, each column by its name."""
-    table = {}
-    for line in text.splitlines():
-        words = line.split()
-        if words and words[0] == "step":
-            names = words
-        elif words and words[0].isdigit():
-            assert len(words) == len(names), line
-            table[int(words[0])] = dict(zip(names, words))
-    return table
-
-
-@pytest.mark.parametrize("preset", ["track_1", "frontier", "smoke", "smoke_frontier", "laptop", "track_2"])
-def test_print_schedule_shows_both_ends_of_each_stage(preset, capsys, tmp_path, monkeypatch):
-    """A learning rate for each group, or - if the group is not updated in that step."""
-    monkeypatch.chdir(tmp_path)  # without data
-    assert gpt.main([f"--preset={preset}", "--print_schedule"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and not list(tmp_path.iterdir())
-    cfg, table = gpt.make_config({"preset": preset}), read_schedule(out)
-    schedule = gpt.Schedule(cfg)
-    ranges = schedule.stage_ranges()
-    assert list(table) == [step for _, start, end in ranges for step in (start, end - 1)]
-    for number, (stage, start, end) in enumerate(ranges, 1):
-        for step in (start, end - 1):
-            row, state = table[step], schedule.at(step)
-            assert row["stage"] == str(number)
-            assert row["windows"] == f"{stage.window_long}/{stage.window_short}"
-            assert row["tokens"] == str(stage.tokens_per_step)
-            assert float(row["momentum"]) == pytest.approx(state.momentum, abs=1e-4)
-            for name, group in cfg.groups.items():
-                is_late = group.late_every and step >= cfg.late_start * (cfg.num_iterations - cfg.extension_steps)
-                if (step + 1) % (group.late_every if is_late else group.every):
-                    assert row[name] == "-"
-                else:
-                    assert float(row[name]) == pytest.approx(state.lr[name], rel=1e-5)
-
-
-def test_print_schedule_of_frontier_at_known_steps(capsys):
-    assert gpt.main(["--preset=frontier", "--print_schedule"]) == 0
-    out = capsys.readouterr().out
-    table = read_schedule(out)
-    assert list(table) == [0, 319, 320, 680, 681, 964, 965, 1106, 1107, 1173, 1174, 1193]
-    assert [table[step]["tokens"] for step in (0, 320, 681, 1107, 1174)] == ["131072", "262144", "393216", "327680", "131072"]
-    assert [table[step]["stage"] for step in (964, 965)] == ["3", "4"]
-    assert [table[step]["windows"] for step in (1107, 1174)] == ["1408/640", "1664/768"]
-    peaks = {319: 1.0, 320: 1.52, 681: 1.73, 1107: 1.73 * (20 / 24) ** 0.5, 1193: 1.0}  # from step 234 to 1174 towards 0.3
-    factors = {step: peak + (0.3 - peak) * min(1, (step - 234) / 940) for step, peak in peaks.items()}
-    assert table[0]["matrix"] == "0.023"
-    for step, factor in factors.items():
-        assert float(table[step]["matrix"]) == pytest.approx(0.023 * factor, rel=1e-5)
-        is_due, is_late = step % 2 == 1, step >= 336
-        assert table[step]["head"] == (f"{0.008 * factor:.6g}" if is_due else "-")
-        for name in ("value_embed", "ngram"):  # later each fourth step
-            assert table[step][name] == (f"{0.56 * factor:.6g}" if step % 4 == 3 or is_due and not is_late else "-")
-    momentum = {0: "0.8500", 319: "0.9300", 1173: "0.8836", 1193: "0.8516"}  # 0.93 - 0.08 * 29 / 50, 0.93 - 0.08 * 49 / 50
-    assert {step: table[step]["momentum"] for step in momentum} == momentum
-    assert "head also trains the embedding while it is tied" in out
-
-
-def test_print_schedule_obeys_options_and_needs_no_device(tmp_path):
-    """Also with --device=cuda, which need not be there. A stage of one step has one line."""
-    done = run_script(["--device=cuda", "--preset=smoke", "--num_iterations=3", "--head_lr=0.5", "--print_schedule"], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and not list(tmp_path.iterdir())
-    table = read_schedule(done.stdout)
-    assert list(table) == [0, 1, 2]  # ceil(4 / 3) = 2, ceil(8 / 3) = 3
-    assert table[0]["head"] == "0.5"
-
-
-@pytest.mark.parametrize("name", gpt.FOREIGN_OPTIONS)
-def test_names_of_other_trainers_are_translated(name, capsys):
-    """Each ends with status 2 and the option here, which exists, or the reason why there is none."""
-    assert gpt.main([f"--{name}=1"]) == 2
-    errors = capsys.readouterr().err
-    here, is_none = gpt.FOREIGN_OPTIONS[name], gpt.FOREIGN_OPTIONS[name].startswith("none: ")
-    reason = f"here it is {here}" if not is_none else here.replace("none: ", "there is none here, because ")
-    assert errors == f"train_gpt.py: error: --{name} is not an option: {reason}\n"
-    named = re.findall(r"--(\w+)", here)
-    assert set(named) <= gpt.OPTIONS.keys() and bool(named) != is_none
-    assert name not in gpt.OPTIONS
-
-
-def test_the_table_of_names_is_on_a_page():
-    page = (ROOT / "docs" / "options.md").read_text()
-    rows = re.findall(r"^\| `--(\w+)` \| (.*) \|$", page, re.M)
-    assert {name: text.replace("`", "") for name, text in rows} == gpt.FOREIGN_OPTIONS
-
-
 def test_errors_list_the_names(capsys):
     assert gpt.main(["--preset=nosuch"]) == 2
-    assert capsys.readouterr().err.endswith(f"Presets: {', '.join(gpt.PRESETS)}\n")
+    assert capsys.readouterr().err.endswith(f"Presets: {', '.join(gpt.PRESETS)}, and records/presets/*.json\n")
     assert gpt.main(["--without=nosuch"]) == 2
     assert capsys.readouterr().err.endswith(f"Mechanisms: {', '.join(gpt.MECHANISMS)}\n")
 
@@ -496,56 +354,3 @@ def test_spaces_and_files_in_options(tmp_path, capsys):
     path.write_text('[{"durations": 1}]')
     assert gpt.main([f"--stages={path}"]) == 2
     assert "(durations is not one of duration, window_long, window_short, " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("wish, remedy", [
-    (["--preset=smoke", "--seq_len=2048"], "--micro_batch_tokens=2048"),
-    (["--preset=smoke", "--model_dim=128"], "--num_heads=4"),
-    (["--preset=frontier", "--num_iterations=10"], "--extension_steps=0"),
-])  # fmt: skip
-def test_remedies_keep_the_wish(wish, remedy, capsys):
-    assert gpt.main([*wish, "--print_config"]) == 2
-    assert remedy in capsys.readouterr().err
-    more = ["--tokens_per_step=2048"] if "--seq_len=2048" in wish else []
-    assert gpt.main([*wish, remedy, *more, "--print_config"]) == 0
-
-
-def test_a_missing_package_is_named(tmp_path):
-    """One line that names ./run.sh and requirements.txt. A tool that imports the script gets the error itself."""
-    shutil.copy(SCRIPT, tmp_path)
-    (tmp_path / "tqdm.py").write_text("raise ModuleNotFoundError('No module named tqdm', name='tqdm')")
-    done = subprocess.run([sys.executable, "train_gpt.py", "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == ("train_gpt.py: error: tqdm is not installed: start with ./run.sh, or first run pip install -r "
-                           "requirements.txt\n")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", "import train_gpt"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and "ModuleNotFoundError" in done.stderr
-
-
-@pytest.mark.parametrize("preset", [name for name in gpt.PRESETS if not name.startswith("d")])
-def test_presets_take_another_number_of_layers(preset):
-    """The rows at both ends stay, with their references. Every number from one on makes a config that fits."""
-    rows = gpt.make_config({"preset": preset}).layers
-    for num_layers in range(1, len(rows) + 5):
-        layers = gpt.make_config({"preset": preset, "num_layers": num_layers}).layers
-        assert len(layers) == num_layers and (num_layers != len(rows) or layers == rows)
-        if preset in ("track_1", "laptop_32", "smoke", "muonh"):  # their pattern is a function of the number
-            continue
-        half = min(num_layers, len(rows)) // 2
-        assert layers[:half] == rows[:half]
-        kept = [spec.attention for spec in layers[num_layers - half :]]
-        assert kept == [spec.attention for spec in rows[len(rows) - half :]]
-    if preset == "laptop":
-        layers = gpt.make_config({"preset": preset, "num_layers": 6}).layers
-        assert [spec.skip_from for spec in layers] == [None, None, None, None, 1, 0]
-    if preset == "frontier":  # a reader of the removed row 4 reads the row that takes its place
-        assert gpt.make_config({"preset": preset, "num_layers": 8}).layers[5].gates_from == 4
-        assert gpt.make_config({"preset": preset, "num_layers": 12}).layers[11].mudd_out == (
-            "x_in,h8,h10,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in")
-
-
-@pytest.mark.parametrize("preset, num_layers", [("smoke_frontier", 7), ("smoke_frontier", 2)])
-def test_a_resized_model_trains(preset, num_layers, shards, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = [f"--preset={preset}", "--device=cpu", f"--num_layers={num_layers}", "--num_iterations=4", "--val_loss_every=0"]
-    assert gpt.main([*words, *data_args(shards)]) == 0

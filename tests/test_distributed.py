@@ -36,7 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ADAM_GROUPS = ("embed", "value_embed", "head", "scalar")  # of preset smoke
 CASES = {
     "exact": {f"{group}_every": 2 for group in ADAM_GROUPS},
-    "tied": dict(tie_head="on", matrix_every=2),
+    "tied": dict(tie_head="on", embed_std=0.02, head_lr=0.0036, matrix_every=2),
     "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
     "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
 }
@@ -63,7 +63,9 @@ def equality(shards, tmp_path_factory, request):
     cases = {"laptop": dict(rows, preset="laptop_32", dtype="float32", micro_batch_tokens=3072, num_iterations=4)}
     for rule, case in RULES_AND_CASES if "slow" in request.config.option.markexpr else FEW:
         decay = 0.0 if gpt.RULES[rule].keeps_norm else 0.1
-        cases[f"{rule} {case}"] = {**common, "matrix_rule": rule, "matrix_weight_decay": decay, **CASES[case]}
+        lr = dict(muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.0018).get(rule, 0.05)
+        options = dict(matrix_rule=rule, matrix_lr=lr, matrix_weight_decay=decay)
+        cases[f"{rule} {case}"] = {**common, **options, **CASES[case]}
     folder = tmp_path_factory.mktemp("equality")
 
     class Results(dict):
@@ -248,14 +250,11 @@ def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
         folder = tmp_path / str(nproc)
         folder.mkdir()
         result = smoke_run(
-            shards, folder, "--seed=3", "--micro_batch_tokens=512", "--check_ranks_every=5", nproc=nproc
+            shards, folder, "--seed=3", "--micro_batch_tokens=512", nproc=nproc
         )
         losses[nproc] = [loss for _, loss, _ in result["val_points"]]
         assert len(list((folder / "logs").iterdir())) == 3  # one log, one json, the script
         assert result["config"]["derived"]["ranks"] == nproc and result["stdout"].count("val_loss") == 3
-        assert ("sent per step" in result["stdout"]) == (nproc > 1)
-        most = 1.16 if nproc == 4 else 1.01  # the 6 MLP matrices are padded to 8
-        assert result["bytes_per_step"] <= most * result["minimum_bytes_per_step"]
     assert losses[2] == losses[1] and losses[4] == losses[1]
     assert losses[1][-1] < losses[1][0] - 1
 
@@ -399,7 +398,7 @@ def check_lines(how: str, rank: int, num_ranks: int, errors: str) -> None:
 
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
-    """The ranks are forks without a launcher. A frozen rank is detected after --comm_timeout."""
+    """The ranks are forks without a launcher. A frozen rank is detected after 20 s."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
     assert [status for status, _ in ends] == [FAILURES[how, rank] if i == rank else 1 for i in range(3)], errors
     check_lines(how, rank, 3, errors)
@@ -421,15 +420,6 @@ def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
     check_lines(how, rank, 2, done.stderr)
 
 
-@pytest.mark.slow
-def test_ranks_that_differ_are_found(shards, tmp_path):
-    """One rank changes a parameter by 1e-6."""
-    args = failing_args(shards, check_ranks_every=1)
-    ends, _, errors = run_ranks("fail", 3, "differ", 2, *args, cwd=tmp_path)
-    assert [status for status, _ in ends] == [1, 1, 1]
-    assert errors.count("after step 2 rank 2 and rank 0 differ in the values of ") == 1
-
-
 def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
     """The rank without a GPU ends with a line. Rank 0 would otherwise wait for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -441,25 +431,10 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
     assert "error: local rank 1 has no GPU: start at most 1 processes" in capsys.readouterr().err
 
 
-def test_ranks_that_cannot_share_a_step_are_told_what_fits(shards, tmp_path):
+def test_ranks_that_cannot_share_a_step_end_with_one_line(shards, tmp_path):
     done = run_script(["--preset=smoke", "--tokens_per_step=512", *data_args(shards)], tmp_path, nproc=2)
     assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1
-    assert (
-        "1 packed sequences of seq_len=512, which 2 ranks cannot share: the nearest is 1024, or keep it and "
-        "give --seq_len=256" in done.stderr
-    )
-    cfg = gpt.make_config({"preset": "track_1"})
-    with pytest.raises(
-        gpt.InputError, match="the nearest are 294912 and 442368, or keep it .* --seq_len=32768"
-    ):
-        gpt.check_world_size(cfg, 3)
-    with pytest.raises(gpt.InputError, match="the nearest is 786432, or keep it .* --seq_len=24576"):
-        gpt.check_world_size(cfg, 16)
-    with pytest.raises(gpt.InputError, match="the nearest are 344064 and 688128$"):
-        gpt.check_world_size(cfg, 7)  # 393216 = 2^17 * 3
-    stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 64, 64, tokens_per_step=49152 * 3))
-    with pytest.raises(gpt.InputError, match="tokens_per_step=147456 is 3 packed sequences"):
-        gpt.check_world_size(gpt.make_config({"preset": "track_1", "stages": stages}), 2)
+    assert "1 packed sequences of seq_len=512, which 2 ranks cannot share\n" in done.stderr
 
 
 def test_the_timeout_is_set_for_both_groups_of_a_step():

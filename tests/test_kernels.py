@@ -343,20 +343,6 @@ def test_kernels_on_the_command_line(shards, tmp_path):
     assert "fast forms: qkv_kernel, cross_entropy, relu2_mlp, symmetric_matmul, sparse_embedding, sum_rows\n" in result["stdout"]
 
 
-def test_a_compiler_that_is_to_search_must_compile():
-    with pytest.raises(gpt.InputError, match="--compile_mode=coordinate-descent has no effect, because nothing is compiled"):
-        gpt.choose_compile(smoke_config(compile_mode="coordinate-descent"), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "coordinate-descent"])
-def test_how_the_compiler_is_called(mode, monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: calls.append(options) or fn)
-    make_runtime(use_compile=True, compile_mode=mode).compile(len)
-    expected = dict(options=dict(coordinate_descent_tuning=True)) if mode == "coordinate-descent" else dict(mode=mode)
-    assert calls == [dict(dynamic=False, **expected)]
-
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("shape", [(128, 64, 128), (384, 128, 256)])
 def test_the_mlp_of_the_kernel_and_its_gradient(shape):

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from conftest import (
     slow_but,
     smoke_config,
     smoke_run,
+    write_shard,
 )
 
 
@@ -137,18 +137,6 @@ def test_steps_are_in_the_log_and_the_final_validation_alone_on_the_console(shar
     assert [int(m[1]) for m in VAL_LINE.finditer(run["stdout"])] == [12]
 
 
-@pytest.mark.parametrize("closed", slow_but(["2>&-", ">&-", "<&- >&- 2>&-"], "<&- >&- 2>&-"))
-def test_a_closed_console(closed, shards, tmp_path):
-    """As cron and service managers start programs. What is opened next would get the number of a closed one."""
-    words = [sys.executable, str(SCRIPT), "--preset=smoke", "--device=cpu", "--num_iterations=2", *data_args(shards)]
-    done = subprocess.run(f"{shlex.join(words)} {closed}", shell=True, cwd=tmp_path, capture_output=True, timeout=3000)
-    assert done.returncode == 0 and done.stderr == b""
-    (result,) = (tmp_path / "logs").glob("*.json")
-    assert json.loads(result.read_text())["val_points"][-1][0] == 2
-    assert result.with_suffix(".txt").read_text().startswith("{")
-    assert bool(done.stdout) == (closed == "2>&-")
-
-
 # ---- records --------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +194,7 @@ def test_a_record_is_of_one_config_and_machine(shards, tmp_path, monkeypatch, ca
         patch.setattr(torch, "get_num_threads", lambda: 64)
         record(shards, "--dtype=auto", "--seed=1", status=2)
         assert "threads was 1, here 64" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
-    record(shards, "--dtype=auto", "--seed=1", "--time_limit=1000", "--logs_dir=elsewhere")
+    record(shards, "--dtype=auto", "--seed=1", "--logs_dir=elsewhere")
     assert "dtype and fast forms are those of the first start" in capsys.readouterr().out
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("records/*/*/*.json")]
     assert sorted((run["seed"], run["choices"]["dtype"]) for run in runs) == [(0, "bfloat16"), (1, "bfloat16")]
@@ -429,14 +417,6 @@ def test_trying_a_folder_leaves_nothing(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
-def test_a_corpus_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "data").write_text("a file, not a folder")
-    done = run_script(["--preset=smoke"], tmp_path)
-    assert done.returncode == 2 and "data/torch_source cannot be written" in done.stderr
-    assert done.stderr.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
-
-
 def test_missing_data_leaves_nothing_behind(tmp_path):
     done = run_script(["--preset=smoke", "--train_files=nowhere/*.bin"], tmp_path)
     assert done.returncode == 2 and "nowhere/*.bin" in done.stderr and done.stderr.count("\n") == 1
@@ -451,7 +431,7 @@ def test_out_of_memory_names_the_knob(shards, tmp_path, monkeypatch):
         gpt.RunLog(cfg, make_runtime(), gpt.describe_run(cfg, make_runtime(), [])),
         gpt.explain_memory(cfg),
     ):
-        torch.empty(2**60)  # more than any machine has: the allocator's own error
+        raise torch.OutOfMemoryError("full")
     assert not list((tmp_path / "logs").iterdir())
     with pytest.raises(RuntimeError, match="shape"), gpt.explain_memory(cfg):
         torch.zeros(2) @ torch.zeros(3, 3)  # other errors pass
@@ -473,7 +453,7 @@ def test_memory_that_runs_out_while_training_costs_no_log(shards, tmp_path, monk
 
     def train_step(self, *args):
         if self.log.progress.step == 4:
-            torch.empty(2**60)
+            raise torch.OutOfMemoryError("full")
         return real(self, *args)
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
@@ -604,28 +584,14 @@ def test_losses_are_read_late_on_a_gpu(device, batch):
     assert history.points == [[step, float(step)] for step in range(1, 26)]
 
 
-@pytest.mark.parametrize(
-    "variables, expected",
-    slow_but([({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")], ({}, "1000")),
-)
-def test_waiting_threads_release_their_core_soon(variables, expected):
-    """Whatever else runs at the start: other processes may come later. The environment overrules it."""
-    code = "import atexit, os, runpy, sys; atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'))); "
-    code += "sys.argv[1:] = ['--list_presets']; runpy.run_path(sys.argv[0], run_name='__main__')"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.argv = [{str(SCRIPT)!r}]; {code}"],
-                          capture_output=True, text=True, env={**env, **variables})  # fmt: skip
-    assert done.stdout.splitlines()[-1] == expected, done.stderr
-
-
 @pytest.mark.parametrize("hard, status", slow_but([(None, 0), (50, 2)], (None, 0)))
 def test_more_shards_than_open_files(hard, status, tmp_path):
     """The limit is raised to the hard limit. If that is too low, the line names the limit."""
     tokens = np.full(600, 97, np.uint16)
     tokens[0] = BOS
     for number in range(80):
-        gpt.write_shard(tmp_path / f"train_{number:03}.bin", tokens, VOCAB, BOS)
-    gpt.write_shard(tmp_path / "val_0.bin", np.tile(tokens, 10), VOCAB, BOS)
+        write_shard(tmp_path / f"train_{number:03}.bin", tokens, VOCAB, BOS)
+    write_shard(tmp_path / "val_0.bin", np.tile(tokens, 10), VOCAB, BOS)
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -642,7 +608,7 @@ def test_shards_of_another_bos_are_refused(tmp_path):
     for name, bos in (("train_0", BOS), ("train_1", 97), ("val_0", 97)):
         tokens = np.full(30_000, 98, np.uint16)
         tokens[::100] = bos
-        gpt.write_shard(tmp_path / f"{name}.bin", tokens, VOCAB, bos)
+        write_shard(tmp_path / f"{name}.bin", tokens, VOCAB, bos)
     cfg = smoke_config(tmp_path)
     with pytest.raises(gpt.InputError, match="train_1.bin has BOS token 97, the other shards have 256"):
         gpt.TrainData(cfg, gpt.Schedule(dataclasses.replace(cfg, num_iterations=20)))
@@ -665,18 +631,3 @@ def test_a_folder_means_its_shards(shards, tmp_path, monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "notes.txt is not a token shard" in errors and "convert text with python data/text.py PATH --out FOLDER" in errors
     assert "delete" not in errors
-
-
-@pytest.mark.parametrize("preset", ["smoke", "laptop"])
-def test_a_tied_head_brings_its_constants(preset):
-    """Without them the first loss is 10 to 13 nats, because the embedding has the size for an untied head."""
-    cfg = gpt.make_config({"preset": preset, "tie_head": "on"})
-    assert (cfg.embed_std, cfg.groups["head"].lr) == (0.02, 0.0036)
-    assert gpt.make_config({"preset": preset, "tie_head": "on", "head_lr": 0.01}).groups["head"].lr == 0.01
-    torch.manual_seed(0)
-    model = gpt.GPT(gpt.dataclasses.replace(cfg, fast="off"))
-    tokens = torch.randint(0, 256, (256,), dtype=torch.int32)
-    inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 256, 256, make_runtime(), cfg)
-    with torch.no_grad():
-        loss = model(tokens, tokens.long().roll(-1), torch.zeros_like(tokens), inputs, torch.ones(1)) / 256
-    assert abs(loss.item() - math.log(cfg.padded_vocab_size)) < 0.3

@@ -1,4 +1,4 @@
-"""Options --without and --only_with: exactly one mechanism is gone, and training continues."""
+"""Option --without: exactly one mechanism is gone, and training continues."""
 
 import dataclasses
 import math
@@ -111,8 +111,6 @@ def test_without_a_mechanism_it_is_gone_and_training_goes_on(mechanism, shards):
 def test_only_a_mechanism_that_is_there_can_be_taken_away(capsys):
     assert gpt.main(["--preset=quick", "--without=xsa", "--print_config"]) == 2
     assert capsys.readouterr().err.endswith("--without=xsa: preset quick has no xsa: leave it out\n")
-    only = gpt.make_config(dict(preset="frontier", only_with="qk_norm"))  # no Muon, and no NorMuon instead
-    assert only.groups["matrix"].rule == "adamw"
     assert gpt.make_config(dict(preset="muonh", without="variance")).groups["matrix"].rule == "muonh"
 
 
@@ -131,31 +129,12 @@ def test_mechanisms_reach_layers_that_a_preset_spells_out():
     assert {(s.value_embed, s.skip_from, s.attention) for s in cfg.layers} == {(None, None, "long")}
 
 
-def test_only_with_leaves_the_named_ones():
-    """All other mechanisms are off, also in the newest recipe, whose mechanisms depend on one another."""
-    cfg = gpt.make_config({"preset": "track_1", "only_with": "muon,qk_norm"})
-    assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr, cfg.qk_norm) == ("muon", 0.05, "on")
-    off = dict(momentum_warmup_steps=0, cooldown_frac=0.0, tie_head="on", untie_frac=1.0, zero_init="off", softcap=0.0,
-               yarn_max_window=0, attention_gate_dim=0, num_value_embeds=0, x0_mix="off", document_mask="off",
-               sequence_start="anywhere", fp8_head="off")  # fmt: skip
-    assert {name: getattr(cfg, name) for name in off} == off
-    assert set(cfg.layers) == {gpt.LayerSpec("long")} and {stage.window_long for stage in cfg.stages} == {1408}
-    newest = gpt.make_config({"preset": "frontier", "only_with": "muon,qk_norm"})
-    assert newest.groups["matrix"].rule == "muon"
-    assert (newest.softcap, newest.tie_head, newest.untie_frac) == (0.0, "on", 1.0)
-    assert (newest.averages, newest.late_start, newest.slow_momentum_start) == ("off", 1.0, 1.0)
-    assert (newest.short_qk_dim, newest.mudd_groups, newest.max_attention_len) == (0, 1, 0)
-    assert (newest.x0_mix, newest.ngram_rows) == ("off", 0)  # so x0 and ngram of a layer have no effect
-    assert {dataclasses.replace(spec, x0=True, ngram=True) for spec in newest.layers} == {gpt.LayerSpec("long")}
-    assert {stage.num_classes for stage in newest.stages} == {None}
+def test_explicit_options_win():
     assert gpt.make_config({"preset": "track_1", "without": "softcap", "softcap": 30.0}).softcap == 30
+    cfg = gpt.make_config({"preset": "track_1", "without": "muon", "matrix_rule": "normuon"})
+    assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr) == ("normuon", 0.05)
 
 
-@pytest.mark.parametrize("field", ["without", "only_with"])
-def test_a_mechanism_that_is_none(field, capsys):
-    assert gpt.main(["--preset=smoke", f"--{field}=qknorm"]) == 2
+def test_a_mechanism_that_is_none(capsys):
+    assert gpt.main(["--preset=smoke", "--without=qknorm"]) == 2
     assert "did you mean qk_norm" in capsys.readouterr().err
-    for old, new in (("x0_shortcut", "x0_mix"), ("mantissas", "low_bits"), ("document_rows", "document_start")):
-        assert gpt.main(["--preset=frontier", f"--{field}={old}"]) == 2
-        errors = capsys.readouterr().err
-        assert f"{old} is not a mechanism: its name is now {new}. " in errors and errors.count("\n") == 1

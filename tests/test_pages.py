@@ -68,7 +68,7 @@ def test_pages_named_in_a_script(script):
 
 
 def test_pages_named_in_scripts_are_found():
-    assert "docs/options.md" in list_script_links((ROOT / "train_gpt.py").read_text())
+    assert "docs/from_nanogpt.md" in list_script_links((ROOT / "train_gpt.py").read_text())
     text = "# see RESULTS.md#what-differs, docs/a.md. {folder}/x.md OUT.md"
     assert list_script_links(text) == ["RESULTS.md#what-differs", "docs/a.md"]
 

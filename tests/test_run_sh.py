@@ -29,9 +29,12 @@ def calls_of(tmp_path):
     python.chmod(0o755)
     (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
+    (tmp_path / "data/torch_source").mkdir(parents=True)
+    corpus = tmp_path / "data/torch_source/corpus.json"
 
-    def run(*args, nproc="4", cwd=tmp_path):
+    def run(*args, nproc="4", cwd=tmp_path, has_corpus=True):
         notes.write_text("")
+        corpus.touch() if has_corpus else corpus.unlink(missing_ok=True)
         done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), *args], capture_output=True, text=True,
                               env={"PATH": str(tmp_path), "NPROC": nproc}, cwd=cwd)
         assert (done.returncode, done.stdout) == (0, "")
@@ -42,8 +45,7 @@ def calls_of(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help", "--list_presets", "--list-presets", "--print_config", "--print-config",
-                                  "--print_schedule", "--print-schedule"])
+@pytest.mark.parametrize("flag", ["-h", "--help", "--list_presets", "--list-presets", "--print_config", "--print-config"])
 def test_one_process_prints(flag, calls_of):
     """Also if the number of processes is given."""
     assert calls_of("--preset=frontier", flag) == [f"|train_gpt.py --preset=frontier {flag}"]
@@ -54,6 +56,14 @@ def test_tools_and_tests_are_started(calls_of, tmp_path):
     (tmp_path / "tool.py").touch()
     assert calls_of("tool.py", "x", nproc="1") == ["|tool.py x"]
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
+
+
+def test_a_missing_corpus_is_made_first(calls_of, tmp_path):
+    (tmp_path / "tool.py").touch()
+    for words, call in ((["tool.py"], "|tool.py"), (["--seed=1"], "|train_gpt.py --seed=1"), (["test"], "|-m pytest")):
+        made, started = calls_of(*words, nproc="1", has_corpus=False)
+        assert "make_embedded_corpus" in made and started == call
+    assert len(calls_of("--help", nproc="1", has_corpus=False)) == 1
 
 
 def test_a_call_from_another_folder_says_where_relative_paths_start(calls_of, tmp_path):

@@ -3,6 +3,8 @@
 import pytest
 from conftest import gpt, smoke_run
 
+from records import sample
+
 FRONTIER = ("--preset=smoke_frontier", "--micro_batch_tokens=512")
 
 
@@ -33,7 +35,7 @@ def test_pieces_of_a_checkpoint(shards, tmp_path, saved, whole_run, capsys):
     resumed = smoke_run(shards, tmp_path, *FRONTIER, f"--resume={saved / 'step_000012.pt'}")
     assert resumed["final_val_loss"] == whole_run["final_val_loss"]
     capsys.readouterr()
-    assert gpt.main([f"--sample={saved / 'step_000012.pt'}", "--prompt=abc", "--max_new_tokens=5", "--device=cpu"]) == 0
+    assert sample.main([str(saved / "step_000012.pt"), "--prompt=abc", "--max_new_tokens=5", "--device=cpu"]) == 0
     assert capsys.readouterr().out.startswith("abc")
 
 

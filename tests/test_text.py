@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import BOS, ROOT, VOCAB, at_most, gpt, make_runtime, smoke_config
+from conftest import BOS, ROOT, VOCAB, at_most, gpt
 
 from data import text
+from records.common import RecordError
 
 
 def make(capsys, *args, status: int = 0) -> str:
@@ -428,17 +429,6 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, capsys):
     assert f"{folder}/aaa" in said and "cannot be read (File name too long): check" in said
 
 
-def test_closed_output_streams_do_not_end_the_tool(tmp_path):
-    """As with >&- 2>&- in a shell. Python then has no sys.stdout and no sys.stderr."""
-    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
-    command = f"exec {sys.executable} {ROOT}/data/text.py {book} --out {out} >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command]).returncode == 0
-    assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
-
-
-# ---- replaced shards ------------------------------------------------------------------------------------------------
-
-
 def test_only_what_corpus_json_lists_is_replaced(tmp_path, capsys):
     """A folder with another shard is refused before any text is read, and stays unchanged."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
@@ -529,7 +519,7 @@ def test_the_next_call_removes_the_partial_folder_of_a_killed_one(tmp_path, caps
     """The call is killed with all shards written and none in place. A user's folder of a similar name stays."""
     book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
     code = (f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom data import text\n"
-            "text.gpt.fingerprint = lambda _: os.kill(os.getpid(), 9)\ntext.main(sys.argv[1:])")
+            "text.hash_shards = lambda _: os.kill(os.getpid(), 9)\ntext.main(sys.argv[1:])")
     killed = subprocess.run([sys.executable, "-c", code, book, "--out", out], capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
     (partial,) = out.glob("*.partial")
@@ -577,7 +567,7 @@ def small_source(tmp_path, monkeypatch):
 
 
 def ensure():
-    gpt.make_corpus(smoke_config(), make_runtime())
+    text.make_embedded_corpus()
 
 
 @pytest.mark.parametrize("damage", ["null", "[]", '"x"', "{}", "train", "val", "short", "source"])
@@ -612,8 +602,15 @@ def test_a_corpus_that_cannot_be_written(kind, small_source):
     advice = r"free space or fix its permissions, or choose another folder \(data/text.py --out DIR\)"
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-        with pytest.raises(gpt.InputError, match=rf"data/torch_source cannot be written \({reason}\): {advice}"):
+        with pytest.raises(RecordError, match=rf"data/torch_source cannot be written \({reason}\): {advice}"):
             ensure()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [path for path in Path("data").rglob("*") if path != small_source]
+
+
+@pytest.mark.parametrize("preset", text.PRESETS)
+def test_the_sizes_of_presets(preset):
+    cfg = gpt.make_config({"preset": preset})
+    tokens = gpt.Schedule(cfg).count_tokens()
+    assert text.PRESETS[preset] == (tokens, cfg.epochs, cfg.seq_len, cfg.val_tokens, cfg.val_seq_len)

@@ -18,7 +18,6 @@ from conftest import (
     make_runtime,
     make_trainer,
     run,
-    smoke_config,
     start_prefetcher,
 )
 
@@ -146,18 +145,6 @@ def test_the_bar_shows_the_last_loss_and_the_speed(shards, here, monkeypatch):
     run(shards, "--num_iterations=5", "--val_loss_every=0")
     assert [text.split(",")[0] for text in shown] == [f"loss {loss:.4f}" for loss in losses]
     assert "tok/s" in shown[0] and len(shown) == 5
-
-
-def test_the_compiler_mode_is_passed_on(monkeypatch):
-    """From the option to torch.compile()."""
-    calls = []
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: calls.append(options) or fn)
-    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
-    cfg = smoke_config(compile="on", compile_mode="max-autotune-no-cudagraphs")
-    rt = gpt.choose_precision(cfg, make_runtime())
-    calls.clear()
-    rt.compile(len)
-    assert calls == [dict(dynamic=False, mode="max-autotune-no-cudagraphs")]
 
 
 # ---- signals ------------------------------------------------------------------------------------------------------

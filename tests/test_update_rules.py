@@ -440,7 +440,7 @@ def test_every_rule_trains(name, method, shards, frozen_losses):
 
 
 LION = '''
-@rule("lion", moments=("momentum",), lr=0.0003, betas=(0.9, 0.99))
+@rule("lion", moments=("momentum",))
 def lion(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """The sign of an average that leans to the newest gradient. Source: Lion, arXiv 2302.06675."""
     momentum, (beta1, beta2) = state["momentum"], args.betas
@@ -453,13 +453,14 @@ def lion(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArg
 
 
 def test_a_new_rule_is_one_function(shards, tmp_path):
-    """The example of the README: an option with its defaults, a state in checkpoints, and it learns."""
+    """The example of the README: an option, a state in checkpoints, and it learns."""
     place = "def nesterov_momentum("
     source = SCRIPT.read_text()
     assert source.count(place) == 1
     script = tmp_path / "train_gpt.py"
     script.write_text(source.replace(place, f"{LION.lstrip()}{place}"))
-    args = ["--preset=smoke", "--matrix_rule=lion", "--checkpoint_every=24", *data_args(shards)]
+    options = ["--matrix_lr=0.0003", "--matrix_betas=0.9,0.99"]
+    args = ["--preset=smoke", "--matrix_rule=lion", *options, "--checkpoint_every=24", *data_args(shards)]
     done = run_script([*args, "--num_iterations=24"], tmp_path, script)
     assert done.returncode == 0, done.stderr
     losses = [float(match[2]) for match in VAL_LINE.findall(done.stdout)]

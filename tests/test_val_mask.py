@@ -9,6 +9,8 @@ import record92_reference as reference
 import torch
 from conftest import gpt, smoke_run
 
+from benchmarks import val_mask
+
 MERGES = "th,he, t, th,the, the,in,an,er,and, a, an, and,'s,\n\n,re,ther,12,123,  ".split(",")
 TOY = [*(bytes([i]) for i in range(256)), *(text.encode() for text in MERGES)]
 
@@ -34,7 +36,7 @@ def read_pairs(bits, size):
 def test_pairs(tokens, num_pairs):
     """All pairs of a vocabulary. The toy has the published number."""
     size = -(-len(tokens) // 8) * 8
-    bits = gpt.find_impossible_tokens({text: i for i, text in enumerate(tokens)}, size)
+    bits = val_mask.find_impossible_tokens({text: i for i, text in enumerate(tokens)}, size)
     assert bits.shape == (size, size // 8)
     ours, expected = read_pairs(bits, len(tokens)), reference.impossible_pairs(tokens)
     assert ours == expected and len(ours) == (num_pairs or len(expected)) > 30
@@ -51,46 +53,40 @@ def write_vocabulary(path, tokens):
     path.write_text(json.dumps({name: i for i, name in enumerate(names)}))
 
 
-def test_the_masked_loss_stands_beside_the_loss(shards, tmp_path, capsys):
-    """A run whose tokens are single bytes. No pair of bytes is impossible, so both losses are equal."""
+def test_the_masked_loss_by_hand(shards, tmp_path, monkeypatch, capsys):
+    """Logits of marked tokens are -60, in the row of the token before: against a loop over all tokens.
+
+    No pair of bytes is impossible, so both losses of the command line are equal.
+    """
     write_vocabulary(tmp_path / "vocab.json", TOY[:256])
-    options = ("--num_iterations=2", f"--vocab_file={tmp_path / 'vocab.json'}", "--val_mask=on")
-    result = smoke_run(shards, tmp_path, *options)
-    assert result["masked_val_loss"] == pytest.approx(result["final_val_loss"], abs=1e-6)  # bytes alone have no merges
-    log = result["path"].with_suffix(".txt").read_text()
-    assert f"validation loss without impossible tokens: {result['masked_val_loss']:.4f}" in log
+    result = smoke_run(shards, tmp_path, "--num_iterations=2", "--save_model=on")
+    (path,) = tmp_path.glob("checkpoints/*/model.pt")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert val_mask.main([str(path), "--vocab_file=vocab.json"]) == 0
+    loss = f"{result['final_val_loss']:.4f}"
+    assert capsys.readouterr().out == f"validation loss {loss}, without impossible tokens {loss}\n"
 
-
-def test_the_masked_loss_by_hand(shards, tmp_path, monkeypatch):
-    """Logits of marked tokens are -60, in the row of the token before: against a loop over all tokens."""
     pairs = {(101, 32), (101, 97), (32, 116), (32, 32)}
     bits = np.zeros((384, 384), dtype=np.uint8)
     for before, after in pairs:
         bits[before, after] = 1
+    model, cfg, rt, _ = val_mask.load_model(path)
     packed = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little"))
-    monkeypatch.setattr(gpt, "find_impossible_tokens", lambda *_: packed)
-    measure, seen = gpt.measure_masked_loss, []
-
-    def compare(trainer, data, ids):
-        ours = measure(trainer, data, ids)
-        total, state = 0.0, trainer.schedule.at(trainer.cfg.num_iterations)
-        step_inputs = trainer.get_step_inputs(state, data.batch_tokens, trainer.cfg.val_seq_len)
-        for index in range(data.num_batches):
-            tokens, targets, doc_ids, _ = data.batch(index)
-            with torch.no_grad():
-                x, _ = trainer.model.eval().run_layers(tokens, doc_ids, step_inputs)
-                logits = trainer.model.head.compute_logits(x)
-            for row, (before, target) in enumerate(zip(tokens.tolist(), targets.tolist())):
-                for token, after in pairs:
-                    if token == before:
-                        logits[row, after] = -60
-                total -= logits[row].double().log_softmax(0)[target].item()
-        seen.append((ours, total / (data.num_batches * data.batch_tokens)))
-        return ours
-
-    monkeypatch.setattr(gpt, "measure_masked_loss", compare)
-    write_vocabulary(tmp_path / "vocab.json", TOY[:256])
-    options = ("--num_iterations=2", f"--vocab_file={tmp_path / 'vocab.json'}", "--val_mask=on")
-    result = smoke_run(shards, tmp_path, *options)
-    ((ours, expected),) = seen
-    assert ours == pytest.approx(expected, rel=1e-6) and abs(ours - result["final_val_loss"]) > 1e-3
+    plain, masked = val_mask.measure_losses(model, cfg, rt, packed)
+    data, total = gpt.ValData(cfg), 0.0
+    state = gpt.Schedule(cfg).at(cfg.num_iterations)
+    step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
+    for index in range(data.num_batches):
+        tokens, targets, doc_ids, _ = data.batch(index)
+        with torch.no_grad():
+            x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+            logits = model.head.compute_logits(x)
+        for row, (before, target) in enumerate(zip(tokens.tolist(), targets.tolist())):
+            for token, after in pairs:
+                if token == before:
+                    logits[row, after] = -60
+            total -= logits[row].double().log_softmax(0)[target].item()
+    expected = total / (data.num_batches * data.batch_tokens)
+    assert masked == pytest.approx(expected, rel=1e-6) and abs(masked - plain) > 1e-3
+    assert plain == pytest.approx(result["final_val_loss"], rel=1e-5)

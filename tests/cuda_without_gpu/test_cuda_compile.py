@@ -75,7 +75,7 @@ def test_segments_of_the_newest_recipe_compile(options):
 
     The head has two more graphs for the single target of the last stage.
     """
-    layers = json.dumps(list(map(dataclasses.asdict, gpt.SMOKE_FRONTIER_LAYERS)))
+    layers = json.dumps(list(map(dataclasses.asdict, gpt.make_config({"preset": "smoke_frontier"}).layers)))
     figures = compile_for("h200", "--preset=frontier", "--num_layers=6", f"--layers={layers}", "--segments=3",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096", *options)
     assert (figures["graphs"]["training"], figures["graphs"]["validation"]) == (12, 5)

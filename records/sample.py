@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Write text with a trained model.
+
+    python records/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
+    python records/sample.py checkpoints/<run_id>/model.pt --num_samples=3
+    python records/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
+
+The tokenizer follows from the vocabulary size: bytes, or GPT-2's if tiktoken is installed. Without one the
+prompt and the text are token ids. Each new token recomputes the whole text, in float32.
+"""
+
+import codecs
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import Parser, at_least, require_packages
+
+with require_packages():
+    import torch
+    import torch.nn.functional as F
+
+    import train_gpt as gpt
+
+
+class Tokenizer(NamedTuple):
+    """Text to tokens and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+
+
+def find_tokenizer(vocab_size: int) -> Tokenizer | None:
+    """The tokenizer for a vocabulary size, or None if none is available."""
+    if vocab_size == gpt.BYTE_VOCAB_SIZE:
+        return Tokenizer(lambda text: list(text.encode()), bytes)
+    try:
+        import tiktoken  # optional
+        gpt2 = tiktoken.get_encoding("gpt2")  # from tiktoken's cache, or downloaded
+    except (ImportError, OSError):
+        return None
+    if vocab_size != gpt2.n_vocab:
+        return None
+    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes)
+
+
+def find_model(path: Path) -> Path:
+    """The path of a file, or the newest model or checkpoint in a folder or its subfolders."""
+    if not path.is_dir():
+        return path
+    paths = [*path.rglob("model.pt"), *path.rglob("step_*.pt")]
+    paths = [file for file in paths if "_table" not in file.name]
+    if not paths:
+        raise gpt.InputError(f"{path} has no model: train one, or name a file as in "
+                             "checkpoints/<run_id>/model.pt")
+    newest = max(paths, key=lambda file: file.stat().st_mtime)
+    print(f"sampling from {newest}", file=sys.stderr)
+    return newest
+
+
+def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Runtime, dict]:
+    """Read a model or checkpoint: (model with plain forms in float32, its config, runtime, metadata)."""
+    metadata, tensors = gpt.read_checkpoint(path)
+    options = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off", fp8_qkv="off",
+                   device=device, dtype="float32")  # fmt: skip
+    unknown = sorted(metadata["config"].keys() - {*gpt.OPTIONS, "derived"})
+    try:
+        if unknown:
+            raise gpt.InputError(f"--{unknown[0]}={str(metadata['config'][unknown[0]])[:60]} is unknown")
+        cfg = gpt.config_from_dict({**metadata["config"], **options})
+        gpt.check_config(cfg)
+        device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        rt = gpt.Runtime(device, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
+        with torch.device("meta"):
+            model = gpt.GPT(cfg, rt)
+        params = dict(model.named_parameters())
+        problems = [gpt.check_entry(tensors, name, param.shape) for name, param in params.items()]
+        problems += [f"also has {name}" for name in tensors if "/" not in name and name not in params]
+        for problem in filter(None, problems):
+            raise gpt.InputError(f"it {problem}")
+    except gpt.InputError as error:
+        raise gpt.InputError(f"{path} does not fit this script ({error}): use the copy of the script beside "
+                             "the log of that run") from None
+    model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
+    model.make_buffers()  # buffers are not in the checkpoint
+    model.split_layers(1)  # again, because load_state_dict() replaced the parameters
+    model.is_tied = metadata["is_tied"]
+    return model.to(device).eval(), cfg, rt, metadata
+
+
+def sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Draw a token from logits (V,). temperature=0: the largest logit. top_k=0: from all tokens."""
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        least = logits.topk(min(top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(model: gpt.GPT, cfg: gpt.Config, rt: gpt.Runtime, prompt: list[int], bos: int,
+             max_new_tokens: int, choose: Callable[[torch.Tensor], int]) -> Iterator[int]:
+    """Yield the tokens after a prompt, until BOS or max_new_tokens tokens. choose() draws from logits (V,).
+
+    Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
+    """
+    state, text = gpt.Schedule(cfg).at(cfg.num_iterations), list(prompt)
+    for _ in range(max_new_tokens):
+        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
+        inputs = F.pad(tokens, (0, -len(tokens) % gpt.BLOCK))  # causal attention does not see the padding
+        step_inputs = gpt.make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
+        x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
+        logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
+        if not logits.isfinite().all():  # the model diverged
+            return
+        token = choose(logits)
+        if token == bos:
+            return
+        yield token
+        text.append(token)
+
+
+def escape_controls(text: str) -> str:
+    """Replace control characters, which could act on a terminal, by escapes. Newlines and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def read_prompt(text: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+    try:
+        tokens = tokenizer.encode(text) if tokenizer else [int(word) for word in text.split()]
+        if all(0 <= token < vocab_size for token in tokens):
+            return tokens
+    except ValueError:
+        pass
+    raise gpt.InputError(f"--prompt={text[:60]} is not UTF-8 text, or without a tokenizer a list of token "
+                         f"ids below {vocab_size}: pip install tiktoken, or give ids")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("model", type=Path, help="a model.pt or step_*.pt, or a folder with one")
+    parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
+    parser.add_argument("--num_samples", type=at_least(1), default=1)
+    parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0: greedy")
+    parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    args = parser.parse_args(argv)
+
+    def body() -> int:
+        model, cfg, rt, metadata = load_model(find_model(args.model), args.device)
+        tokenizer = find_tokenizer(cfg.vocab_size)
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        prompt = read_prompt(text, tokenizer, cfg.vocab_size)
+        generator = torch.Generator().manual_seed(args.seed)
+        choose = lambda logits: sample_token(logits, args.temperature, args.top_k, generator)  # noqa: E731
+        for index in range(args.num_samples):
+            print("-" * 60 + "\n" if index else "", end=text + ("" if tokenizer else " "), flush=True)
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            for token in generate(model, cfg, rt, prompt, metadata["bos"], args.max_new_tokens, choose):
+                new = f"{token} "
+                if tokenizer:
+                    new = escape_controls(decoder.decode(tokenizer.decode([token])))
+                print(new, end="", flush=True)
+            print()
+        return 0
+
+    return gpt.run_guarded(body, "sample.py")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

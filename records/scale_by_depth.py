@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Write a preset for a model of any depth. All other sizes follow from the depth.
+
+    python records/scale_by_depth.py 24      # as nanochat scales it. Writes records/presets/d24.json
+    python records/scale_by_depth.py 24 --rule=normuonh --name=d24_muonh  # with the recipe of preset muonh
+    python train_gpt.py --preset=d24
+
+A model has 64 * depth channels, rounded up to a multiple of 128. Batch, learning rates and decay are scaled
+from a model of 12 layers. Rules that keep norms have the schedules of preset muonh, and learning rates times
+12 / depth. Sources: MuonH of 2026-02-03, and nanochat without its betas and decays.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from records.common import ROOT, Parser, at_least, require_packages, run_guarded
+
+with require_packages():
+    import train_gpt as gpt
+
+RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.0018)
+
+
+def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.0,
+                   tokens_per_step: int | None = None, vocab_size: int = 50_257) -> dict:
+    """The preset: its parent, and the options that differ from it."""
+    widths = {layers: -(-64 * layers // 128) * 128 for layers in (depth, 8, 12)}
+    sizes = {layers: width * (12 * layers * width + vocab_size) for layers, width in widths.items()}
+    width, num_params, least = widths[depth], sizes[depth], max(sizes[depth], sizes[8])
+    batch, least_batch = (tokens_per_step or 2 ** round(math.log2(2**19 * (size / sizes[12]) ** 0.383))
+                          for size in (num_params, least))
+    decay = 0.28 * (least_batch / 2**19) ** 0.5 * sizes[12] / least  # fixed below 8 layers, or it explodes
+    batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
+    num_iterations = max(1, int(tokens_per_param * num_params / batch))
+    keeps_norm, is_muon = gpt.RULES[rule].keeps_norm, "muon" in rule or rule == "anvil"
+    recipe = gpt.find_preset("muonh")[1] if keeps_norm else dict(
+        lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
+        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
+        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
+        embed_lr=0.3, value_embed_lr=0.15, ngram_lr=0.15, head_lr=0.008)
+    rates = {name: recipe[name] * width_scale * batch_scale
+             for name in ("embed_lr", "value_embed_lr", "ngram_lr", "head_lr")}
+    matrix_lr = RATES[rule] * (12 / depth if keeps_norm else 1)
+    layers = [gpt.LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
+                            value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)]
+    options = {**recipe, **rates, **dict(
+        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
+        layers=[*map(vars, layers)], stages=[vars(gpt.Stage(1, 2048, 512))], val_windows=[], seq_len=16_384,
+        micro_batch_tokens=32_768, max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations,
+        matrix_rule=rule, matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale,
+        gain_lr=0.1 * batch_scale, adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
+    parent = gpt.resolve_preset("track_1")
+    same = {name for name, value in options.items() if value == parent[name]}
+    return dict(parent="track_1", options={name: options[name] for name in options if name not in same})
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(__doc__)
+    parser.add_argument("depth", type=at_least(1), help="number of layers")
+    parser.add_argument("--rule", choices=RATES, default="muon")
+    parser.add_argument("--tokens_per_param", type=at_least(0.1, float), default=12.0)
+    parser.add_argument("--tokens_per_step", type=at_least(128), help="default: by the depth")
+    parser.add_argument("--vocab_size", type=at_least(2), default=50_257)
+    parser.add_argument("--name", help="of the preset (default: d<depth>)")
+    args = parser.parse_args(argv)
+
+    def body() -> None:
+        preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
+                                args.vocab_size)
+        path = ROOT / "records/presets" / f"{args.name or f'd{args.depth}'}.json"
+        path.write_text(json.dumps(preset, indent=1) + "\n")
+        print(f"wrote {path.relative_to(ROOT)}: train with --preset={path.stem}")
+
+    return run_guarded(body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
