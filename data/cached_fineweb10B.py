@@ -36,7 +36,7 @@ def is_whole(path: Path) -> bool:
     """Whether a shard exists and its size agrees with its header."""
     try:
         gpt.read_shard_header(str(path))
-    except gpt.InputError:
+    except (OSError, gpt.InputError):
         return False
     return True
 

@@ -90,7 +90,7 @@ def test_a_tied_head_is_counted_once():
     assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies in both cases
 
 
-LONG, STAGE = "x" * 5000, '"duration":1,"window_long":128,"window_short":64'
+STAGE = '"duration":1,"window_long":128,"window_short":64'
 
 
 @pytest.mark.parametrize(
@@ -204,26 +204,6 @@ def test_the_number_of_layers_that_a_preset_has_may_be_said():
     assert len(gpt.make_config({"preset": "track_1", "num_layers": 6}).layers) == 6
 
 
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        (dict(WORLD_SIZE="2"), "WORLD_SIZE=2 is set in the environment, RANK is not: start with torchrun"),
-        (dict(WORLD_SIZE="2", RANK="0"), "WORLD_SIZE=2 is set in the environment, MASTER_ADDR is not"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="nohost.invalid", MASTER_PORT="1"), "rank 0 cannot reach"),
-        (dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="x"), "rank 0 cannot reach the other ranks"),
-    ],
-    ids=str,
-)
-def test_an_environment_that_no_launcher_leaves(environment, words, shards, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with at_most(3000):
-        assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and words in err and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("reader", ["head -1", "true"])
 @pytest.mark.parametrize("argument", slow_but(["--list_presets", "--print_config", "--help"], "--help"))
 def test_a_reader_that_has_read_enough(argument, reader, tmp_path):
@@ -231,19 +211,6 @@ def test_a_reader_that_has_read_enough(argument, reader, tmp_path):
     words = f"{sys.executable} {SCRIPT} {argument} | {reader} >/dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.strip() in ("0", "141")
-
-
-def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatch):
-    """One line that names the file, and status 2."""
-    monkeypatch.chdir(tmp_path)
-
-    def fail(*_):
-        raise OSError(28, "No space left on device", "somewhere/file.bin")
-
-    monkeypatch.setattr(gpt, "TrainData", fail)
-    assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "error: somewhere/file.bin: No space left on device: check the path" in err
 
 
 @pytest.mark.parametrize(
@@ -255,24 +222,17 @@ def test_a_file_that_fails_while_setting_up(shards, capsys, tmp_path, monkeypatc
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(LONG, id="long"),
-        pytest.param("/proc/nope", marks=pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")),
-    ],
-)
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="no /proc")
 def test_output_folders_that_cannot_be_are_refused_before_the_run(
-    args, field, folder, shards, capsys, tmp_path, monkeypatch
+    args, field, shards, capsys, tmp_path, monkeypatch
 ):
     """Permissions are no help here: root may write /proc, but no folder can be made there."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--preset=smoke", "--device=cpu", *data_args(shards), *args, f"--{field}={folder}"]
+    argv = ["--preset=smoke", "--device=cpu", *data_args(shards), *args, f"--{field}=/proc/nope"]
     assert gpt.main(argv) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and "step:" not in out
-    remedies = [f"choose another folder with --{field}", "File name too long: check the path"]
-    assert folder[:50] in err and any(remedy in err for remedy in remedies)
+    assert "/proc/nope" in err and f"choose another folder with --{field}" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -54,11 +54,10 @@ def test_bad_shards_are_refused_by_name(tmp_path, header, tokens, complaint):
     assert complaint in str(caught.value) and ":" in str(caught.value)
 
 
-def test_truncated_and_missing_files(tmp_path):
+def test_a_file_without_a_header(tmp_path):
     (tmp_path / "short.bin").write_bytes(b"abc")
-    for name, complaint in (("short.bin", "not a token shard"), ("none.bin", "No such file or directory: check the path")):
-        with pytest.raises(gpt.InputError, match=complaint):
-            gpt.read_shard_header(str(tmp_path / name))
+    with pytest.raises(gpt.InputError, match="not a token shard"):
+        gpt.read_shard_header(str(tmp_path / "short.bin"))
 
 
 def test_a_header_without_vocabulary_means_gpt2(tmp_path):

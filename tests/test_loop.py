@@ -584,9 +584,9 @@ def test_losses_are_read_late_on_a_gpu(device, batch):
     assert history.points == [[step, float(step)] for step in range(1, 26)]
 
 
-@pytest.mark.parametrize("hard, status", slow_but([(None, 0), (50, 2)], (None, 0)))
+@pytest.mark.parametrize("hard, status", slow_but([(None, 0), (50, 1)], (None, 0)))
 def test_more_shards_than_open_files(hard, status, tmp_path):
-    """The limit is raised to the hard limit. If that is too low, the line names the limit."""
+    """The limit is raised to the hard limit. If that is too low, Python's error says so."""
     tokens = np.full(600, 97, np.uint16)
     tokens[0] = BOS
     for number in range(80):
@@ -600,7 +600,7 @@ def test_more_shards_than_open_files(hard, status, tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT), *words, "--max_doc_len=600", *data_args(tmp_path)], cwd=tmp_path, preexec_fn=limit,
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == status, done.stderr
-    assert bool(re.search("too many open files: raise the limit with ulimit -n", done.stderr)) == bool(hard)
+    assert bool(re.search("Too many open files", done.stderr)) == bool(hard)
 
 
 def test_shards_of_another_bos_are_refused(tmp_path):
