@@ -369,6 +369,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     start, pids, ends = time.monotonic(), [], {}
     for rank in range(int(num_ranks)):
         pids.append(os.fork())

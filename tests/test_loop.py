@@ -361,13 +361,15 @@ def test_a_bug_keeps_its_traceback(shards, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_copy_in_an_empty_folder(tmp_path):
-    """Without data/text.py one line names the way to get data. With it the embedded corpus is built and used."""
+    """Without data one line names the ways to get it. The embedded corpus is built by data/text.py, as run.sh does it."""
     script = shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "run python data/cached_fineweb10B.py" in done.stderr
     for name in ("data/text.py", "records/common.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(SCRIPT.parent / name, tmp_path / name)
+    make_corpus = [sys.executable, "-c", 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()']
+    subprocess.run(make_corpus, cwd=tmp_path, check=True)
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 0, done.stderr
     final = float(VAL_LINE.findall(done.stdout)[-1][2])
@@ -380,15 +382,15 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     # a corpus of other text is not replaced
     corpus = tmp_path / "data" / "torch_source" / "corpus.json"
     corpus.write_text(json.dumps({**info, "source": "notes"}))
-    done = run_script(["--preset=smoke"], tmp_path, script=script)
-    assert done.returncode == 2 and "data/torch_source has a corpus with source 'notes', but this folder is reserved" in done.stderr
+    done = subprocess.run(make_corpus, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "data/torch_source has a corpus with source 'notes', but this folder is for the PyTorch source" in done.stderr
     assert json.loads(corpus.read_text())["source"] == "notes" and val.read_bytes() == data
     # a corpus of another PyTorch is built again
     (tmp_path / "data" / "torch_source" / "corpus.json").write_text(
         json.dumps({**info, "source": "torch 1.0"})
     )
     os.utime(tmp_path / "data" / "torch_source" / "val_000000.bin", (0, 0))
-    assert run_script(["--preset=smoke"], tmp_path, script=script).returncode == 0
+    subprocess.run(make_corpus, cwd=tmp_path, check=True)
     assert json.loads((tmp_path / "data" / "torch_source" / "corpus.json").read_text()) == info
 
 
