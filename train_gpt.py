@@ -49,7 +49,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import signal
 import socket
@@ -57,6 +56,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import traceback
 import typing
@@ -64,7 +64,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,18 +93,14 @@ except ImportError:  # CPU builds of PyTorch
 # rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
 # command line, help and checks are derived from that line.
 
-AUTO, ON_OFF = ("auto", "on", "off"), ("on", "off")
+AUTO = ("auto", "on", "off")
 
 
-def option(default, meaning: str, low=None, high=None, choices=()):
-    """Declare an option. low and high are inclusive."""
-    high = 2**31 - 1 if isinstance(default, int) and high is None else high
+def option(default, meaning: str, low=None, high=None, choices=(), **off):
+    """Declare an option. low and high are inclusive. off=VALUE: what --without=NAME sets."""
+    high = 2**31 - 1 if type(default) is int and high is None else high
     return dataclasses.field(default=default,
-                             metadata=dict(help=meaning, low=low, high=high, choices=choices))
-
-
-def split_names(text: str) -> list[str]:
-    return list(filter(None, text.replace(" ", "").split(",")))
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices, **off))
 
 
 @dataclass(frozen=True)
@@ -125,15 +121,18 @@ class LayerSpec:
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # per-token scale of each head's output
     gates_from: int | None = None  # layer whose input feeds the token gates. None: learned scalars
-    mudd_in: str = ""  # activations ("a,b") added to input and values with per-token weights
-    mudd_out: str = ""  # as mudd_in, added to the output. Also attn_in, mlp_in: this layer's normed inputs
+    mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
+    mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
     def inputs(self) -> set[str]:
         """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
-        layers = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
-        tables = {f"ve{self.value_embed}"} if self.value_embed is not None else set()
-        mudd = {*split_names(self.mudd_in), *split_names(self.mudd_out), *(["x_in"] if self.mudd_in else [])}
-        return layers | tables | mudd - {"attn_in", "mlp_in"}
+        names = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
+        names |= {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
+        if self.value_embed is not None:
+            names.add(f"ve{self.value_embed}")
+        if self.mudd_in:
+            names.add("x_in")
+        return names
 
 
 @dataclass(frozen=True)
@@ -147,30 +146,23 @@ class Stage:
     max_doc_len: int | None = None  # None: --max_doc_len
     lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
     seq_len: int | None = None  # None: --seq_len
-    loss_weights: str = "1"  # one per target, nearest first. "a:b" is a linear ramp, "a/b/c" equal parts
-    prefix_weight: str = "0"  # loss weight of the longest token that is a prefix of the next token
+    loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
+    prefix_weight: tuple[float, ...] = ()  # loss weights of the longest token that is a prefix of the next
+    #   token, in equal parts of the stage. Empty: this target is not used
     num_classes: int | None = None  # classes in the loss of a sequence. None, or more than V: all
-
-    @property
-    def has_prefix_target(self) -> bool:
-        return self.prefix_weight != "0"
-
-    @property
-    def num_targets(self) -> int:
-        """Number of targets per token, including the prefix-token target."""
-        return len(self.loss_weights.split()) + self.has_prefix_target
 
 
 @dataclass(frozen=True)
 class Group:
     """How the parameters of one group are trained."""
 
-    rule: str = option("adamw", "update rule")  # choices: list_options()
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
-    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas a,b. normuon and anvil use b", 0.0, 0.9999)
-    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
+    rule: str = option("adamw", "update rule")
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
+                                        0.9999)
+    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0, off=0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
-    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
+    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0, off=0)
 
     def period(self, step: int, late_step: int) -> int:
         """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
@@ -201,126 +193,31 @@ TRACK_1_GROUPS = dict(
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the network."""
+class Config:
+    """All options of a run."""
 
-    num_layers: int = option(12, "layers", 1, 1000)
-    num_heads: int = option(6, "attention heads per layer", 1, 4096)
-    head_dim: int = option(128, "channels per head", 8, 4096)
-    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
-    mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
-    vocab_size: int = option(50257, "vocabulary size", 2, 65536)
-    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
-    tie_head: str = option("off", "one table for embedding and head, in group head", choices=ON_OFF)
-    embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates",
-                              choices=("bfloat16", "float32"))
-    matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"))
-    init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
-    embed_std: float = option(1.0, "initial standard deviation of the embedding", 0.0)
-    value_embed_std: float = option(1.0, "initial standard deviation of the value embeddings", 0.0)
-    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
-                            choices=("on", "mlp", "off"))
-    output_gain: str = option("auto", "gains of the outputs of attention and MLP, initialized to 0. auto: "
-                              "on with norm-preserving update rules", choices=AUTO)
-    norm_gain: str = option("off", "gains of the norms before attention and MLP, initialized to 1",
-                            choices=ON_OFF)
-    qk_norm: str = option("on", "normalize each head's queries and keys", choices=ON_OFF)
-    qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
-                                 "0: all heads", 0)
-    rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
-                               "2j + 1 (adjacent)", choices=("halves", "adjacent"))
-    attention_scale: float = option(0.1, "initial softmax scale", 0.0)
-    short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
-                               "YaRN follows the short window. 0: head_dim", 0, 4096)
-    short_attention_scale: float = option(0.13, "attention_scale of short layers with short_qk_dim", 0.0)
-    yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0)
-    attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0)
-    num_value_embeds: int = option(3, "value-embedding tables. 0: none", 0)
-    value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24)
-    x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
-                         "residual stream after attention (after_attention), or nowhere (off)",
-                         choices=("off", "before", "after_attention"))
-    residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0)
-    smear: str = option("off", "add the previous token's embedding, scaled by a gate", choices=ON_OFF)
-    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
-                             "fewer if they do not fit in GPU memory", -1)
-    ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3)
-    gate_hidden: int = option(64, "hidden channels of the token gates", 1)
-    mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096)
-    softcap: float = option(30.0, "logits become softcap * sigmoid((logit + shift) / width). The defaults "
-                            "give 15 tanh(logit / 15) + 15. 0: no softcap", 0)
-    softcap_shift: float = option(0.0, "shift of the softcap")
-    softcap_width: float = option(7.5, "width of the softcap", 1e-3)
-    fp8_head: str = option("auto", "FP8 matmuls in the head during training", choices=AUTO)
-    fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
-    fp8_logits: str = option("off", "logits of the FP8 head in FP8, too", choices=ON_OFF)
-    fp8_mlp: str = option("off", "FP8 matmuls in the MLP, with delayed scaling", choices=AUTO)
-    fp8_qkv: str = option("off", "FP8 matmuls for queries, keys and values", choices=AUTO)
-    fp8_linear: str = option("auto", "FP8 in all linears of the layers. auto: if model_dim >= 1536",
-                             choices=AUTO)
-    layers: tuple[LayerSpec, ...] = option((), "layers as JSON. Empty: record 32's pattern")
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Update rules and schedules."""
-
-    orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
-                                choices=("newton_schulz", "polar_express", "six_maps", "precise"))
-    mlp_up_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's first matrix", 0.0)
-    mlp_down_lr_mul: float = option(1.0, "learning-rate multiplier of the MLP's second matrix", 0.0)
-    decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
-                        choices=("decoupled", "cautious"))
-    decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
-                                 "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
-    momentum_start: float = option(0.85, "Muon momentum at step 0", 0.0, 0.9999)
-    momentum_end: float = option(0.95, "Muon momentum after the warmup", 0.0, 0.9999)
-    momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0)
-    momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to momentum_start", 0)
-    slow_momentum_start: float = option(1.0, "fraction of the schedule after which anvil mixes in its slow "
-                                        "momentum", 0.0, 1.0)
-    adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
-    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
-                              "which also keeps the low 16 bits of bfloat16 matrices",
-                              choices=("storage", "float32"))
-    late_start: float = option(1.0, "fraction of the schedule after which groups with late_every have this "
-                               "period, with betas and decay to match", 0.0, 1.0)
-    averages: str = option("off", "at the end, move weights towards their averages over the last steps",
-                           choices=ON_OFF)
-    untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
-                              "micro-batches are then independent of the number of ranks. 0: off", 0.0)
-    lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
-    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
-    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0)
-    final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Data, budget, devices and output."""
-
-    preset: str = option("auto", "starting point (--list_presets). auto: track_1 with CUDA, else laptop")
-    without: str = option("", "mechanisms to switch off, comma-separated (see --list_presets). Explicit "
-                          "options take precedence")
+    # Data, budget, devices and output
+    preset: str = option("auto", "starting point: a name (--list_presets), or a .json file of a preset or "
+                         "result. auto: track_1 with CUDA, else laptop")
+    without: tuple[str, ...] = option((), "parts of the preset to leave out, a,b. derived.mechanisms in "
+                                      "--print_config lists them")
     track: str = option("track_1", "folder under records/ for comparable runs")
-    record: str = option("", "name of a record run. Its script, log and result go to records_dir")
+    record: str = option("", "name of a record run. Its script, log and result go to records/")
     seed: int = option(0, "seed of the initial weights", 0)
     device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
     dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
                         choices=("auto", "bfloat16", "float32"))
-    fast: str = option("auto", "fast forms of operations: all that work here (auto), none (off), or names, "
-                       "comma-separated")
+    fast: tuple[str, ...] = option(("auto",), "fast forms of operations: all that work here (auto), none "
+                                   "(off), or names a,b")
     compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
-    segments: int = option(0, "number of compiled graphs for the layers. More graphs overlap more "
-                           "communication. 0: one on a single rank, else four", 0)
+    fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: if the GPU has them", choices=AUTO, off="off")
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "largest number of passes over the training files", 1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", 1)
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
-    val_windows: tuple[int, ...] = option(
-        (1664, 768), "final validation's windows as long,short. Empty: last stage's", 1)
+    val_windows: tuple[int, ...] = option((1664, 768), "long and short window of the final validation. (): "
+                                          "the last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
@@ -328,44 +225,119 @@ class TrainConfig:
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
     micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
     sequence_start: str = option("document", "start of packed sequences: at a document, or anywhere (at the "
-                                 "end of the previous sequence)", choices=("document", "anywhere"))
-    document_mask: str = option("on", "tokens see only their document, not the whole packed sequence",
-                                choices=ON_OFF)
+                                 "end of the previous sequence)", choices=("document", "anywhere"),
+                                 off="anywhere")
+    document_mask: bool = option(True, "tokens see only their document, not the whole packed sequence",
+                                 off=False)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
     max_attention_len: int = option(0, "training: tokens see only their piece of a document, with this many "
-                                    "tokens. 0: the whole document", 0)
+                                    "tokens. 0: the whole document", 0, off=0)
+    stages: tuple[Stage, ...] = option((
+        Stage(duration=1, window_long=384, window_short=128),
+        Stage(duration=1, window_long=896, window_short=384),
+        Stage(duration=1, window_long=1408, window_short=640)), "stages as JSON, or a .json file")
+    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
     warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
     comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
+    out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
-    checkpoint_dir: str = option("checkpoints", "folder of the checkpoints, one subfolder per run")
-    save_model: str = option("auto", "write <run_id>/model.pt at the end. auto: if below 1 GB", choices=AUTO)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "tensorboard", "trackio", "wandb"))
-    guard: str = option("off", "if training diverges, roll back and lower learning rates", choices=ON_OFF)
-    records_dir: str = option("records", "folder of record runs")
-    logs_dir: str = option("logs", "folder of all other runs")
-    stages: tuple[Stage, ...] = option((
-        Stage(duration=1, window_long=384, window_short=128),
-        Stage(duration=1, window_long=896, window_short=384),
-        Stage(duration=1, window_long=1408, window_short=640)),
-        "stages as JSON: duration, window_long, window_short, tokens_per_step, max_doc_len, lr_factor, "
-        "seq_len, loss_weights, prefix_weight, num_classes")
-    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
+    guard: bool = option(False, "if training diverges, roll back and lower the precision")
 
+    # Shape of the network
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): record 32's pattern")
+    num_layers: int = option(12, "layers", 1, 1000)
+    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    head_dim: int = option(128, "channels per head", 8, 4096)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
+    mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
+    vocab_size: int = option(50257, "vocabulary size", 2, 65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
+    tie_head: bool = option(False, "one table for embedding and head, in group head", off=False)
+    embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates",
+                              choices=("bfloat16", "float32"))
+    matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
+                               off="float32")
+    init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
+    embed_std: tuple[float, float] = option((1.0, 1.0), "initial standard deviation of the embedding and of "
+                                            "the value embeddings", 0.0)
+    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
+                            choices=("on", "mlp", "off"), off="off")
+    gains: tuple[str, ...] = option((), "gains of attention and MLP: of their inputs (norm, initialized to "
+                                    "1), of their outputs (output, initialized to 0)",
+                                    choices=("norm", "output"))
+    qk_norm: bool = option(True, "normalize each head's queries and keys", off=False)
+    qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
+                                 "0: all heads", 0, off=0)
+    rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
+                               "2j + 1 (adjacent)", choices=("halves", "adjacent"))
+    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale of long and short "
+                                                  "layers. The second needs short_qk_dim", 0.0)
+    short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
+                               "YaRN follows the short window. 0: head_dim", 0, 4096, off=0)
+    yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
+    attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
+    value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24,
+                                 off=0)
+    x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
+                         "residual stream after attention (after_attention), or nowhere (off)",
+                         choices=("off", "before", "after_attention"), off="off")
+    residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0,
+                                  off=0.0)
+    smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
+                             "fewer if they do not fit in GPU memory", -1, off=0)
+    ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
+    mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096, off=1)
+    softcap: tuple[float, float, float] = option(
+        (30.0, 0.0, 7.5), "cap, shift, width: logits become cap * sigmoid((logit + shift) / width). The "
+        "defaults give 15 tanh(logit / 15) + 15. cap 0: no softcap", off=(0.0, 0.0, 7.5))
+    fp8_parts: tuple[str, ...] = option(("head",), "matmuls in FP8 during training",
+                                        choices=("head", "logits", "linear", "mlp", "qkv"))
+    fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
 
-@dataclass(frozen=True)
-class Config(TrainConfig, OptimConfig, ModelConfig):
-    """All options of a run. Option GROUP_FIELD, for example embed_lr, sets field FIELD of groups[GROUP]."""
-
-    groups: dict[str, Group] = dataclasses.field(default_factory=lambda: dict(TRACK_1_GROUPS))
+    # Update rules and schedules
+    orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
+                                choices=("newton_schulz", "polar_express", "six_maps", "precise"))
+    mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of the MLP's matrices",
+                                             0.0)
+    decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
+                        choices=("decoupled", "cautious"), off="decoupled")
+    decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
+                                 "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
+    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at step 0, and after the warmup",
+                                           0.0, 0.9999)
+    momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0, off=0)
+    momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to its first value", 0,
+                                          off=0)
+    slow_momentum_start: float = option(1.0, "fraction of the schedule after which anvil mixes in its slow "
+                                        "momentum", 0.0, 1.0, off=1.0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
+    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
+                              "which also keeps the low 16 bits of bfloat16 matrices",
+                              choices=("storage", "float32"))
+    late_start: float = option(1.0, "fraction of the schedule after which groups with late_every have this "
+                               "period, with betas and decay to match", 0.0, 1.0, off=1.0)
+    averages: bool = option(False, "at the end, move weights towards their averages over the last steps",
+                            off=False)
+    untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
+    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
+                              "micro-batches are then independent of the number of ranks. 0: off", 0.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
+    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0)
+    final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
+    groups: dict[str, Group] = dataclasses.field(
+        default_factory=lambda: dict(TRACK_1_GROUPS),
+        metadata=dict(help="fields of parameter groups as JSON, or a .json file", choices=()))
 
     @property
     def has_output_gain(self) -> bool:
         """Whether sublayers begin with zero gains instead of zero matrices."""
-        keeps_norm = RULES[self.groups["matrix"].rule].keeps_norm
-        return self.output_gain == "on" or self.output_gain == "auto" and keeps_norm
+        return "output" in self.gains
 
     @property
     def padded_vocab_size(self) -> int:
@@ -407,17 +379,16 @@ class Config(TrainConfig, OptimConfig, ModelConfig):
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
 
 
-def build_layers(num_layers: int, num_value_embeds: int, drop_attention: bool = True
-                 ) -> tuple[LayerSpec, ...]:
+def build_layers(num_layers: int) -> tuple[LayerSpec, ...]:
     """The layers of record 32 at any depth. Layer 0 has no MLP.
 
     Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
     adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first.
     """
     last, layers = num_layers - 1, []
-    num_values = min(num_value_embeds, num_layers // 2)
+    num_values = min(3, num_layers // 2)  # tables of value embeddings
     long_layers = {round(i * last / 3) for i in range(4)}
-    no_attention = round(2 * last / 3) if num_layers >= 4 and drop_attention else None
+    no_attention = round(2 * last / 3) if num_layers >= 4 else None
     for i in range(num_layers):
         from_end = last - i
         value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
@@ -441,15 +412,17 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               x0=False, ngram=False),
     LayerSpec(attention="none", gates_from=4, x0=False),
     LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True, gate=True,
-              mudd_in="x_in,h7", mudd_out="x_in,h7,h9,ve0,h3,ve1,ve3,ve2,mlp_in,attn_in"),
+              mudd_in=("x_in", "h7"),
+              mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
 FRONTIER_STAGES = (  # durations of the first five rows add up to scheduled_steps + 1, so 68 makes 67 steps
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
-          seq_len=16_384, loss_weights="1 0.5 0.25:0", prefix_weight="0.25", num_classes=10_240),
-    Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, max_doc_len=2048,
-          lr_factor=1.52, seq_len=32_768, loss_weights="1 0.5:0", prefix_weight="0.2/0.15/0.1/0.05",
+          seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
+    Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, max_doc_len=2048,
+          lr_factor=1.52, seq_len=32_768, loss_weights=((1, 1), (0.5, 0)),
+          prefix_weight=(0.2, 0.15, 0.1, 0.05), num_classes=10_240),
     Stage(duration=284, window_long=1408, window_short=640, lr_factor=1.73, num_classes=14_336),
     Stage(duration=142, window_long=1408, window_short=640, lr_factor=1.73, num_classes=24_576),
     Stage(duration=68, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
@@ -487,17 +460,16 @@ LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens th
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
     "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
-        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0, num_value_embeds=4,
+        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
         value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
-        attention_scale=0.085, short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
-        smear="on", ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
-        tie_head="on", untie_frac=1173.5 / 1174, embed_std=0.005, value_embed_std=0.01,
-        softcap=23.0, softcap_shift=5.0, fp8_head_amax=2.0, fp8_logits="on", fp8_mlp="auto",
-        fp8_qkv="auto", matrix_dtype="bfloat16",
+        attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
+        smear=True, ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
+        fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
-        orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages="on", decay="cautious",
-        decay_schedule="lr", mlp_up_lr_mul=(11 / 3) ** 0.5, mlp_down_lr_mul=2 * (11 / 3) ** 0.5,
-        momentum_end=0.93, momentum_warmup_steps=240, momentum_cooldown_steps=50,
+        orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages=True, decay="cautious",
+        decay_schedule="lr", mlp_lr_mul=((11 / 3) ** 0.5, 2 * (11 / 3) ** 0.5),
+        momentum=(0.85, 0.93), momentum_warmup_steps=240, momentum_cooldown_steps=50,
         cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
         stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
         val_windows=(2560, 768))),
@@ -505,9 +477,9 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, vocab_multiple=16, num_layers=4, num_heads=2, head_dim=64, model_dim=128,
-        mlp_ratio=2.0, layers=LAPTOP_LAYERS, attention_scale=0.15, attention_gate_dim=0, ngram_rows=16_384,
-        ngram_order=3, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention", softcap=23.0,
-        softcap_shift=5.0, orthogonalize="polar_express", momentum_start=0.8, momentum_end=0.8,
+        mlp_ratio=2.0, layers=LAPTOP_LAYERS, attention_scale=(0.15, 0.15), attention_gate_dim=0,
+        ngram_rows=16_384, ngram_order=3, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention",
+        softcap=(23.0, 5.0, 7.5), orthogonalize="polar_express", momentum=(0.8, 0.8),
         momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
         grad_grid=2.0**-12, groups=dict(
             matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
@@ -569,9 +541,9 @@ class GPT(nn.Module):
         self.cfg, self.dtype, self.fast = cfg, rt.dtype, rt.fast
         storage, shape = getattr(torch, cfg.embed_dtype), (cfg.padded_vocab_size, cfg.model_dim)
         used_tables = {spec.value_embed for spec in cfg.layers} - {None}
-        self.embed = parameter(normal(shape, cfg.embed_std).to(storage), "embed")  # (V, D)
+        self.embed = parameter(normal(shape, cfg.embed_std[0]).to(storage), "embed")  # (V, D)
         self.value_embeds = nn.ParameterDict({
-            str(i): parameter(normal(shape, cfg.value_embed_std).to(storage), "value_embed", is_table=True)
+            str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
             for i in sorted(used_tables)})
         self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
         self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
@@ -586,7 +558,7 @@ class GPT(nn.Module):
             self.scalars["gates_scale"] = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
 
         self.head = Head(cfg)
-        self.is_tied = cfg.tie_head == "on"  # until Optimizer.untie()
+        self.is_tied = cfg.tie_head  # until Optimizer.untie()
         if self.is_tied:
             self.head.weight.data.copy_(self.embed.data)
         self.ngram = None
@@ -747,7 +719,7 @@ class Block(nn.Module):
 
         # Gains of norms and outputs
         ones, zeros = torch.ones(cfg.model_dim), torch.zeros(cfg.model_dim)
-        has_in, has_out = cfg.norm_gain == "on", cfg.has_output_gain
+        has_in, has_out = "norm" in cfg.gains, cfg.has_output_gain
         self.attn_gain_in = parameter(ones.clone(), "gain") if has_in and has_attention else None
         self.attn_gain_out = parameter(zeros.clone(), "gain") if has_out and has_attention else None
         self.mlp_gain_in = parameter(ones.clone(), "gain") if has_in and has_mlp else None
@@ -759,7 +731,7 @@ class Block(nn.Module):
             num_groups = cfg.mudd_groups if name == "mudd_out" else 1
             setattr(self, name, TokenGates(cfg, rows, lr_mul, num_groups) if rows else None)
         self.smear_gate = None
-        if layer == 0 and cfg.smear == "on":
+        if layer == 0 and cfg.smear:
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
 
@@ -780,7 +752,7 @@ class Block(nn.Module):
 
         # Dense connections (MUDD, 2026-04-22): earlier activations enter values and residual stream
         if spec.mudd_in:
-            sources = [*(acts[name] for name in split_names(spec.mudd_in)), x]
+            sources = [*(acts[name] for name in spec.mudd_in), x]
             mudd_v = sum(y * weight for y, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
             for y, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, y)
@@ -809,7 +781,7 @@ class Block(nn.Module):
         # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
         if self.mudd_out is not None:
             ((_, weights),) = self.mudd_out(x, TokenGates.SCALE)
-            for name, weight in zip(split_names(spec.mudd_out), weights.split(1, dim=1)):
+            for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
                 if weight.dim() == 3:
                     weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
                 x = add_scaled(x, weight, acts[name])
@@ -823,7 +795,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec, dim, H = spec, cfg.model_dim, cfg.num_heads
         self.heads = Heads(H, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim, 2 if spec.paired else 1,
-                           spec.key_offset, cfg.rotary_pairs, cfg.qk_norm == "on")
+                           spec.key_offset, cfg.rotary_pairs, cfg.qk_norm)
         storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
         std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
         group_rows, inner = (cfg.qk_group_heads or H) * self.heads.qk_dim, H * self.heads.v_dim
@@ -906,8 +878,8 @@ class MLP(nn.Module):
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5,
                            output_std(cfg, "mlp") * (dim if cfg.has_output_gain else hidden) ** -0.5)
         self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
-                                 lr_mul=(cfg.mlp_up_lr_mul, cfg.mlp_down_lr_mul))
-        self.scaling = DelayedScaling() if cfg.fp8_mlp != "off" else None
+                                 lr_mul=cfg.mlp_lr_mul)
+        self.scaling = DelayedScaling() if "mlp" in cfg.fp8_parts and cfg.fp8 != "off" else None
 
     def forward(self, x: Tensor, out_scale: Tensor | None, ops: Operations) -> Tensor:
         """x (T, D) normalized -> (T, D). out_scale (T, 1): equal for all tokens, so it scales the matrix."""
@@ -922,14 +894,14 @@ class TokenGates(nn.Module):
     Source: multiway dynamic dense connections (MUDD), arXiv 2502.12170, 2026-04-22.
     """
 
-    SCALE = 0.1  # initial scale of the output
+    SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
 
     def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
         """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
         super().__init__()
         self.outputs, self.num_groups = outputs, num_groups
         init = [value / self.SCALE for s in outputs for value in s.init]
-        hidden, dim, storage = cfg.gate_hidden, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
         self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
@@ -953,7 +925,7 @@ class Head(nn.Module):
 
     def __init__(self, cfg: Config):
         super().__init__()
-        self.softcap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
+        self.softcap = Softcap(*cfg.softcap)
         self.weight = parameter(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
         self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
@@ -1055,18 +1027,18 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     if has_attention and spec.gate:
         add("head_gate", gates, *[0.25] * cfg.num_heads)
 
-    if layer == 0 and cfg.smear == "on":
+    if layer == 0 and cfg.smear:
         add("smear", "scalar", 0.0)
 
     # Dense connections
-    num_sources = 1 + len(split_names(spec.mudd_in))
+    num_sources = 1 + len(spec.mudd_in)
     if has_attention and has_mudd:
         add("mudd_v", resid, *[0.0] * num_sources)
     if has_mudd:
         add("mudd_x", resid, *[0.0] * num_sources)
     if spec.mudd_out:
         add("mudd_out", f"mudd_out{layer}", *(
-            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in split_names(spec.mudd_out)))
+            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
     return scalars
 
 
@@ -1749,16 +1721,17 @@ class Bucket:
         for param in self.params.values():
             param.grad = None
 
-    def full_tensor(self, key: str) -> Tensor:
-        """Values if key is "", else state `key` of all ranks: (M, ...)."""
-        return self.values if key == "" else self.comm.gather_shards(self.state[key])
+    def owned(self) -> Iterator[tuple[str, int, slice]]:
+        """(parameter, its first unit of this rank, part of the shard) of each parameter in this shard."""
+        start = self.comm.rank * len(self.shard)
+        for name, part in self.slices.items():
+            low, high = max(part.start, start), min(part.stop, start + len(self.shard))
+            if low < high:
+                yield name, low - part.start, slice(low - start, high - start)
 
-    def load(self, key: str, full: Tensor) -> None:
-        """Set values or state from a tensor of full_tensor()."""
-        if key == "":
-            self.values.copy_(full)
-        else:
-            self.state[key].copy_(self.comm.local_shard(full))
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's values, as "", and state by its key: (M/N, ...) each."""
+        return {"": self.shard, **self.state}
 
 
 class Optimizer:
@@ -1778,9 +1751,9 @@ class Optimizer:
         for bucket in self.buckets:
             for name in bucket.params if bucket.rule.keeps_norm else ():
                 if not matrix_norm(bucket.values[bucket.slices[name]]).all():
-                    raise InputError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
-                                     f"but a matrix of {name} begins with zeros: give --output_gain=on or "
-                                     "--zero_init=off, and --init_std above 0")
+                    raise RunError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
+                                   f"but a matrix of {name} begins with zeros: give --gains=output or "
+                                   "--zero_init=off, and --init_std above 0", 2)
         names = {bucket.group_name for bucket in self.buckets}
         self.groups = [name for name in cfg.groups if name in names]
         self.symmetric_matmul = make_operations(cfg, rt.fast, rt.dtype).symmetric_matmul
@@ -1791,7 +1764,7 @@ class Optimizer:
         # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step, self.late_step = cfg.step_at(cfg.untie_frac), cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
-        self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages == "on" else None
+        self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages else None
 
         # Gradient hooks start reduce-scatters. Forward pre-hooks wait for all-gathers
         for name, param in model.named_parameters():
@@ -2041,20 +2014,6 @@ class StepState(typing.NamedTuple):
     rope: dict[str, RopeSetting]  # by attention, long or short
 
 
-def parse_weights(text: str) -> list[Callable[[float], float]]:
-    """'1 0.5:0 0.2/0.1' -> functions of the fraction of a stage: constant, ramp, equal parts. ValueError."""
-    def parse(word: str) -> Callable[[float], float]:
-        values = [float(value) for value in re.split("[:/]", word)]
-        is_ramp, first, last = ":" in word, values[0], values[-1]
-        if is_ramp and ("/" in word or len(values) > 2) or not all(0 <= x < 1e6 for x in values):
-            raise ValueError
-        if is_ramp:
-            return lambda t: first + (last - first) * t
-        return lambda t: values[min(int(t * len(values)), len(values) - 1)]
-
-    return [parse(word) for word in text.split()]
-
-
 class Schedule:
     """The schedules of a run."""
 
@@ -2073,14 +2032,11 @@ class Schedule:
         # Windows of each stage, and of the final validation
         self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])
-        self.loss_weights = [
-            parse_weights(f"{stage.loss_weights} {stage.prefix_weight}")[: stage.num_targets]
-            for stage in cfg.stages]
         # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
         num_pairs, long_windows = cfg.head_dim // 2, [window for window, _ in self.windows]
-        long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale)
+        long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
         short = long if not cfg.short_qk_dim else self._adapt_rope(
-            cfg.short_qk_dim // 2, 0, [window for _, window in self.windows], cfg.short_attention_scale)
+            cfg.short_qk_dim // 2, 0, [window for _, window in self.windows], cfg.attention_scale[1])
         self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
 
     def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: list[int], softmax_scale: float
@@ -2127,7 +2083,7 @@ class Schedule:
             weight_decay={name: group.weight_decay * decay_factors[name] for name, group in groups.items()},
             momentum=momentum, fast_beta=FAST_BETA if has_slow else momentum,
             fast_weight=FAST_WEIGHT if has_slow else 1.0,
-            loss_weights=tuple(weight(fraction) for weight in self.loss_weights[index]),
+            loss_weights=self.compute_loss_weights(self.stages[index], fraction),
             rope=self.ropes[window_index])
 
     def find_stage(self, step: int) -> tuple[int, float]:
@@ -2150,6 +2106,14 @@ class Schedule:
         t = remaining / cooldown_frac  # from 1 to 0
         return peak * t + cfg.final_lr_frac * (1 - t)
 
+    def compute_loss_weights(self, stage: Stage, fraction: float) -> tuple[float, ...]:
+        """Weights of the targets at a fraction of the stage: linear in it. The prefix target's are steps."""
+        weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
+        if stage.prefix_weight:
+            num_parts = len(stage.prefix_weight)
+            weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
+        return tuple(weights)
+
     def compute_momentum(self, step: int) -> float:
         """Muon momentum: linear warmup in the first steps, linear cooldown in the last."""
         cfg, t = self.cfg, 1.0
@@ -2157,7 +2121,8 @@ class Schedule:
             t = step / cfg.momentum_warmup_steps
         if step > self.num_iterations - cfg.momentum_cooldown_steps:
             t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
-        return cfg.momentum_start + t * (cfg.momentum_end - cfg.momentum_start)
+        first, last = cfg.momentum
+        return first + t * (last - first)
 
     def scale_lr(self, state: StepState, factor: float) -> StepState:
         """Multiply the learning rates by the guard's factor. decay_schedule=lr: also the weight decays."""
@@ -2199,7 +2164,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
     return StepInputs(
         windows=windows, ropes=ropes,
         is_unrotated=mark_unrotated(is_start, num_rotating, cfg.head_dim, cfg.rotary_pairs).to(dtype),
-        is_sequence_start=is_start, has_prefix_target=state.stage.has_prefix_target)
+        is_sequence_start=is_start, has_prefix_target=bool(state.stage.prefix_weight))
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
@@ -2285,15 +2250,15 @@ class TrainData:
     """The packed sequences of a whole run. Every rank can read every sequence."""
 
     def __init__(self, cfg: Config, schedule: Schedule):
-        """Plan all sequences and open the shards that they need. InputError if tokens are missing."""
+        """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
         self.cfg, self.schedule, self.shards = cfg, schedule, []
         plan = plan_sequences if cfg.sequence_start == "document" else plan_sequences_anywhere
         self.sequences = list(plan(schedule, scan_shards(cfg, self.shards)))
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
-            raise InputError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
-                             "more files, raise --epochs, or lower --num_iterations")
+            raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
+                           "more files, raise --epochs, or lower --num_iterations", 2)
 
     def count_sequences(self, step: int) -> int:
         """Number of packed sequences before a step."""
@@ -2315,7 +2280,7 @@ class TrainData:
 
     def batch(self, indices: range, classes: Tensor | None = None) -> Batch:
         tokens = np.stack([self.read_tokens(index) for index in indices])  # (sequences, seq_len + 1)
-        batch = make_batch(tokens, self.bos, self.cfg.document_mask == "on", self.cfg.max_attention_len)
+        batch = make_batch(tokens, self.bos, self.cfg.document_mask, self.cfg.max_attention_len)
         return batch._replace(classes=classes)
 
     def batches(self, rt: Runtime, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
@@ -2400,15 +2365,15 @@ class ValData:
             pieces.append(shard.read(0, missing))
             missing -= len(pieces[-1])
         if missing:
-            raise InputError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
-                             f"{cfg.val_tokens} and one more target: lower --val_tokens")
+            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                           f"{cfg.val_tokens} and one more target: lower --val_tokens", 2)
         self.tokens = np.concatenate(pieces)
 
     def batch(self, index: int) -> Batch:
         tokens = self.tokens[index * self.batch_tokens :]
         sequences = np.lib.stride_tricks.sliding_window_view(tokens, self.cfg.val_seq_len + 1)
         sequences = sequences[: self.batch_tokens : self.cfg.val_seq_len]  # (sequences, val_seq_len + 1)
-        return make_batch(sequences, self.bos, self.cfg.document_mask == "on")
+        return make_batch(sequences, self.bos, self.cfg.document_mask)
 
 
 # ==== TRAINING =============================================================================================
@@ -2426,15 +2391,13 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         storage = {} if supports_bfloat16(rt.device) else dict(embed_dtype="float32")
         self.model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
-        num_segments = 1 if rt.world_size == 1 else min(MULTI_RANK_SEGMENTS, cfg.num_layers)
-        self.model.split_layers(cfg.segments or num_segments)
+        self.model.split_layers(1 if rt.world_size == 1 else min(MULTI_RANK_SEGMENTS, cfg.num_layers))
         self.optimizer, self.scales = Optimizer(self.model, cfg, rt), DelayedScales(self.model, rt.comm)
         for segment in self.model.segments:
             segment.run_blocks = rt.compile(segment.run_blocks)
         self.model.head.forward = rt.compile(self.model.head.forward)
         self.model.sum_ngrams = rt.compile(self.model.sum_ngrams)
         self.progress = Progress()
-        self.staging: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
         self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry measures the next batch
 
@@ -2521,9 +2484,9 @@ class Trainer:
 
     def run(self, train_data: TrainData, val_data: ValData, log: RunLog, checkpoints: Checkpoints,
             stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
-        """Run all steps from progress.step on. RunStopped if a signal or the guard ends the run."""
+        """Run all steps from progress.step on. RunError if a signal or the guard ends the run."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
-        guard, idle = Guard(self, log, stop) if cfg.guard == "on" else None, optimizer.timer
+        guard, idle = Guard(self, log, stop) if cfg.guard else None, optimizer.timer
         self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
@@ -2560,21 +2523,16 @@ class Trainer:
                 is_free = is_last or optimizer.has_no_pending_gradients()
                 if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
                     save_is_due = True
-                status = stop.poll()
+                status = checkpoints.exchange(stop)
                 if guard and is_free and (is_last or save_is_due or status):
                     guard.check_steps(up_to=progress.step)
-                    status = stop.agreed
                 if (status or save_is_due) and is_free:
-                    checkpoints.wait()
-                    rt.comm.barrier()  # with a long timeout, because a slow disk may delay rank 0
-                    if status:  # this save is slow if no staging buffers exist
-                        rt.comm.set_timeout(LONG_TIMEOUT)
                     optimizer.finish()
                     log.flush_losses()
                     progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(self)
+                    checkpoints.save(self, must_write=is_last or bool(status))
                     if status:
-                        stop.end(status, f"step {progress.step} of {cfg.num_iterations}", checkpoints)
+                        checkpoints.end(status)
         optimizer.apply_averages()
         log.flush_losses()
         self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
@@ -3002,7 +2960,7 @@ def head_fp8_scales(cfg: Config) -> FP8Scales:
     With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
     """
     return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
-                     logits_dtype=E4M3 if cfg.fp8_logits == "on" else None)
+                     logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
@@ -3822,7 +3780,6 @@ class ShardedTable(Bucket):
     """
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
-    PIECE_BYTES = 2 * 10**9  # largest size of one checkpoint file. A larger table has several files
 
     def _store(self) -> None:
         ((name, param),) = self.params.items()
@@ -3878,30 +3835,10 @@ class ShardedTable(Bucket):
             self.undo.popleft()
             self.first_undo += 1
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Ranges (first, end) of rows, each with at most PIECE_BYTES of values and state."""
-        row_bytes = sum(x[0].nbytes for x in (self.shard, *self.state.values()))
-        size, num_rows = max(1, self.PIECE_BYTES // row_bytes), self.sparse.num_rows
-        return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
-
-    def _overlap(self, first: int, end: int) -> tuple[slice, slice]:
-        """This rank's part of the table's rows first..end-1, as slices of these rows and of the shard."""
+    def owned(self) -> Iterator[tuple[str, int, slice]]:
         start, num_rows = self.comm.rank * (len(self.shard) - 1), len(self.shard) - 1
-        low, high = max(first, start), max(first, start, min(end, start + num_rows))
-        return slice(low - first, high - first), slice(low - start, high - start)
-
-    def full_tensor(self, key: str, first: int = 0, end: int | None = None) -> Tensor:
-        """Rows first..end-1 of values or state. Ranks add zeros to the rows of others, so sums are exact."""
-        shard, end = self.shard if key == "" else self.state[key], end or self.sparse.num_rows
-        (part, own), rows = self._overlap(first, end), shard.new_zeros(end - first, shard.size(1))
-        rows[part] = shard[own]
-        self.comm.all_reduce(rows.view(torch.uint8))
-        return rows
-
-    def load(self, key: str, rows: Tensor, first: int = 0) -> None:
-        """Set values or state from rows of full_tensor()."""
-        part, own = self._overlap(first, first + len(rows))
-        (self.shard if key == "" else self.state[key])[own] = rows[part]
+        for name in self.params:
+            yield name, start, slice(0, max(0, min(num_rows, self.sparse.num_rows - start)))
 
 
 class SparseRows(RowSparseGradient):
@@ -3961,33 +3898,9 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
 
-    status = 1
-
-    def __init__(self, message: str, status: int | None = None, of_one_rank: bool = False):
+    def __init__(self, message: str, status: int = 1):
         super().__init__(message)
-        self.status = self.status if status is None else status
-        self.of_one_rank = of_one_rank  # other ranks may not have the error, so this rank prints it
-
-
-class InputError(RunError):
-    """Bad input. The message names the value and the remedy."""
-
-    status = 2
-
-
-class RunStopped(RunError):
-    """An intended stop before the last step. The message says how to continue."""
-
-
-@contextmanager
-def explain_memory(cfg: Config):
-    """Turn an out-of-memory error of a GPU into an InputError that suggests smaller micro-batches."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"out of memory with --micro_batch_tokens={cfg.micro_batch_tokens}: try "
-                         f"--micro_batch_tokens={cfg.micro_batch_tokens // 2}, and shorter --seq_len and "
-                         "--val_seq_len", of_one_rank=True) from error
+        self.status = status  # 1: failed, 2: bad input, 128 + n: stopped by signal n
 
 
 @dataclass(frozen=True)
@@ -4035,11 +3948,11 @@ def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
     rank, local_rank, world_size = (0, 0, 1) if is_alone else (
         env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
     if cfg.device == "cuda" and not use_cuda:
-        raise InputError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
-                         "or install a CUDA build of torch")
+        raise RunError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
+                       "or install a CUDA build of torch", 2)
     if use_cuda and local_rank >= torch.cuda.device_count():
-        raise InputError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
-                         "processes per node, or use --device=cpu", of_one_rank=True)
+        raise RunError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
+                       "processes per node, or use --device=cpu", 2)
     check_world_size(cfg, world_size)
     with suppress(ValueError, OSError):  # as many open files as allowed, because every shard stays open
         hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -4072,7 +3985,8 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
     use_compile, compile_line = choose_compile(cfg, rt.device)
     fast, (fast_line, *lines) = choose_fast_forms(cfg, rt.device, dtype, use_compile)
-    fp8_lines = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast) for name in FP8_FORMS}
+    fp8_lines = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast)
+                 for name in FP8_FORMS if name.removeprefix("fp8_") in cfg.fp8_parts}
     fp8 = frozenset(name for name, (works, _) in fp8_lines.items() if works)
     lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
     if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
@@ -4107,31 +4021,29 @@ def describe_choices(rt: Runtime) -> dict:
                 ngram_rows=rt.ngram_rows)
 
 
-def keep_choices(cfg: Config, rt: Runtime, earlier: dict) -> Runtime:
-    """choose_precision(), but options set to auto reuse the choices in `earlier`, a run's metadata or {}.
+def keep_choices(cfg: Config, rt: Runtime, saved: dict) -> Runtime:
+    """choose_precision(), but options set to auto keep the choices of a checkpoint if this machine has them.
 
-    If this machine cannot use these choices, a record run ends with InputError. Other runs choose anew.
+    saved: the checkpoint's metadata. Its number of n-gram rows always stays.
     """
-    choices = earlier.get("choices")
-    if not choices:
-        return choose_precision(cfg, rt)
-    kept = dict(choices, compile="on" if choices["compile"] else "off",
-                fast=",".join(choices["fast"]) or "off",
-                **{name: "on" if name in choices["fp8"] else "off" for name in FP8_FORMS})
-    kept = {name: value for name, value in kept.items() if getattr(cfg, name, "") in ("auto", -1)}
+    choices = saved["choices"]
+    kept = dict(dtype=choices["dtype"], compile="on" if choices["compile"] else "off",
+                fast=tuple(choices["fast"]) or ("off",), fp8="on" if choices["fp8"] else "off")
+    kept = {name: value for name, value in kept.items() if getattr(cfg, name) in ("auto", ("auto",))}
+    if "fp8" in kept:
+        kept["fp8_parts"] = tuple(part for part in cfg.fp8_parts if f"fp8_{part}" in choices["fp8"])
     reason = "another device"
-    if earlier["hardware"]["device"] == rt.device.type:
+    if cfg.ngram_rows < 0:
+        cfg = dataclasses.replace(cfg, ngram_rows=choices["ngram_rows"])
+    if saved["hardware"]["device"] == rt.device.type:
         try:
             rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
-            return dataclasses.replace(rt, notes=("dtype and fast forms are those of the first start",))
-        except InputError as error:
+            return dataclasses.replace(rt, notes=("dtype and fast forms are those of the checkpoint",))
+        except RunError as error:
             reason = str(error)
-    if cfg.record:
-        raise InputError(f"this machine lacks the choices of the first start of --record={cfg.record} "
-                         f"({reason}): use the machine of that start, or another name")
     rt = choose_precision(cfg, rt)
-    return dataclasses.replace(rt, notes=(f"this machine lacks the earlier choices ({reason}). New ones:",
-                                          *rt.notes))
+    return dataclasses.replace(rt, notes=(
+        f"this machine lacks the choices of the checkpoint ({reason}). New ones:", *rt.notes))
 
 
 def clock(device: torch.device) -> float:
@@ -4160,7 +4072,7 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line with the reason)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
-        raise InputError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto")
+        raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
     if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -4182,7 +4094,7 @@ def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
     elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
         reason = "a GPU below capability 7.0"
     if cfg.compile == "on" and reason:
-        raise InputError(f"--compile=on is not possible ({reason}): use --compile=auto or off")
+        raise RunError(f"--compile=on is not possible ({reason}): use --compile=auto or off", 2)
     use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
     return use_compile, f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}"
 
@@ -4216,79 +4128,52 @@ class HostCopy:
 
 
 class Stop:
-    """A request to stop early, stored as an exit status. 0: none. All ranks agree on the last step."""
+    """What all ranks agree on after a step: a request to stop, and whether checkpoint files are written.
 
-    GUARD = 3  # exit status
-    CAUSES = {130: "by SIGINT", 143: "by SIGTERM", 129: "by SIGHUP", GUARD: "by the guard"}
+    With several ranks an answer is one step old, so that no rank waits.
+    """
 
-    def __init__(self, rt: Runtime, argv: Iterable[str] = ()):
-        self.rt, self.argv, self.work = rt, argv, None
-        self.requested = 0  # on this rank
-        self.agreed = 0  # on all ranks
+    def __init__(self, rt: Runtime):
+        self.rt, self.work, self.flags = rt, None, torch.zeros(2, dtype=torch.int64)
+        self.requested = 0  # exit status that this rank asks for. 0: go on
 
     @contextmanager
     def catch_signals(self):
-        """Turn SIGINT, SIGTERM and SIGHUP into requests. SIGINT over 1 s after the first signal interrupts.
+        """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
 
-        Signals that the parent process ignores stay ignored, for example SIGHUP under nohup.
+        Outside the main thread nothing is caught. A signal that is ignored stays ignored.
         """
-        first_at = math.inf
-
         def handle(signum: int, _frame) -> None:
-            nonlocal first_at
-            if signum == signal.SIGINT and time.monotonic() > first_at + 1:
-                raise KeyboardInterrupt
-            first_at = min(first_at, time.monotonic())
             self.requested = self.requested or 128 + signum
+            if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
+                signal.signal(signum, old[signum])
 
-        signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if is_main_thread else ()
         old = {number: signal.signal(number, handle) for number in signals
                if signal.getsignal(number) != signal.SIG_IGN}
         try:
             yield
-        finally:  # several ranks keep the handlers, because torchrun's SIGTERM would cut off the last lines
-            for number, handler in old.items() if self.rt.world_size == 1 else ():
+        finally:
+            for number, handler in old.items():
                 signal.signal(number, handler)
 
-    def poll(self) -> int:
-        """Return the request that all ranks honor after this step, or 0. All ranks call poll() each step.
+    def exchange(self, write_state: int) -> tuple[int, int]:
+        """Return (exit status, write state), the largest of all ranks at the last call.
 
-        With several ranks a request takes effect one step later, so that no rank waits.
+        All ranks call it after each step.
         """
-        self.collect()
-        if self.rt.world_size == 1:
-            self.agreed = self.agreed or self.requested
-        else:
-            self.flag = torch.tensor(self.requested)
-            self.work = self.rt.comm.start_max(self.flag, on_cpu=True)
-        return self.agreed
+        status, state = self.collect()
+        self.flags = torch.tensor([self.requested, write_state])
+        self.work = self.rt.comm.start_max(self.flags, on_cpu=True)
+        return (status, state) if self.work else (self.requested, write_state)
 
-    def collect(self) -> None:
-        """Finish the communication of the last poll()."""
+    def collect(self) -> tuple[int, int]:
+        """Finish the communication of the last exchange()."""
         if self.work is not None:
             self.work.wait()
-            self.work, self.agreed = None, self.agreed or int(self.flag)
-
-    def end(self, status: int, step: str, checkpoints: Checkpoints) -> typing.NoReturn:
-        """Raise RunStopped on every rank, with the command line that continues from the last checkpoint."""
-        rt, argv, remedy = self.rt, list(self.argv), "no checkpoint"
-        self.collect()
-        checkpoints.wait()
-        path = rt.comm.broadcast_object(next(iter(list_steps(checkpoints.folder)), None))
-        rt.comm.barrier()  # torchrun ends all ranks when the first one exits
-        if path:
-            per_node = env_int("LOCAL_WORLD_SIZE", rt.world_size)
-            nodes = f"--nnodes={rt.world_size // per_node} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
-            nodes = nodes if rt.world_size > per_node else "--standalone"
-            script = shlex.quote(os.path.relpath(__file__))
-            launcher = f"torchrun {nodes} --nproc_per_node={per_node}" if rt.world_size > 1 else "python"
-            if "RUN_SH" in os.environ:  # set by run.sh
-                launcher, script = f"NPROC={rt.world_size}", shlex.quote(os.environ["RUN_SH"])
-            kept = [word for before, word in zip(("", *argv), argv)
-                    if not word.startswith("--resume") and before != "--resume"]
-            hint = "lower the learning rates, and " if status == self.GUARD else ""
-            remedy = f"{hint}continue with: {launcher} {script} {shlex.join([*kept, f'--resume={path}'])}"
-        raise RunStopped(f"stopped {self.CAUSES[status]} after {step}: {remedy}", status)
+            self.work = None
+        return tuple(self.flags.tolist())
 
 
 @dataclass
@@ -4327,7 +4212,7 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
     is_gpu = device.type == "cuda"
     if needs in ("GPU", "GPU and softcap") and not is_gpu:
         return "plain PyTorch is faster on a CPU"
-    if needs == "GPU and softcap" and not 0 < cfg.softcap <= 80:
+    if needs == "GPU and softcap" and not 0 < cfg.softcap[0] <= 80:
         return "its sums need a softcap of at most 80"
     if needs == "compiled GPU" and not (is_gpu and use_compile):
         return "FlexAttention is fast only if it is compiled for a GPU"
@@ -4338,13 +4223,11 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
     if needs == "Hopper" and (cfg.model_dim % 64 or cfg.mlp_hidden % 128):
         return "its tiles do not divide the matrices"
     if needs in FP8_FORMS and not is_gpu:
-        return f"no CPU multiplies FP8 faster than bfloat16. --{needs}=on forces it"
+        return "no CPU multiplies FP8 faster than bfloat16. --fp8=on forces it"
     if needs in FP8_FORMS and cfg.dtype == "float32":
         return "--dtype=float32"
     if needs in FP8_FORMS[1:] and not use_compile:
         return "without a compiler, measuring amax costs more time than FP8 saves"
-    if needs == "fp8_linear" and cfg.model_dim < 1536:
-        return "below 1536 channels, measuring amax costs more time than FP8 saves"
     return ""
 
 
@@ -4383,13 +4266,13 @@ def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) ->
     rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
     rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
     table_dtype = torch.float32 if device.type == "cuda" else dtype
-    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm == "on")
+    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm)
 
 
 def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
     """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
     heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
-                  cfg.qk_norm == "on")
+                  cfg.qk_norm)
     K, P = heads.qk_dim, heads.num_positions
     leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
                               scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
@@ -4411,7 +4294,7 @@ def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> t
     (x, weight), _ = make(cfg, device, dtype)
     targets = torch.arange(128, device=device).view(64, 2)
     targets = targets.masked_fill(targets % 7 == 3, -1)
-    softcap = Softcap(cfg.softcap, cfg.softcap_shift, cfg.softcap_width)
+    softcap = Softcap(*cfg.softcap)
     return [rms_norm(x), weight], (targets, torch.tensor([1.0, 0.5], device=device), softcap)
 
 
@@ -4483,7 +4366,7 @@ def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
 def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
                       ) -> tuple[frozenset[str], list[str]]:
     """Choose and verify fast forms. Returns (their names, lines for the log)."""
-    chosen, replaced, lines, wanted = [], set(), [], split_names(cfg.fast)
+    chosen, replaced, lines, wanted = [], set(), [], list(cfg.fast)
     names = [name for name in list_fast_forms() if name not in FP8_FORMS]
     for name in names:
         row = list_fast_forms()[name]
@@ -4498,7 +4381,7 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
         if is_replaced and not reason:
             reason = "another named form replaces this operation already"
         if reason and wanted != ["auto"]:
-            raise InputError(f"--fast={cfg.fast}: {name} cannot be used ({reason}): leave it out")
+            raise RunError(f"--fast={','.join(cfg.fast)}: {name} cannot be used ({reason}): leave it out", 2)
         if reason:
             lines.append(f"fast form {name}: off ({reason})")
         else:
@@ -4507,19 +4390,19 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
     longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
     if "attention" not in replaced and longest > PLAIN_ATTENTION_TOKENS:
         why = f" ({'; '.join(lines)})" if lines else ""
-        raise InputError(f"attention runs in its plain form{why}, whose masks of {longest} x "
-                         f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
-                         f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}")
+        raise RunError(f"attention runs in its plain form{why}, whose masks of {longest} x "
+                       f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
+                       f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}", 2)
     return frozenset(chosen), [f"fast forms: {', '.join(chosen) or 'none'}", *lines]
 
 
 def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
                fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
     """Return whether to use an FP8 form, and a line with the reason. fast: the other fast forms in use."""
-    wanted, label = getattr(cfg, name), name.replace("_", " ")
+    wanted, label = cfg.fp8, name.replace("_", " ")
     reason = find_obstacle(name, cfg, device, use_compile)
     if wanted == "off" or wanted == "auto" and reason:
-        return False, f"{label}: off ({reason if wanted == 'auto' else f'--{name}=off'})"
+        return False, f"{label}: off ({reason if wanted == 'auto' else '--fp8=off'})"
     sizes = ("model_dim", "padded_vocab_size") if name == "fp8_head" else ("model_dim",)
     problems = [f"{size}={getattr(cfg, size)} is not a multiple of 16" for size in sizes
                 if getattr(cfg, size) % 16]
@@ -4527,7 +4410,7 @@ def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype,
         problems.append(f"model_dim={cfg.model_dim} is below {FP8_MIN_DIM}")
     reason = problems[0] if problems else verify(name, cfg, device, dtype, use_compile, fast)
     if reason and wanted == "on":
-        raise InputError(f"--{name}=on but it cannot be used ({reason}): use --{name}=auto or off")
+        raise RunError(f"--fp8=on, but {label} cannot be used ({reason}): use --fp8=auto or off", 2)
     return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
 
 # ==== COMM =================================================================================================
@@ -4623,27 +4506,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def share_errors(body: Callable, rt: Runtime):
-    """Call body on rank 0. Returns its result on rank 0, else None. All ranks raise its InputError."""
-    result, problem = None, ""
-    if rt.is_main:
-        try:
-            result = body()
-        except InputError as error:
-            problem = str(error)
-    problem = rt.comm.broadcast_object(problem)
-    if problem:
-        raise InputError(problem)
-    return result
-
-
-def compare_ranks(run: dict, rt: Runtime) -> None:
-    """Raise InputError on all ranks if the script, options, machine or data of one differ from rank 0's."""
-    runs = rt.comm.gather_objects(run)
-    for rank, other in enumerate(runs):
-        if others := differences(runs[0], other, "ranks"):
-            raise InputError(f"rank {rank} differs from rank 0 ({', '.join(others[:5])}): start all ranks "
-                             "with equal options, files, script and PyTorch")
+def share_problem(problem: str, rt: Runtime) -> None:
+    """Raise RunError on all ranks if one of them has a problem."""
+    for found in filter(None, rt.comm.gather_objects(problem)):
+        raise RunError(found, 2)
 
 
 def round_to_multiple(x: Tensor, unit: float) -> Tensor:
@@ -4683,12 +4549,12 @@ class Shard:
         data = os.pread(self.file.fileno(), 2 * (end - first), SHARD_HEADER_BYTES + 2 * first)
         if len(data) != 2 * (end - first):
             raise RunError(f"{self.file.name} became shorter during this run and lacks token {end - 1}: "
-                           f"{SHARD_REMEDY}, then --resume=auto", of_one_rank=True)
+                           f"{SHARD_REMEDY}, then --resume=auto")
         return np.frombuffer(data, dtype="<u2")
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
-    """Read (number of tokens, vocabulary size, BOS) of a shard. InputError if header or size is wrong."""
+    """Read (number of tokens, vocabulary size, BOS) of a shard. RunError if header or size is wrong."""
     problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
     size = os.path.getsize(path)
     if os.path.isfile(path):  # opening a pipe would wait for its writer
@@ -4701,39 +4567,39 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
     elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
         problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
     if problem:
-        raise InputError(f"{path} {problem}: {remedy}")
+        raise RunError(f"{path} {problem}: {remedy}", 2)
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
 def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> Shard:
-    """Open and check a .bin shard. InputError names the file and the problem."""
+    """Open and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     if shard_vocab != vocab_size:
-        raise InputError(f"{path} was made for vocabulary size {shard_vocab}, but the model has "
-                         f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files")
+        raise RunError(f"{path} was made for vocabulary size {shard_vocab}, but the model has "
+                       f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files", 2)
     if expected_bos not in (None, bos):
-        raise InputError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
-                         "of one tokenizer with --train_files and --val_files")
+        raise RunError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
+                       "of one tokenizer with --train_files and --val_files", 2)
     file = open(path, "rb", buffering=0)
     tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
     if tokens.max() >= vocab_size:
-        raise InputError(f"{path} has token {tokens.max()}, but its vocabulary size is {vocab_size}: "
-                         f"{SHARD_REMEDY}")
+        raise RunError(f"{path} has token {tokens.max()}, but its vocabulary size is {vocab_size}: "
+                       f"{SHARD_REMEDY}", 2)
     starts = np.flatnonzero(tokens == bos)
     if not len(starts):
-        raise InputError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}")
+        raise RunError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}", 2)
     return Shard(file, num_tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
-    """List files of a glob pattern, or shards of a folder, sorted. InputError says how to get them."""
+    """List files of a glob pattern, or shards of a folder, sorted. RunError says how to get them."""
     if os.path.isdir(pattern):
         pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
     paths = sorted(glob.glob(pattern))
     if not paths:
-        raise InputError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
-                         "FineWeb, python data/text.py for the PyTorch source, or python data/text.py PATH "
-                         "--out FOLDER for your own text")
+        raise RunError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
+                       "FineWeb, python data/text.py for the PyTorch source, or python data/text.py PATH "
+                       "--out FOLDER for your own text", 2)
     return paths
 
 
@@ -4769,8 +4635,8 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
         reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
-        raise InputError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
-                         f"model's tokens. To fix it, {fetch}give --without=prefix_loss") from None
+        raise RunError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
+                       f"model's tokens. To fix it, {fetch}give --without=prefix_loss", 2) from None
     return texts
 
 
@@ -4840,432 +4706,305 @@ class Prefetcher:
         self.pending.append(self.executor.submit(self._build))
         return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
 
-# ==== ABLATIONS ============================================================================================
-# The mechanisms of --without. To add one, add a row.
+# ==== COMMAND LINE =========================================================================================
+# From a command line to a Config: the preset, the given options, --without, the options of groups, and one
+# check. Bad input is one line with the value. To add a check, add a row to find_problems().
 
 def change(where: str | None = None, **new) -> Callable:
-    """Return a function that changes each layer or stage of a tuple, or each layer of attention `where`."""
-    return lambda items: tuple(dataclasses.replace(item, **new)
-                               if where in (None, getattr(item, "attention", None)) else item
-                               for item in items)
+    """Return a function that changes fields of all rows of layers, stages or groups.
+
+    where: only layers with this attention, or the group of this name.
+    """
+    def change_rows(rows):
+        if isinstance(rows, dict):
+            return {name: dataclasses.replace(row, **new) if where in (None, name) else row
+                    for name, row in rows.items()}
+        return tuple(dataclasses.replace(row, **new) if where is None or where == row.attention else row
+                     for row in rows)
+
+    return change_rows
 
 
-# Option values that --without sets. If it is a function, it gets the old value
-MECHANISMS: dict[str, dict] = {
-    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
-                 mlp_up_lr_mul=1.0, mlp_down_lr_mul=1.0),  # AdamW of record 2
-    "momentum_warmup": dict(momentum_warmup_steps=0),
-    "momentum_cooldown": dict(momentum_cooldown_steps=0),
-    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
+# Parts of --without that are more than one option's `off`, or one field of all rows. A function gets the
+# old value
+SPECIAL_PARTS: dict[str, dict] = {
+    "muon": dict(groups=change("matrix", rule="adamw", lr=0.0018, betas=(0.9, 0.95), weight_decay=0.1),
+                 mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
+    "variance": dict(groups=lambda groups: change("matrix", rule={
+        "anvil": "muon", "normuon": "muon", "normuonh": "muonh"}.get(groups["matrix"].rule))(groups)
+        if groups["matrix"].rule in ("anvil", "normuon", "normuonh") else groups),
     "polar_express": dict(orthogonalize="newton_schulz"),
-    "variance": dict(matrix_rule=lambda rule: "muon" if rule == "anvil" else rule.removeprefix("nor")),
-    "slow_momentum": dict(slow_momentum_start=1.0),
-    "averages": dict(averages="off"),
-    "decay": {f"{name}_weight_decay": 0.0 for name in TRACK_1_GROUPS},
-    "cautious_decay": dict(decay="decoupled"),
-    "adam_odd_steps": {f"{name}_every": 1 for name in TRACK_1_GROUPS},
-    "late_period": dict(late_start=1.0),
-    "row_adam": dict(ngram_rule="adamw"),
-    "low_bits": dict(matrix_dtype="float32"),
-    "qk_groups": dict(qk_group_heads=0),
-    "tied_head": dict(tie_head="off"),
-    "untied_head": dict(tie_head="on", untie_frac=1.0, embed_std=0.02, head_lr=0.0036),
-    "zero_init": dict(zero_init="off"),
-    "qk_norm": dict(qk_norm="off"),
-    "yarn": dict(yarn_max_window=0),
-    "attention_gate": dict(attention_gate_dim=0, layers=change(gate=False)),
-    "value_embeds": dict(num_value_embeds=0, layers=lambda layers: tuple(dataclasses.replace(
-        spec, value_embed=None, **{field: ",".join(
-            name for name in split_names(getattr(spec, field)) if not name.startswith("ve"))
-            for field in ("mudd_in", "mudd_out")}) for spec in layers)),
-    "value_gates": dict(value_gate_dim=0),
-    "x0_mix": dict(x0_mix="off"),
-    "residual_weights": dict(residual_init=0.0),
-    "skips": dict(layers=change(skip_from=None)),
-    "smear": dict(smear="off"),
-    "key_offset": dict(layers=change(key_offset=False)),
-    "ngram": dict(ngram_rows=0),
-    "trigrams": dict(ngram_order=2),
-    "short_heads": dict(short_qk_dim=0),
-    "half_values": dict(layers=change(v_dim=None)),
-    "second_mlp": dict(layers=change(second_mlp=False)),
-    "mudd_groups": dict(mudd_groups=1),
-    "paired_heads": dict(layers=change(paired=False)),
-    "attention_from": dict(layers=change(attention_from=None)),
-    "xsa": dict(layers=change(xsa=False)),
-    "mudd": dict(layers=change(mudd_in="", mudd_out="")),
-    "mudd_gates": dict(layers=change(gates_from=None)),
+    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
+    "adam_odd_steps": dict(groups=change(every=1)),
+    "row_adam": dict(groups=change("ngram", rule="adamw")),
+    "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=lambda stds: (0.02, stds[1]),
+                        groups=change("head", lr=0.0036)),
+    "value_embeds": dict(layers=lambda layers: tuple(dataclasses.replace(
+        layer, value_embed=None, mudd_in=tuple(name for name in layer.mudd_in if name[:2] != "ve"),
+        mudd_out=tuple(name for name in layer.mudd_out if name[:2] != "ve")) for layer in layers)),
     "short_windows": dict(layers=change("short", attention="long")),
     "window_warmup": dict(stages=lambda stages: change(
         window_long=stages[-1].window_long, window_short=stages[-1].window_short)(stages)),
     "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
-    "multi_token": dict(stages=change(loss_weights="1")),
-    "prefix_loss": dict(stages=change(prefix_weight="0")),
-    "sampled_loss": dict(stages=change(num_classes=None)),
-    "attention_pieces": dict(max_attention_len=0),
+    "multi_token": dict(stages=change(loss_weights=((1, 1),))),
     "dropped_attention": dict(layers=change("none", attention="long")),
     "dropped_mlp": dict(layers=change(mlp=True)),
-    "document_mask": dict(document_mask="off"),
-    "document_start": dict(sequence_start="anywhere"),
-    "softcap": dict(softcap=0.0),
-    "logit_shift": dict(softcap=lambda top: 30.0 if top else top, softcap_shift=0.0),
-    "fp8_head": dict(fp8_head="off"),
-    "fp8_logits": dict(fp8_logits="off"),
-    "fp8_mlp": dict(fp8_mlp="off"),
-    "fp8_qkv": dict(fp8_qkv="off"),
+    "logit_shift": dict(softcap=lambda cap: (30.0, 0.0, cap[2]) if cap[1] else cap),
 }
 
 
-# ==== COMMAND LINE =========================================================================================
-# From a command line to a Config: parsing, presets, --without, and checks for contradictory options. Every
-# error is one line with the value and a remedy. To add a check, yield its error in a find_NAME_problems().
-
-class Option(typing.NamedTuple):
-    """A command-line option: a field of Config, or GROUP_FIELD for a field of a parameter group."""
-
-    name: str
-    section: str  # heading in --help
-    type: typing.Any
-    default: typing.Any
-    help: str
-    low: float | None
-    high: float | None
-    choices: tuple[str, ...]  # empty: any value
-
-
-CONFIG_PARTS = (TrainConfig, ModelConfig, OptimConfig, Group)  # in the order of --help
-GROUP_OPTIONS = {f"{group}_{field.name}": (group, field.name) for group in TRACK_1_GROUPS
-                 for field in dataclasses.fields(Group)
-                 if field.name != "rule" or group in ("matrix", "ngram")}
+def list_parts(cfg: Config) -> dict[str, dict]:
+    """{name: options without this part of the recipe}, for each part that --without can leave out."""
+    options = {field.name: field for field in dataclasses.fields(Config)}
+    parts = {name: {name: field.metadata["off"]} for name, field in options.items()
+             if "off" in field.metadata}
+    for place, kind in (("layers", LayerSpec), ("stages", Stage)):
+        names = {field.name: field.default for field in dataclasses.fields(kind) if not field.default}
+        parts |= {name: {place: change(**{name: value})} for name, value in names.items()
+                  if name not in options}
+    parts |= {field.name: dict(groups=change(**{field.name: field.metadata["off"]}))
+              for field in dataclasses.fields(Group) if "off" in field.metadata}
+    found = {}
+    for name, changes in (parts | SPECIAL_PARTS).items():
+        changes = {key: new(getattr(cfg, key)) if callable(new) else new for key, new in changes.items()}
+        if dataclasses.replace(cfg, **changes) != cfg:
+            found[name] = changes
+    return found
 
 
-def list_options() -> dict[str, Option]:
-    """All options by name."""
-    options = {}
-    for part in CONFIG_PARTS:
-        types, section = typing.get_type_hints(part), part.__doc__.strip().rstrip(".")
-        fields = {field.name: field for field in dataclasses.fields(part)}
-        places = GROUP_OPTIONS if part is Group else {name: (None, name) for name in fields}
-        for name, (group, field) in places.items():
-            default = getattr(TRACK_1_GROUPS.get(group, part), field)
-            options[name] = Option(name, section, types[field], default, **fields[field].metadata)
-    for name, excluded in (("matrix_rule", "row_state"), ("ngram_rule", "whole_matrix")):
-        rules = tuple(key for key, rule in RULES.items() if not getattr(rule, excluded))
-        options[name] = options[name]._replace(choices=rules)
-    return options
+GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
+    f"matrix_{field}": ("matrix", field) for field in ("rule", "betas", "weight_decay")}
 
 
-OPTIONS = list_options()
-def flatten_groups(values: dict) -> dict:
-    """Replace the entry "groups" of values by GROUP_FIELD entries, for example embed_lr."""
-    groups = values.get("groups", {})
-    assert all(group.rule == "adamw" for name, group in groups.items() if f"{name}_rule" not in GROUP_OPTIONS
-               ), "only the groups matrix and ngram can choose their rule"
-    flat = {name: getattr(groups[group], field) for name, (group, field) in GROUP_OPTIONS.items()
-            if group in groups}
-    return {**{name: value for name, value in values.items() if name != "groups"}, **flat}
+def convert(value, kind: type):
+    """Text of the command line, or a value of JSON -> an annotated type. ValueError and others: no fit."""
+    arguments, is_row = typing.get_args(kind), dataclasses.is_dataclass(kind)
+    if isinstance(value, str) and kind is not str:
+        if kind is bool:
+            value = dict(on=True, true=True, off=False, false=False)[value.lower()]
+        elif str in arguments:
+            value = value.replace(" ", "").split(",") if value else ()
+        elif is_row or kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
+            value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
+        else:
+            value = ast.literal_eval(value or "()")
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("not a list")
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
+    if arguments:  # kind | None
+        return None if value is None else convert(value, arguments[0])
+    if is_row and not isinstance(value, kind):
+        hints = typing.get_type_hints(kind)
+        value = kind(**{name: convert(item, hints[name]) for name, item in value.items()})
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
+    return value
 
 
-def build_config(values: dict) -> Config:
-    """Build a Config from {option name: value}. Missing options have their defaults."""
-    values = {**flatten_groups(vars(Config())), **values}
-    rows: dict[str, dict] = {group: {} for group in TRACK_1_GROUPS}
-    for name, (group, field) in GROUP_OPTIONS.items():
-        rows[group][field] = values.pop(name)
-    return Config(**values, groups={group: Group(**row) for group, row in rows.items()})
+def change_options(cfg: Config, values: dict) -> Config:
+    """Set options to text or values as JSON has them. RunError if one is unknown or of another type."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    hints, group_hints = typing.get_type_hints(Config), typing.get_type_hints(Group)
+    changed, groups = {}, dict(cfg.groups)
+    for name, value in values.items():
+        try:
+            if name == "groups":
+                rows = {group: row if isinstance(row, dict) else vars(row)
+                        for group, row in convert(value, dict).items()}
+            elif name in GROUP_OPTIONS:
+                group, field = GROUP_OPTIONS[name]
+                rows = {group: {field: value}}
+            else:
+                changed[name], rows = convert(value, hints[name]), {}
+            for group, row in rows.items():
+                row = {field: convert(item, group_hints[field]) for field, item in row.items()}
+                groups[group] = dataclasses.replace(groups[group], **row)
+        except (KeyError, ValueError, TypeError, SyntaxError, AttributeError, OSError) as error:
+            kind = fields[name].type if name in fields else "an option of a group"
+            raise RunError(f"--{name}={str(value)[:100]} is not {kind} ({str(error)[:100]})", 2) from None
+    return dataclasses.replace(cfg, **changed, groups=groups)
 
 
-def parse_value(option: Option, text: str):
-    """Convert the text of --name=text to the option's type. InputError names the expected type."""
-    kind = option.type
-    try:
-        if kind in (int, float, str):
-            return kind(text)
-        element = typing.get_args(kind)[0]
-        if not dataclasses.is_dataclass(element):
-            numbers = text.split(",") if text else ()
-            if len(numbers) not in (0, 2):
-                raise ValueError("two numbers are needed")
-            return tuple(map(element, numbers))
+def load_preset(name: str) -> Config:
+    """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file.
 
-        # LayerSpecs or Stages: the text is JSON, or the path of a .json file
-        content = Path(text).read_text() if text.endswith(".json") else text
-        items, hints = json.loads(content or "[]"), typing.get_type_hints(element)
-        fields = dataclasses.fields(element)
-        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-        if not isinstance(items, list):
-            raise ValueError("a list is needed")
-        for item in items:
-            if not isinstance(item, dict):
-                raise ValueError(f"{item} is not an object")
-            for name, value in item.items():
-                if name not in hints:
-                    raise ValueError(f"{name} is not one of {', '.join(hints)}")
-                hint = int | float if hints.get(name) is float else hints.get(name, object)
-                is_finite = not isinstance(value, float) or math.isfinite(value)
-                if isinstance(value, bool) != (hint is bool) or not isinstance(value, hint) or not is_finite:
-                    raise ValueError(f"{name}={value!r} is not of type {getattr(hint, '__name__', hint)}")
-            if needed - item.keys():
-                raise ValueError(f"{min(needed - item.keys())} is missing")
-        return tuple(element(**item) for item in items)
-    except (ValueError, TypeError, RecursionError, OSError) as error:
-        name, example = {int: "whole number", float: "number"}.get(kind, "list"), option.default
-        if option.name in ("layers", "stages"):  # show only three fields of an object
-            entries = dataclasses.asdict(example[0] if example else LayerSpec())
-            example = json.dumps([dict(itertools.islice(entries.items(), 3))])
-        text = text if len(text) < 100 else f"{text[:100]}..."
-        problem = f"cannot be read ({str(error)[:200]})" if name == "list" else f"is not a {name}"
-        raise InputError(f"--{option.name}={text} {problem}: give one like "
-                         f"{show_value(example)}") from None
-
-
-def show_value(value) -> str:
-    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-        return json.dumps([dataclasses.asdict(item) for item in value])
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def check_value(name: str, value) -> None:
-    """Raise InputError if a value does not fit its option's type, range or choices."""
-    option = OPTIONS[name]
-    low, high, kind, choices = option.low, option.high, option.type, option.choices
-    if kind in (int, float, str) and not isinstance(value, int | float if kind is float else kind):
-        raise InputError(f"--{name}={str(value)[:60]} is not of type {kind.__name__}: give this type")
-    if choices and value not in choices:
-        raise InputError(f"--{name}={value} is not one of {', '.join(choices)}: choose one of them")
-    for number in value if isinstance(value, tuple) else (value,):
-        if not isinstance(number, (int, float)):
-            continue
-        for is_wrong, reason in ((not abs(number) < math.inf, "is not finite: give an ordinary number"),
-                                 (low is not None and number < low, f"is too small: give at least {low}"),
-                                 (high is not None and number > high, f"is too large: give at most {high}")):
-            if is_wrong:
-                raise InputError(f"--{name}={show_value(value)[:50]} {reason}")
-
-
-def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A sentence with the nearest name."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {prefix}{matches[0]}?" if matches else "see --help."
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are InputErrors."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        raise InputError(f"{message}: see --help")
-
-
-FLAGS = dict(list_presets="the presets, and the parts of the recipe that --without switches off",
-             print_config="the resolved config as JSON. Needs no data and no device")
-
-
-def parse_argv(argv: list[str]) -> tuple[dict, set[str]]:
-    """Split a command line into ({option: value}, flags). '-' and '_' are equivalent in names."""
-    parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                    "The defaults are preset track_1. '-' and '_' are equivalent in names.",
-                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    for flag, meaning in FLAGS.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
-    sections = {}
-    for option in OPTIONS.values():
-        if option.section not in sections:
-            sections[option.section] = parser.add_argument_group(option.section)
-        is_json = option.name in ("layers", "stages")
-        kind = {int: "INT", float: "FLOAT", str: "TEXT"}.get(option.type, "A,B")
-        kind = "|".join(option.choices) or kind
-        shown = [] if is_json or option.default == "" else [f"[{show_value(option.default)}]"]
-        bounds = (("at least", option.low), ("at most", option.high))
-        shown += [f"{word} {bound}" for word, bound in bounds if bound not in (None, 2**31 - 1)]
-        sections[option.section].add_argument(
-            f"--{option.name}", type=functools.partial(parse_value, option),
-            metavar="JSON" if is_json else kind, help=" ".join((option.help, *shown)))
-    words = []
-    for word in argv:
-        name, equals, text = word.partition("=")
-        words.append(f"--{name[2:].replace('-', '_')}{equals}{text}" if word.startswith("--") else word)
-    values, unknown = parser.parse_known_args(words)
-    if unknown:
-        word = unknown[0].partition("=")[0][:100]
-        raise InputError(f"{word} is not an option: {suggest(word.lstrip('-'), OPTIONS, '--')} "
-                         "docs/from_nanogpt.md has the names of other trainers")
-    flags = {flag for flag in FLAGS if flag in values}
-    return {name: value for name, value in vars(values).items() if name not in flags}, flags
-
-
-def find_preset(name: str) -> tuple[str | None, dict]:
-    """(parent, differences from it) of a preset in PRESETS, or in records/presets/NAME.json."""
+    The file is a preset, or the result of a run, which keeps its preset's name.
+    """
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
-        return parent, flatten_groups(changes)
-    for folder in (Path(__file__).resolve().parent, Path.cwd()):
-        path = folder / "records/presets" / f"{name}.json"
-        if path.exists():
-            preset = json.loads(path.read_text())
-            return preset["parent"], read_values(preset["options"])
-    raise InputError(f"--preset={name} is not a preset: {suggest(name, PRESETS)} Presets: "
-                     f"{', '.join(PRESETS)}, and records/presets/*.json")
+    else:
+        places = [folder / "records/presets" / f"{name}.json" for folder in
+                  (Path(__file__).resolve().parent, Path.cwd())]
+        path = next(filter(Path.is_file, [Path(name)] if name.endswith(".json") else places), None)
+        if path is None:
+            raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, the name of a file "
+                           "in records/presets, or a .json file", 2)
+        content = json.loads(path.read_text())
+        if "config" in content:
+            if "key" not in content:
+                raise RunError(f"--preset={name} is the result of an older script: run the train_gpt script "
+                               "beside it", 2)
+            return change_options(Config(), {key: value for key, value in content["config"].items()
+                                             if key not in ("derived", "record", "resume", "out")})
+        parent, changes, name = content["parent"], content["options"], path.stem
+    return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
 
-def resolve_preset(name: str) -> dict:
-    """All options of a preset as {name: value}, with the changes of its parent presets."""
-    preset = {}
-    while name:
-        name, changes = find_preset(name)
-        preset = {**changes, **preset}
-    return {**flatten_groups(vars(Config())), **preset}
-
-
-def make_config(overrides: dict) -> Config:
-    """The config of a preset with overrides and --without. InputError if options contradict."""
-    name = overrides.get("preset", "auto")
-    for key, value in overrides.items():
-        check_value(key, value)
+def make_config(values: dict) -> Config:
+    """The config of values["preset"] with the other values and --without. RunError if they contradict."""
+    name = values.get("preset", "auto")
     if name == "auto":
-        use_cuda = overrides.get("device", "auto") != "cpu" and torch.cuda.is_available()
+        use_cuda = values.get("device") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    preset = resolve_preset(name)
-    values = {**preset, **overrides, "preset": name}
-    values["layers"] = values["layers"] or build_layers(values["num_layers"], values["num_value_embeds"])
-    cfg = build_config(switch_off(values, overrides))
-    check_config(cfg)
-    given = {key for key in overrides.keys() & GROUP_OPTIONS.keys() if overrides[key] != preset[key]}
-    if given:
+    of_groups = {key: value for key, value in values.items() if key == "groups" or key in GROUP_OPTIONS}
+    options = {key: value for key, value in values.items() if key not in of_groups and key != "preset"}
+    cfg = change_options(load_preset(name), options)
+    if not cfg.layers:
+        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers))
+    for part in cfg.without if "without" in values else ():
+        parts = list_parts(cfg)
+        if part not in parts:
+            raise RunError(f"--without={part[:100]}: this recipe has no such part. Its parts are "
+                           f"{', '.join(parts)}", 2)
+        cfg = dataclasses.replace(cfg, **{key: value for key, value in parts[part].items()
+                                          if key not in options or key in ("layers", "stages")})
+    cfg = change_options(cfg, of_groups)
+    check(cfg)
+    for key in of_groups.keys() & GROUP_OPTIONS.keys():
         with torch.device("meta"):
-            groups = {param.spec.group for param in GPT(cfg).parameters()}
-        for key in given:
-            if GROUP_OPTIONS[key][0] not in groups:
-                raise InputError(f"--{key} has no effect: this model has no parameter of group "
-                                 f"{GROUP_OPTIONS[key][0]}")
+            used = {param.spec.group for param in GPT(cfg).parameters()}
+        if GROUP_OPTIONS[key][0] not in used:
+            raise RunError(f"--{key}: this model has no parameter of group {GROUP_OPTIONS[key][0]}", 2)
     return cfg
 
 
-def switch_off(values: dict, overrides: dict) -> dict:
-    """Apply --without. Explicit options take precedence."""
-    values = dict(values)
-    for mechanism in split_names(values["without"]):
-        if mechanism not in MECHANISMS:
-            raise InputError(f"--without={values['without']}: {mechanism} is not a mechanism: "
-                             f"{suggest(mechanism, MECHANISMS)} Mechanisms: {', '.join(MECHANISMS)}")
-        if mechanism == "muon" and "matrix_rule" in overrides:  # --matrix_rule takes precedence
-            continue
-        changes = {key: new if callable(new) else lambda _value, new=new: new
-                   for key, new in MECHANISMS[mechanism].items()
-                   if key not in overrides or key in ("layers", "stages")}
-        changed = {key: change(values[key]) for key, change in changes.items()}
-        has_none = all(values[key] == new for key, new in changed.items())
-        if has_none and len(changes) == len(MECHANISMS[mechanism]):
-            raise InputError(f"--without={values['without']}: preset {values['preset']} has no {mechanism}: "
-                             "leave it out")
-        values.update(changed)
-    return values
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise RunError(message, 2)
 
 
-def check_config(cfg: Config) -> None:
-    """Raise InputError for the first contradiction in the options."""
+def parse_argv(argv: list[str]) -> dict[str, str]:
+    """Split a command line into {option: text}. '-' and '_' are equivalent in names."""
+    words = []
+    for word in argv:
+        name, equals, text = word.partition("=")
+        words.append(name.replace("-", "_").replace("__", "--", 1) + equals + text
+                     if word.startswith("--") else word)
+    preset = Parser(add_help=False, allow_abbrev=False)
+    preset.add_argument("--preset", default="track_1")
+    name = preset.parse_known_args(words)[0].preset
+    cfg = load_preset("track_1" if name == "auto" else name)
+
+    parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                    f"The defaults are those of preset {cfg.preset}.", argument_default=argparse.SUPPRESS,
+                    allow_abbrev=False)
+    parser.add_argument("--list_presets", action="store_true", help="the presets of this file")
+    parser.add_argument("--print_config", action="store_true",
+                        help="the resolved config as JSON. Needs no data and no device")
+    rows = [(field.name, field, getattr(cfg, field.name)) for field in dataclasses.fields(Config)]
+    fields = {field.name: field for field in dataclasses.fields(Group)}
+    rows += [(name, fields[field], getattr(cfg.groups[group], field))
+             for name, (group, field) in GROUP_OPTIONS.items()]
+    for name, field, default in rows:
+        low, high = field.metadata.get("low"), field.metadata.get("high")
+        shown = "" if name in ("layers", "stages", "groups") else f" [{default}]"
+        bounds = f" {low} to {high}" if high not in (None, 2**31 - 1) else f" at least {low}"
+        parser.add_argument(f"--{name}", metavar="|".join(field.metadata["choices"]) or field.type,
+                            help=field.metadata["help"] + shown + (bounds if low is not None else ""))
+    values, unknown = parser.parse_known_args(words)
+    if unknown:
+        name = unknown[0].partition("=")[0].lstrip("-")[:100]
+        near = difflib.get_close_matches(name, [name for name, *_ in rows], n=1)
+        hint = f": did you mean --{near[0]}?" if near else "."
+        raise RunError(f"{unknown[0][:100]} is not an option{hint} docs/from_nanogpt.md has the names of "
+                       "other trainers", 2)
+    return vars(values)
+
+
+def check(cfg: Config) -> None:
+    """Raise RunError for the first value that is out of range, and for the first contradiction."""
+    for prefix, owner in (("", cfg), *((f"{name}_", group) for name, group in cfg.groups.items())):
+        for field in dataclasses.fields(owner):
+            value, low, high = getattr(owner, field.name), *map(field.metadata.get, ("low", "high"))
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            items = value if isinstance(value, tuple) else (value,)
+            choices, numbers = field.metadata["choices"], [x for x in items if isinstance(x, (int, float))]
+            if choices and not set(items) <= set(choices):
+                raise RunError(f"--{prefix}{field.name}={value}: choose among {', '.join(choices)}", 2)
+            if not all(low <= number <= high and abs(number) < math.inf for number in numbers):
+                raise RunError(f"--{prefix}{field.name}={value} is not in the range {low} to {high}", 2)
     for is_wrong, line in find_problems(cfg):
         if is_wrong:
-            raise InputError(line)
+            raise RunError(line, 2)
 
 
 def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
     """Yield (condition, error line). A condition may rely on the ones before it."""
-    def multiple(name: str, value: int, unit: int) -> tuple[bool, str]:
-        return value <= 0 or value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
-
-    width, num_parts = cfg.num_heads * cfg.head_dim, cfg.ngram_order - 1
-    yield (cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = "
-           f"{cfg.num_heads} * {cfg.head_dim} = {width}")
-    yield multiple("head_dim", cfg.head_dim, 4)
-    yield multiple("short_qk_dim", cfg.short_qk_dim or 4, 4)
-    yield multiple("model_dim", cfg.model_dim, cfg.mudd_groups)
-    yield multiple("num_heads", cfg.num_heads, cfg.qk_group_heads or 1)
-    yield multiple("value_gate_dim", cfg.value_gate_dim or 2, 2)
+    units = dict(head_dim=4, short_qk_dim=4, model_dim=cfg.mudd_groups, num_heads=cfg.qk_group_heads or 1,
+                 value_gate_dim=2, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
+    for name, unit in units.items():
+        value = getattr(cfg, name)
+        yield value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
+    yield cfg.model_dim != cfg.num_heads * cfg.head_dim, (
+        f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads * cfg.head_dim}")
     yield (cfg.attention_gate_dim > cfg.model_dim,
            f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {cfg.model_dim}")
-    yield (0 < cfg.ngram_rows < 3 * num_parts or cfg.ngram_rows > 0 and cfg.ngram_rows % num_parts != 0,
-           f"--ngram_rows={cfg.ngram_rows}: give 0, or an even number of thousands")
-    yield (math.frexp(cfg.grad_grid)[0] not in (0.0, 0.5),
-           f"--grad_grid={cfg.grad_grid} is not a power of two")
+    num_tables = cfg.ngram_order - 1
+    yield (cfg.ngram_rows > 0 and (cfg.ngram_rows % num_tables != 0 or cfg.ngram_rows < 3 * num_tables),
+           f"--ngram_rows={cfg.ngram_rows}: give an even number of thousands")
     for name, group in cfg.groups.items():
-        yield len(group.betas) != 2, f"--{name}_betas is empty: give two numbers as a,b"
+        yield (group.rule not in RULES or RULES[group.rule].row_state and name != "ngram"
+               or RULES[group.rule].whole_matrix and name != "matrix",
+               f"rule={group.rule} of group {name}: give matrix one of {', '.join(RULES)} without row_adam, "
+               "ngram adamw or row_adam, the other groups adamw")
         yield (group.late_every % group.every != 0,
-               f"--{name}_late_every={group.late_every} is not a multiple of {name}_every={group.every}")
-    for field, name in (("record", cfg.record or "none"), ("track", cfg.track)):
-        yield (not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name),
-               f"--{field}={name[:100]}: give at most 100 lower-case letters, digits, '_', '-' and '.'")
-    for name in split_names(cfg.fast) if cfg.fast not in ("auto", "off") else ():
-        forms = [form for form in list_fast_forms() if form not in FP8_FORMS]
-        yield (name not in forms,
-               f"--fast={cfg.fast}: {name} is not a fast form: give auto, off, or some of {','.join(forms)}")
-    yield from find_stage_problems(cfg, multiple)
-    yield from find_layer_problems(cfg)
-
-
-def find_stage_problems(cfg: Config, multiple: Callable) -> Iterator[tuple[bool, str]]:
-    """As find_problems(), of stages and lengths."""
-    yield not cfg.stages, "--stages is empty: give at least one stage"
+               f"late_every={group.late_every} of group {name} is not a multiple of every={group.every}")
+    for name in (cfg.track, cfg.record or "none"):
+        yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
+            f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
+    forms = ["auto", "off", *(form for form in list_fast_forms() if form not in FP8_FORMS)]
+    yield not set(cfg.fast) <= set(forms), f"--fast={cfg.fast}: choose among {', '.join(forms)}"
+    yield not cfg.stages, "--stages is empty"
     for stage in cfg.full_stages:
-        try:
-            prefix = parse_weights(stage.prefix_weight)
-            are_weights = bool(parse_weights(stage.loss_weights)) and len(prefix) == 1
-        except ValueError:
-            are_weights = False
-        yield not are_weights, (f"--stages has loss_weights={stage.loss_weights!r}, prefix_weight="
-                                f"{stage.prefix_weight!r}: give numbers or ramps as in '1 0.5:0'")
         has_windows = 1 <= stage.window_short <= stage.window_long < 2**31
-        yield (not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9 and has_windows),
-               f"--stages has a wrong duration, lr_factor or window: {stage}")
-        yield ((stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
-               f"--stages: num_classes={stage.num_classes}, max_doc_len={stage.max_doc_len}: at least 2")
-        yield multiple("seq_len", stage.seq_len, BLOCK)
-        yield multiple("tokens_per_step", stage.tokens_per_step, stage.seq_len)
-        yield (cfg.micro_batch_tokens < stage.seq_len, f"--micro_batch_tokens={cfg.micro_batch_tokens} is "
-               f"less than one packed sequence, seq_len={stage.seq_len}")
-    yield multiple("val_seq_len", cfg.val_seq_len, BLOCK)
-    yield multiple("val_tokens", cfg.val_tokens, cfg.val_seq_len)
-    yield (list(cfg.val_windows) != sorted(cfg.val_windows, reverse=True),
-           f"--val_windows={show_value(cfg.val_windows)}: give the long window first")
+        weights = [*itertools.chain(*stage.loss_weights), *stage.prefix_weight]
+        yield (not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9 and has_windows)
+               or not stage.loss_weights or not all(0 <= weight < 1e6 for weight in weights)
+               or (stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
+               f"--stages has a value that is out of range: {stage}")
+        yield (not 0 < stage.seq_len <= min(cfg.micro_batch_tokens, stage.tokens_per_step)
+               or stage.seq_len % BLOCK != 0 or stage.tokens_per_step % stage.seq_len != 0,
+               f"seq_len={stage.seq_len}: give a multiple of {BLOCK} that divides tokens_per_step="
+               f"{stage.tokens_per_step}, at most --micro_batch_tokens={cfg.micro_batch_tokens}")
+    yield (len(cfg.val_windows) not in (0, 2) or list(cfg.val_windows) != sorted(cfg.val_windows)[::-1],
+           f"--val_windows={cfg.val_windows}: give long,short")
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
-           f"--extension_steps={cfg.extension_steps}: give less than --num_iterations={cfg.num_iterations}, "
-           "and two stages")
-
-
-def find_layer_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
-    """As find_problems(), of layers."""
-    yield (len(cfg.layers) != cfg.num_layers, f"--layers has {len(cfg.layers)} layers, but --num_layers="
-           f"{cfg.num_layers}")
-    yield cfg.segments > cfg.num_layers, f"--segments={cfg.segments}: give at most {cfg.num_layers}"
-    used = {f"ve{spec.value_embed}" for spec in cfg.layers if spec.value_embed is not None}
-    for i, spec in enumerate(cfg.layers):
-        has, earlier = f"--layers: layer {i} has", {"x_in", *(f"h{layer}" for layer in range(i)), *used}
-        here = {*(["attn_in"] if spec.attention != "none" else []), *(["mlp_in"] if spec.mlp else [])}
-        for name, low, high in (("skip_from", 0, i - 1), ("attention_from", 0, i - 1), ("gates_from", 0, i),
-                                ("value_embed", 0, cfg.num_value_embeds - 1), ("v_dim", 1, cfg.head_dim)):
-            value = getattr(spec, name)
-            is_wrong = value is not None and not low <= value <= high
-            yield is_wrong, f"{has} {name}={value}: give {low} to {high}"
-        yield spec.attention not in ("long", "short", "none"), f"{has} attention={spec.attention}"
-        yield (spec.paired and cfg.num_heads % 2 != 0,
-               f"{has} paired heads: num_heads is {cfg.num_heads}, give an even number")
-        yield (bool(spec.mudd_in) and spec.attention == "none",
-               f"{has} mudd_in={spec.mudd_in}, which adds to values, but no attention")
-        yield spec.second_mlp and not spec.mlp, f"{has} second_mlp=true, but no MLP"
-        yield (spec.key_offset and cfg.qk_dim(spec) != cfg.head_dim,
-               f"{has} key_offset=true, but with short_qk_dim all channels rotate")
-        yield (not earlier.issuperset(split_names(spec.mudd_in))
-               or not (earlier | here).issuperset(split_names(spec.mudd_out)),
-               f"{has} mudd_in={spec.mudd_in}, mudd_out={spec.mudd_out}: choose among "
-               f"{', '.join(sorted(earlier | here))}")
+           f"--extension_steps={cfg.extension_steps}: less than --num_iterations, with two stages")
+    yield (len(cfg.layers) != cfg.num_layers,
+           f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
+    tables = {f"ve{layer.value_embed}" for layer in cfg.layers}
+    for i, layer in enumerate(cfg.layers):
+        known = {"x_in", *(f"h{j}" for j in range(i)), *tables}
+        known_out = {*known, *["attn_in"] * (layer.attention != "none"), *["mlp_in"] * layer.mlp}
+        sources = [x for x in (layer.skip_from, layer.attention_from) if x is not None]
+        yield (layer.attention not in ("long", "short", "none") or not all(0 <= x < i for x in sources)
+               or not 0 <= (layer.gates_from or 0) <= i or not 0 <= (layer.value_embed or 0) < cfg.num_layers
+               or not 0 < (layer.v_dim or 1) <= cfg.head_dim or layer.paired and cfg.num_heads % 2
+               or layer.mudd_in and layer.attention == "none" or layer.second_mlp and not layer.mlp
+               or layer.key_offset and cfg.qk_dim(layer) != cfg.head_dim
+               or not known.issuperset(layer.mudd_in) or not known_out.issuperset(layer.mudd_out),
+               f"--layers: layer {i} contradicts itself or the layers before it: {layer}")
 
 
 def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
-    """Raise InputError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
+    """Raise RunError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
         if tokens // seq_len % world_size:
-            raise InputError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
-                             f"seq_len={seq_len}, which {world_size} ranks cannot share")
+            raise RunError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
+                           f"seq_len={seq_len}, which {world_size} ranks cannot share", 2)
     return sequences_per_rank(cfg, world_size, tokens, seq_len)
 
 
@@ -5278,14 +5017,15 @@ def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
     with torch.device("meta"):
         model = GPT(cfg, Runtime(ngram_rows=ngram_rows))
         num_params = sum(p.numel() for name, p in model.named_parameters()
-                         if name != "embed" or cfg.tie_head == "off" or cfg.untie_frac < 1)
+                         if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
     return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=num_micro_batches,
                 ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
                 tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
                 padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
                 scheduled_steps=schedule.scheduled_steps,
-                stage_ends=[end for _, _, end in schedule.stage_ranges()])
+                stage_ends=[end for _, _, end in schedule.stage_ranges()],
+                mechanisms=sorted(list_parts(cfg)))
 
 
 def count_flops(cfg: Config) -> int:
@@ -5297,7 +5037,7 @@ def count_flops(cfg: Config) -> int:
     keys = tokens = logits = 0.0
     for stage, start, end in Schedule(cfg).stage_ranges():
         weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
-        if cfg.sequence_start == "document" and cfg.document_mask == "on":
+        if cfg.sequence_start == "document" and cfg.document_mask:
             longest = min(longest, stage.max_doc_len)
         keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) * width
                              for spec, width in zip(attending, widths))
@@ -5307,90 +5047,48 @@ def count_flops(cfg: Config) -> int:
 
 
 def plain_dict(cfg: Config) -> dict:
-    return json.loads(json.dumps({name: flatten_groups(vars(cfg))[name] for name in OPTIONS}, default=vars))
-
-
-def read_values(values: dict) -> dict:
-    """Options as JSON has them -> their types. Unknown names are left out."""
-    known = {name: parse_value(OPTIONS[name], json.dumps(value)) if name in ("layers", "stages") else
-             tuple(value) if isinstance(value, list) else value
-             for name, value in values.items() if name in OPTIONS}
-    for name, value in known.items():
-        check_value(name, value)
-    return known
+    return json.loads(json.dumps(vars(cfg), default=vars))
 
 
 def config_from_dict(values: dict) -> Config:
     """The inverse of plain_dict(), for checkpoints and results."""
-    return build_config(read_values(values))
+    return change_options(Config(), {name: value for name, value in values.items() if name != "derived"})
 
 # ==== RUN RECORD ===========================================================================================
 # The identity of a run, and its files: script, log, result (json) and events. Only rank 0 writes. Scripts
-# and results appear under their names when they are complete. No file of another program is replaced. The
-# unique run_id names log, result and events, so two runs never share one. To compare another entry, add it
-# to identify(). records/README.md describes the formats.
+# and results appear under their names when they are complete. The unique run_id names log, result and
+# events. records/results.py compares runs, and records/README.md describes the formats.
 
-# Options that change no weight, loss or time: output, stop and resume. print_every: older scripts
-RESTART_OPTIONS = {f"options.{name}" for name in (
-    "records_dir", "logs_dir", "checkpoint_dir", "save_model", "resume", "time_limit", "print_every")}
-MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
-# {kind of comparison: entries of identify() that may differ}. "options" stands for all options.NAME
-MAY_DIFFER = {
-    "ranks": {"machine.cpu", "machine.threads"},  # ranks of one job
-    "resume": {*RESTART_OPTIONS, "machine"},
-    "resume of a record": RESTART_OPTIONS,
-    "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
-    "replay": {*RESTART_OPTIONS, "options.checkpoint_every", "options.telemetry_every", "options.tracker"},
-    "losses": {"options", "script", "choices", "machine"},  # losses of two records
-    "times": {"options", "script", "choices"},  # times of two records
-}
-OTHER = {name: f"other {name}" for name in ("script", "data", "layers", "stages")}
-TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
-FINEWEB_TRACKS = ("track_1", "track_2")  # their records use the data options of preset track_1
 RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits in old scripts
+# Options that change no weight, loss or time
+NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
 
-def describe_run(cfg: Config, rt: Runtime, argv: list[str]) -> dict:
-    """Metadata of a run, made once at its start. train() adds corpus_fingerprint and choices."""
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}_seed{cfg.seed}_{os.urandom(4).hex()}"
-    return dict(run_id=rt.comm.broadcast_object(run_id), resumed_from={}, script_sha256=hash_script(),
-                git_commit=find_commit() if rt.is_main else "", argv=argv, **describe_machine(rt),
-                config={**plain_dict(cfg), "derived": derived_numbers(cfg, rt.world_size)})
+def make_key(run: dict, *ignored: str) -> str:
+    """The identity of a run: script, config as it was asked for, data, and the checkpoint it began with.
 
-
-def identify(run: dict) -> dict[str, typing.Any]:
-    """The identity of a run as one flat dict: script, data, options.NAME, machine.NAME, choices.NAME.
-
-    run: a result, or the metadata of a log or checkpoint. Missing entries are left out.
+    run: the description or result of a run. ignored: further options that may differ.
     """
-    hardware, versions = run.get("hardware", {}), run.get("versions", {})
-    old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
-    parts = dict(
-        options={name: value for name, value in run.get("config", {}).items() if name != "derived"},
-        machine={**{name: hardware[name] for name in MACHINE_FIELDS if name in hardware},
-                 **{name: versions[name] for name in ("torch", "cuda", "cudnn") if name in versions}},
-        choices=run.get("choices", old_choices))
-    single = dict(script=run.get("script_sha256"), data=run.get("corpus_fingerprint"))
-    return {**{name: value for name, value in single.items() if value},
-            **{f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}}
+    config = {name: value for name, value in run["config"].items()
+              if name not in ("derived", *NOT_IN_KEY, *ignored)}
+    facts = (run["script_sha256"], run["corpus_fingerprint"], run["resumed_from"], config)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def differences(earlier: dict, now: dict, kind: str) -> list[str]:
-    """Differences of two runs outside of MAY_DIFFER[kind], for example 'head_lr was 0.008, here 0.01'.
-
-    Entries that one of the runs lacks are not compared.
-    """
-    lines, theirs, ours = [], identify(earlier), identify(now)
-    for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
-        part, _, name = key.rpartition(".")
-        if not {key, part} & MAY_DIFFER[kind]:
-            label, old, new = f"{name} in use" if part == "choices" else name, theirs[key], ours[key]
-            lines.append(OTHER.get(name) or f"{label} was {str(old)[:60]}, here {str(new)[:60]}")
-    return lines
-
-
-def hash_script() -> str:
-    return hashlib.sha256(SCRIPT).hexdigest()
+def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard]) -> dict:
+    """Metadata of a run, made at its start. RunError if the ranks have other scripts, options or data."""
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    run = dict(run_id=f"{started}_seed{cfg.seed}_{os.urandom(4).hex()}",
+               script_sha256=hashlib.sha256(SCRIPT).hexdigest(), corpus_fingerprint=fingerprint(shards),
+               git_commit=find_commit(), argv=argv, **describe_machine(rt),
+               config={**plain_dict(cfg), "derived": derived_numbers(cfg, rt.world_size)}, resumed_from="")
+    if cfg.resume not in ("", "auto"):
+        run["resumed_from"] = read_metadata(Path(cfg.resume))["run_id"] + "/" + Path(cfg.resume).name
+    run["key"] = make_key(run)
+    first = rt.comm.broadcast_object(run)
+    is_equal = first["key"] == run["key"]
+    share_problem("" if is_equal else f"rank {rt.rank} has another script, config or data than rank 0", rt)
+    return first
 
 
 def find_commit() -> str:
@@ -5412,10 +5110,8 @@ def describe_machine(rt: Runtime) -> dict:
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
     with suppress(OSError):
-        lines = [x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().splitlines() if ":" in x]
-        names = {name.strip(): value.strip() for name, value in reversed(lines)}  # of the first processor
-        arm = " ".join(names[key] for key in ("CPU implementer", "CPU part", "CPU revision") if key in names)
-        hardware["cpu"] = names.get("model name") or f"{hardware['cpu']} {arm}".strip()
+        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        hardware["cpu"] = names[0] if names else hardware["cpu"]
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
@@ -5428,20 +5124,13 @@ def has_progress_bar() -> bool:
 
 
 def print0(text: str, rt: Runtime) -> None:
-    """Print and flush a line on rank 0, above the progress bar. A closed stdout does not stop training."""
-    for write in (functools.partial(tqdm.write, file=sys.stdout), print) if rt.is_main else ():
-        try:
-            write(text)
-            sys.stdout.flush()
-            return
-        except OSError:  # tqdm also redraws the bar on stderr, which may be closed while stdout is open
-            pass
+    """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
-        sys.stdout = open(os.devnull, "w")
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
-def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
-                 before_rename: Callable[[], None] = lambda: None) -> None:
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) -> None:
     """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -5449,82 +5138,55 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None],
             data(file) if callable(data) else file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        before_rename()
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name survives a power cut only after this sync
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
 
 
-def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(2**20), b""):
-            digest.update(block)
-    return digest.hexdigest()
+def sync_folder(folder: Path) -> None:
+    """A new name in a folder survives a power cut only after this. Some file systems cannot do it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def write_script(folder: Path, name: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / name).exists():
-        write_atomic(folder / name, SCRIPT)
-
-
-def check_writable(folder: Path, remedy: str) -> None:
-    """Raise InputError if a folder cannot be created or written. A temporary folder tests this."""
-    folder = Path(os.path.abspath(folder))  # resolves ".." after a folder that does not exist yet
-    place = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    try:
-        with tempfile.TemporaryDirectory(dir=place) as trial:
-            Path(trial, folder.relative_to(place), "a file").mkdir(parents=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{str(folder)[:200]} cannot be written ({reason}): {remedy}") from None
-
-
-def find_record_folder(cfg: Config) -> Path:
-    """Folder for the results of this run. A record's folder name has the date of its first result."""
+def find_result_folder(cfg: Config) -> Path:
+    """Folder of the results of this run. A record's folder name has the date of its first result."""
     if not cfg.record:
-        return Path(cfg.logs_dir)
-    root = Path(cfg.records_dir, cfg.track)
+        return Path(cfg.out, "logs")
+    root = Path(cfg.out, "records", cfg.track)
     existing = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
     return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
 
 
-def check_record(cfg: Config, run: dict) -> dict:
-    """Raise InputError if this run does not fit its record's results. Returns the first result, or {}."""
-    folder, first = find_record_folder(cfg), {}
-    if not cfg.record:
-        return {}
-    script = folder / "train_gpt.py"
-    if script.exists() and script.read_bytes() != SCRIPT:
-        raise InputError(f"--record={cfg.record} belongs to another script ({script}): choose another name")
-    for path in sorted(folder.glob("*.json")):
+def find_results(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.json") if RUN_ID.fullmatch(path.stem))
+
+
+def check_record(cfg: Config, run: dict) -> str:
+    """The reason why this run does not fit its record's newest result, or ""."""
+    for path in find_results(find_result_folder(cfg))[-1:] if cfg.record else ():
+        result, other = json.loads(path.read_text()), ""
+        if result["hardware"] != run["hardware"]:
+            other = "hardware"
+        if "key" not in result or make_key(result, "seed") != make_key(run, "seed"):
+            other = "script, config or data"
+        if other:
+            return f"--record={cfg.record} has a result of another {other} ({path}): choose another name"
+    return ""
+
+
+def check_writable(cfg: Config) -> str:
+    """The reason why a folder of this run cannot be written, or ""."""
+    for folder in (Path(cfg.out, "logs"), find_result_folder(cfg).parent, Path(cfg.out, "checkpoints")):
         try:
-            result = json.loads(path.read_text())
-            others = differences(result, run, "record")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{path} is not a result ({type(error).__name__}: {error}): repair it, or "
-                             f"choose another name than --record={cfg.record}") from None
-        if others:
-            raise InputError(f"--record={cfg.record} has other runs ({path}: {', '.join(others)}): choose "
-                             "another name, or use the options, the ranks and the machine of these runs")
-        first = first or result
-    return first
-
-
-def check_track(cfg: Config, run: dict) -> None:
-    """Raise InputError if a record run does not use the data of its track."""
-    names = ("train_files", "val_files", "val_tokens")
-    preset = resolve_preset("track_1") if cfg.track in FINEWEB_TRACKS else run["config"]
-    others = [f"--{name}={run['config'][name]}" for name in names if run["config"][name] != preset[name]]
-    if run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
-        others = [f"corpus fingerprint {run['corpus_fingerprint']} of --train_files={cfg.train_files}"]
-    if cfg.record and others:
-        raise InputError(f"{', '.join(others)} is not the data of track {cfg.track}, so a record there is "
-                         "not comparable: give a new name with --track=NAME")
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return f"--out={cfg.out}: {folder} cannot be written ({error.strerror})"
+    return ""
 
 
 class LossHistory:
@@ -5566,11 +5228,11 @@ def describe_sizes(run: dict) -> str:
             "tokens")
 
 
-def measure_run(trainer: Trainer, log: RunLog) -> dict:
+def measure_run(trainer: Trainer, run: dict) -> dict:
     """Speed and memory of a finished run, for its result."""
     rt, progress = trainer.rt, trainer.progress
     tokens_per_s = progress.tokens / progress.train_time
-    flops = tokens_per_s * log.run["config"]["derived"]["flops_per_token"]
+    flops = tokens_per_s * run["config"]["derived"]["flops_per_token"]
     return dict(
         train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
         mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
@@ -5582,7 +5244,7 @@ def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None]
     """Connect to --tracker. Returns (function that sends numbers of a step, function that disconnects)."""
     if cfg.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(str(Path(cfg.logs_dir, "tensorboard", run_id)))
+        writer = SummaryWriter(str(Path(cfg.out, "logs", "tensorboard", run_id)))
 
         def send(numbers: dict, step: int) -> None:
             for name, number in numbers.items():
@@ -5611,62 +5273,46 @@ class RunLog:
 
     PROGRESS_LINES = 20  # progress lines in a run without a terminal
 
-    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: Saved | None = None):
-        """run: metadata of this run. saved: the checkpoint from which the run continues."""
-        self.cfg, self.rt, self.run, self.bar, self.files = cfg, rt, run, None, {}
-        self.run_id, self.tracker = run["run_id"], None
-        earlier = saved.metadata if saved else {}
-        self.val_points = list(earlier.get("val_points", ()))  # [step, loss, milliseconds]
-        self.losses = LossHistory(rt, list(earlier.get("train_points", ())))
+    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict):
+        """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
+        self.cfg, self.rt, self.run, self.bar, self.tracker = cfg, rt, run, None, None
+        self.files: dict[str, typing.BinaryIO] = {}  # by suffix, open from __enter__() on
+        self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
+        self.losses = LossHistory(rt, list(saved.get("train_points", ())))
         self.num_logged = len(self.losses.points)
         self.step_times: dict[int, float] = {}  # {step: seconds on the clock}, until the loss arrives
-        self.is_continued = self.run_id == earlier.get("run_id")
-        self.earlier_logs = str(earlier["config"]["logs_dir"]) if self.is_continued else cfg.logs_dir
+        self.val_seconds = 0.0  # of the last validation
 
     def __enter__(self) -> RunLog:
-        cfg, folder = self.cfg, Path(self.cfg.logs_dir)
-        if self.rt.is_main and cfg.tracker != "off":
-            self.tracker = start_tracker(cfg, self.run_id)
-        suffixes = (".txt", ".jsonl") if cfg.telemetry_every or cfg.guard == "on" else (".txt",)
+        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
-            path, earlier = folder / (self.run_id + suffix), Path(self.earlier_logs, self.run_id + suffix)
-            folder.mkdir(parents=True, exist_ok=True)
-            if self.is_continued and earlier.exists() and not path.exists():  # --logs_dir has changed
-                shutil.copy(earlier, path)
-            self.files[suffix] = open(path, "ab", buffering=0)
-        self.new_files = [file.name for file in self.files.values() if not file.tell()]
+            self.files[suffix] = open(Path(self.cfg.out, "logs", self.run["run_id"] + suffix), "ab")
         if self.files and not self.files[".txt"].tell():
             lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.run.items()]
-            self._append(".txt", "{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}")
+            self.print("{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}", to_console=False)
+        if self.rt.is_main and self.cfg.tracker != "off":
+            self.tracker = start_tracker(self.cfg, self.run["run_id"])
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _trace) -> None:
-        """Close bar and files. Log a RunError, but after an InputError remove the files if they are new."""
-        self._close_bar()
+    def __exit__(self, _kind: type | None, error: BaseException | None, _trace) -> None:
+        if self.bar is not None:
+            self.bar.close()
         if self.tracker:
             self.tracker[1]()
-        if isinstance(error, RunError) and not (isinstance(error, InputError) and self.new_files):
-            self._append(".txt", str(error))
+        if isinstance(error, RunError):
+            self.print(str(error), to_console=False)
         for file in self.files.values():
             file.close()
-            if isinstance(error, InputError) and file.name in self.new_files:
-                Path(file.name).unlink(missing_ok=True)
-
-    def _close_bar(self) -> None:
-        with suppress(OSError):  # the terminal of the bar may be closed
-            if self.bar is not None:
-                self.bar.close()
 
     def _append(self, suffix: str, line: str) -> None:
         """Write a line. A full disk is reported once, and training continues."""
-        file = self.files.get(suffix)
         try:
-            if file:
-                file.write((line + "\n").encode())
+            if suffix in self.files:
+                self.files[suffix].write((line + "\n").encode())
+                self.files[suffix].flush()
         except OSError as error:
-            del self.files[suffix]
-            print0(f"{file.name} cannot be written ({error.strerror}): training continues without it",
-                   self.rt)
+            file = self.files.pop(suffix)
+            print0(f"{file.name} cannot be written ({error.strerror}): training continues", self.rt)
 
     def print(self, text: str, to_console: bool = True) -> None:
         self._append(".txt", text)
@@ -5679,12 +5325,10 @@ class RunLog:
             self.tracker[0](flatten_numbers(entries, event), step)
 
     def start_training(self, trainer: Trainer) -> None:
-        """From here on no error removes the log files. Store the progress at the start of this process."""
+        """Remember the progress at the start of this process."""
         self.progress = progress = trainer.progress
-        self.new_files = []
         self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
         self.start = dataclasses.replace(progress)
-        self.val_seconds = 0.0
         if has_progress_bar():
             self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
@@ -5696,15 +5340,11 @@ class RunLog:
         self.losses.add(step, loss)
         self.log_losses()
         last_loss = f"loss {self.losses.points[-1][1]:.4f}, " if self.losses.points else ""
-        try:
-            if self.bar is not None:
-                speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
-                self.bar.set_postfix_str(last_loss + speed, refresh=False)
-                self.bar.update()
-        except OSError:  # the terminal is gone
-            self.bar = None
-        is_due = step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0
-        if is_due and not has_progress_bar():
+        if self.bar is not None:
+            speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
+            self.bar.set_postfix_str(last_loss + speed, refresh=False)
+            self.bar.update()
+        elif step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0:
             minutes, seconds = divmod(self.estimate_seconds(train_time), 60)
             self.print(f"step {step}/{num_iterations}: {last_loss}{minutes} min {seconds} s to go")
 
@@ -5717,7 +5357,7 @@ class RunLog:
         return round(training + num_validations * self.val_seconds)
 
     def log_losses(self) -> None:
-        """Log all steps whose loss has arrived. With --guard=off raise RunError if a loss is not finite."""
+        """Log all steps whose loss has arrived. Without --guard raise RunError if a loss is not finite."""
         num_iterations = self.cfg.num_iterations
         for step, loss in self.losses.points[self.num_logged :]:
             self.num_logged += 1
@@ -5727,78 +5367,55 @@ class RunLog:
             self.check_loss("training", step, loss)
 
     def check_loss(self, kind: str, step: int, loss: float) -> None:
-        """Raise RunError if a loss is not finite. With --guard=on only the final validation is checked."""
+        """Raise RunError if a loss is not finite. With --guard only the final validation is checked."""
         is_last = kind == "validation" and step == self.cfg.num_iterations
-        if not math.isfinite(loss) and (self.cfg.guard == "off" or is_last):
-            remedy = ", or give --guard=on" if self.cfg.guard == "off" else ""
-            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates{remedy}")
+        if not math.isfinite(loss) and (not self.cfg.guard or is_last):
+            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
 
     def flush_losses(self) -> None:
         """Log all steps so far. All ranks must call it."""
         self.losses.flush()
         self.log_losses()
 
-    def finish(self, result: dict) -> None:
-        """Write the result, and print a summary table."""
+    def finish(self, measured: dict, model: Path | None) -> None:
+        """Write the script and the result, and print a summary. RunError if they cannot be written."""
         if not self.rt.is_main:
             return
-        cfg, rt = self.cfg, self.rt
+        cfg, run, folder = self.cfg, self.run, find_result_folder(self.cfg)
         points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses.points]
-        result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **self.run, train_points=points,
-                      val_points=self.val_points, final_val_loss=self.val_points[-1][1], **result)
-        self._close_bar()
-        folder, name = find_record_folder(cfg), f"{self.run_id}.json"
-        problem = self.write_result(folder, result)
-        if problem and cfg.record and not self.write_result(Path(cfg.logs_dir), result):
-            problem += f". The result was written to {Path(cfg.logs_dir, name)} instead"
+        result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **run, train_points=points,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1], **measured)
+        path = folder / f"{run['run_id']}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
+            if not script.exists():
+                write_atomic(script, SCRIPT)
+            for suffix, file in self.files.items() if cfg.record else ():
+                shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
+            write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        except OSError as error:
+            raise RunError(f"{path} cannot be written ({error.strerror}): this run has no result") from None
         rows = {
-            "preset": f"{result['preset']}, seed {result['seed']}, "
-                      f"{self.run['config']['derived']['num_params'] / 1e6:.2f} M parameters",
+            "preset": f"{cfg.preset}, seed {cfg.seed}, {run['config']['derived']['num_params'] / 1e6:.2f} M "
+                      "parameters",
             "validation loss": f"{result['final_val_loss']:.4f} after {cfg.num_iterations} steps",
             "training time": f"{result['train_time_ms'] / 1000:.2f} s",
             "before the clock": f"{result['data_setup_s']:.1f} s to check and plan the data, "
                                 f"{result['compile_time_s']:.1f} s of warm-up",
-            "speed": f"{result['tokens_per_s']:,} tokens/s",
-            "MFU": f"{100 * result['mfu']:.1f} % of {rt.peak_flops * rt.world_size / 1e12:.2f} TFLOP/s, the "
-                   "matmul rate measured here",
+            "speed": f"{result['tokens_per_s']:,} tokens/s, {100 * result['mfu']:.1f} % of a large matmul's",
             "peak memory": f"{result['peak_memory_mib']:,} MiB",
-            "result": "none, see below" if problem else str(folder / name)}
-        models = Path(cfg.checkpoint_dir, self.run_id)
-        if models.exists():
-            rows["sample"] = f"records/sample.py {models} --prompt=..."
-        width = max(map(len, rows.values()))
-        rule = f"+{'-' * 18}+{'-' * (width + 2)}+"
-        lines = [f"| {head:<16} | {row:<{width}} |" for head, row in rows.items()]
-        print0("\n".join((rule, *lines, rule)), rt)
-        if problem:
-            raise RunError(f"this run is not recorded: {problem}", of_one_rank=True)
-
-    def write_result(self, folder: Path, result: dict) -> str:
-        """Write script and result to a folder. Move a record's log there. Returns the problem, or ""."""
-        is_record = bool(self.cfg.record) and folder == find_record_folder(self.cfg)
-
-        def move_logs() -> None:
-            for suffix, file in self.files.items() if is_record else ():
-                shutil.move(file.name, folder / f"{self.run_id}{suffix}")
-
-        try:
-            if is_record:
-                check_record(self.cfg, self.run)
-            write_script(folder, "train_gpt.py" if is_record else f"train_gpt_{hash_script()[:12]}.py")
-            data = (json.dumps(result, indent=1) + "\n").encode()
-            write_atomic(folder / f"{self.run_id}.json", data, move_logs)
-        except OSError as error:
-            return (f"{folder} cannot be written ({error.strerror}). The log in {self.cfg.logs_dir} may be "
-                    "incomplete")
-        except InputError as error:
-            return str(error)
-        return ""
+            "result": str(path)}
+        if model:
+            rows["sample"] = f"records/sample.py {model} --prompt=..."
+        if self.bar is not None:
+            self.bar.close()
+        print0("\n".join(f"{head + ':':<18}{row}" for head, row in rows.items()), self.rt)
 
 # ==== CHECKPOINTS ==========================================================================================
-# A run locks its folder checkpoints/<run_id>/ until training ends. A checkpoint holds the identity and the
-# state of the run, in a form independent of the number of ranks. A background thread writes checkpoints.
-# Loading a checkpoint executes no code. To store more, extend collect_state(), load_state() and
-# METADATA_TYPES, and raise the number in CHECKPOINT_FORMAT.
+# checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has one file for each rank, with the rows that
+# the rank owns. So no rank gathers, and any number of ranks can continue. A run changes only its own folder.
+# Loading executes no code. To store more, extend collect_rows(), or Progress.
 
 @dataclass
 class Progress:
@@ -5818,295 +5435,123 @@ class Progress:
     lr_scale_until: int = 0  # first step without lr_scale
 
 
-CHECKPOINT_FORMAT = "train_gpt 11"
-
-
-class Saved(typing.NamedTuple):
-    """A checkpoint that was read. Only rank 0 has its tensors and the lock of its folder."""
-
-    path: Path
-    metadata: dict
-    tensors: dict[str, Tensor]
-    lock: typing.BinaryIO | None = None
-    is_same_run: bool = False  # this process continues the checkpoint's run and keeps its run_id
-    result: Path | None = None  # result file of the checkpoint's run, if that run is finished
-
-
-class OtherFormat(InputError):
-    """A checkpoint of another version of this script."""
-
-
 def list_steps(folder: Path) -> list[Path]:
-    """Checkpoints of a folder, the highest step first."""
-    return sorted((path for path in folder.glob("step_*.pt") if re.fullmatch(r"step_[0-9]+\.pt", path.name)),
-                  key=lambda path: int(path.stem[5:]), reverse=True)
+    """Complete checkpoints in the folder of a run, the highest step first."""
+    return sorted((path.parent for path in folder.glob("step_*/state.json")
+                   if path.parent.name[5:].isdigit()), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def lock_run(folder: Path) -> typing.BinaryIO:
-    """Lock the folder of a run until the process ends. InputError if another process has the lock."""
+def read_metadata(step: Path) -> dict:
+    """Read what a checkpoint stores besides tensors. RunError if it is no checkpoint."""
+    try:
+        return json.loads((step / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{step} is not a checkpoint of this script ({error})", 2) from None
+
+
+def list_files(step: Path) -> list[Path]:
+    """The files with tensors of a checkpoint."""
+    names = read_metadata(step)["files"]
+    return [step / name for name in names if re.fullmatch(r"rank\d+(_\d+)?\.pt", name)]
+
+
+def is_whole(step: Path, rt: Runtime) -> bool:
+    """Whether this rank's part of the files of a checkpoint fits its checksums."""
+    try:
+        files = list_files(step)[rt.rank :: rt.world_size]
+        return not any(zipfile.ZipFile(path).testzip() for path in files)
+    except (RunError, OSError, zipfile.BadZipFile, EOFError):
+        return False
+
+
+def open_tensors(step: Path) -> dict[str, list[tuple[int, Tensor]]]:
+    """Map the tensors of a checkpoint as {NAME/KEY: [(first row, rows)]}. Values have an empty key."""
+    entries: dict[str, list[tuple[int, Tensor]]] = {}
+    for path in list_files(step):
+        for entry, rows in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
+            name, _, first = entry.rpartition("/")
+            entries.setdefault(name, []).append((int(first), rows))
+    return entries
+
+
+def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO:
+    """Lock the folder of a run until the process ends. RunError if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise InputError(f"{folder} is in use: another process continues this run. Wait for its end, or "
-                         "start a new run without --resume", of_one_rank=True) from None
-    except OSError:
-        print(f"{folder} cannot be locked: make sure that no second process continues this run", flush=True)
-    return file
-
-
-def read_checkpoint(path: Path, is_checked: bool = True) -> tuple[dict, dict[str, Tensor]]:
-    """Read a checkpoint without executing code from it. Returns (metadata, tensors). InputError if damaged.
-
-    is_checked: compare the checksums. This reads the whole file.
-    """
-    try:
-        if not path.is_file():
-            raise OSError("it is not a file" if path.exists() else f"it does not exist in {Path.cwd()}")
-        damaged = is_checked and zipfile.ZipFile(path).testzip()  # torch.save() writes a checksum per member
-        if damaged:
-            raise OSError(f"it is damaged: the checksum of {damaged} differs")
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not isinstance(content, dict) or content.get("format") != CHECKPOINT_FORMAT:
-            name = content.get("format") if isinstance(content, dict) else None
-            raise OtherFormat(f"{str(path)[:200]} cannot be read as a checkpoint (its format is "
-                              f"{str(name)[:40]!r}, not {CHECKPOINT_FORMAT!r}): continue it with the "
-                              "train_gpt_*.py beside its log, or start anew without --resume")
-        metadata, tensors = json.loads(content["metadata"]), dict(content["tensors"])
-        pieces = {}  # of large tables, in the order of their rows
-        for name, digest in metadata["tables"].items():
-            if not path.with_name(name).exists():
-                raise OSError(f"{name} is missing beside it")
-            if is_checked and hash_file(path.with_name(name)) != digest:
-                raise OSError(f"{name} is damaged: its SHA-256 differs")
-            piece = torch.load(path.with_name(name), map_location="cpu", mmap=True, weights_only=True)
-            for key, rows in piece.items():
-                pieces.setdefault(key, []).append(rows)
-        tensors |= {key: torch.cat(rows) for key, rows in pieces.items()}
-        if not RUN_ID.fullmatch(str(metadata["run_id"])):  # it becomes the name of a folder
-            raise ValueError(f"its run_id is {str(metadata['run_id'])[:60]!r}")
-        metadata["config"]["vocab_size"]  # a KeyError names the missing entry
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or "/" not in name and not tensor.is_floating_point():
-                raise ValueError(f"its {name} is not a tensor of floating-point numbers")
-        return metadata, tensors
-    except OtherFormat:
-        raise
-    except Exception as error:  # a damaged file can raise any error while it is read
-        if not is_checked:  # the checksums name the damage
-            return read_checkpoint(path)
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise InputError(f"{str(path)[:200]} cannot be read as a checkpoint ({reason.splitlines()[0][:120]})"
-                         ": give --resume=auto, or the path of another one") from None
-
-
-def read_newest(folder: Path, is_checked: bool = True) -> Saved:
-    """Read the last readable checkpoint of a folder (highest step). InputError if there is none."""
-    problem = None
-    for path in list_steps(folder):
+    for _ in range(seconds):
         try:
-            return Saved(path, *read_checkpoint(path, is_checked))
-        except InputError as error:
-            problem = problem or error
-    raise problem or InputError(f"{folder} has no checkpoint: start anew without --resume")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(1)
+    raise RunError(f"{folder} is in use by another process: wait for its end", 2)
 
 
-def check_outputs(cfg: Config, run: dict, rt: Runtime) -> tuple[dict, Saved | None]:
-    """Compare ranks and check output folders. Returns (first result of the record, checkpoint of --resume).
+def find_key_folder(cfg: Config, run: dict) -> Path:
+    """Folder of the checkpoints of all runs with this key."""
+    return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
-    All ranks must call it.
+
+def find_start(cfg: Config, run: dict, rt: Runtime) -> tuple[Path | None, str]:
+    """Find the checkpoint to continue from. Returns (its folder, log line). All ranks must call it.
+
+    It is the newest step of the newest run with this key whose files are whole on all ranks. Without one it
+    is --resume=PATH, or None.
     """
-    def check() -> tuple[dict, Saved | None]:
-        folders = {"logs_dir": Path(cfg.logs_dir)}
-        if cfg.record:
-            folders["records_dir"] = find_record_folder(cfg)
-        if cfg.checkpoint_every or cfg.save_model != "off":
-            folders["checkpoint_dir"] = Path(cfg.checkpoint_dir)
-        for field, folder in folders.items():
-            check_writable(folder, f"choose another folder with --{field}")
-        path = Path(cfg.resume)
-        named = Saved(path, *read_checkpoint(path)) if cfg.resume not in ("", "auto") else None
-        if named and not any("/" in name for name in named.tensors):
-            raise InputError(f"{path} has no optimizer state: name a step_*.pt, or give --resume=auto")
-        return check_record(cfg, run), named
-
-    compare_ranks(run, rt)
-    first, named = share_errors(check, rt) or ({}, None)
-    print0(f"{describe_sizes(run)}, in {Path.cwd()}", rt)  # console only, because logs are published
-    return rt.comm.broadcast_object(first), named
-
-
-def find_start(cfg: Config, run: dict, rt: Runtime, shards: list[Shard], named: Saved | None
-               ) -> tuple[Saved | None, str]:
-    """Add the corpus fingerprint to run. Returns (checkpoint or None, log line). All ranks must call it."""
-    run["corpus_fingerprint"] = fingerprint(shards)
-    check_track(cfg, run)
-    compare_ranks(run, rt)
-    saved, line = share_errors(lambda: find_checkpoint(cfg, run, named), rt) or (None, "")
-    shared = rt.comm.broadcast_object((saved and saved._replace(tensors={}, lock=None), line))
-    saved, line = (saved, line) if rt.is_main else shared
-    if saved and saved.is_same_run:
-        run |= {name: saved.metadata[name] for name in ("run_id", "resumed_from")}
-    elif saved:
-        run["resumed_from"] = dict(run_id=saved.metadata["run_id"], step=saved.metadata["progress"]["step"])
-    return saved, line
-
-
-def find_checkpoint(cfg: Config, run: dict, named: Saved | None) -> tuple[Saved | None, str]:
-    """Select `named`, or the highest step of the newest run that fits. Returns (checkpoint, log line).
-
-    The folder of that run is locked before its tensors are read.
-    """
-    kind = "resume of a record" if cfg.record else "resume"
+    folder = find_key_folder(cfg, run)
     if not cfg.resume:
         return None, ""
-    if named:
-        return check_named(cfg, run, named, kind)
-    root, problem, reason = Path(cfg.checkpoint_dir), "", ""
-    folders = sorted({path.parent for path in root.glob("*/step_*.pt")}, key=lambda path: path.name)
-    for folder in [folder for folder in reversed(folders) if RUN_ID.fullmatch(folder.name)]:
-        try:
-            others = differences(read_newest(folder, is_checked=False).metadata, run, kind)
-        except OtherFormat:
-            others = ["another version of the script wrote it"]
-        except InputError as error:
-            problem = problem or str(error)
-            continue
-        if not others:
-            lock = lock_run(folder)
-            saved = read_newest(folder)._replace(lock=lock, is_same_run=True)
-            saved = saved._replace(result=find_result(saved.metadata, cfg))
-            return saved, describe_resume(saved, cfg, run)
-        reason = reason or f"the newest is {folder}, but {others[0]}"
-    if problem:
-        raise InputError(problem)
-    old = next((folder for folder in folders if not RUN_ID.fullmatch(folder.name)), None)
-    reason = reason or (f"{old} has the layout of older scripts" if old else "there is none")
-    return None, f"starting anew without a checkpoint in {root}: {reason}"
+    runs = sorted((path for path in folder.glob("*") if RUN_ID.fullmatch(path.name)), reverse=True)
+    steps = next(filter(None, map(list_steps, runs)), [])
+    for step in [*steps, *([Path(cfg.resume)] if cfg.resume != "auto" else [])]:
+        if all(rt.comm.gather_objects(is_whole(step, rt))):
+            return step, f"resumed {step}"
+    pattern = f"{cfg.preset}_seed{cfg.seed}_*/*/step_*/state.json"
+    others = sorted(folder.parent.glob(pattern), key=os.path.getmtime)
+    hint = f". The newest one of another script or config is --resume={others[-1].parent}" if others else ""
+    if steps or cfg.resume != "auto":
+        raise RunError(f"{steps[0] if steps else cfg.resume} is damaged: give another --resume=PATH, or "
+                       "start without it", 2)
+    return None, f"starting anew: no checkpoint in {folder}{hint}"
 
 
-def check_named(cfg: Config, run: dict, named: Saved, kind: str) -> tuple[Saved, str]:
-    """Check the checkpoint of --resume=PATH. Only the newest checkpoint of a run continues that run."""
-    path, metadata = named.path, named.metadata
-    others, folder = differences(metadata, run, kind), Path(cfg.checkpoint_dir, metadata["run_id"])
-    step, newest = metadata["progress"]["step"], next(iter(list_steps(folder)), None)
-    is_newest = newest is not None and path.exists() and path.samefile(newest)
-    if step > cfg.num_iterations:
-        raise InputError(f"{path} is from step {step}, but --num_iterations is {cfg.num_iterations}: "
-                         f"give at least --num_iterations={step}")
-    if cfg.record and (others or not is_newest):
-        reason = ", ".join(others) or f"it is not the newest one in {folder}"
-        raise InputError(f"{path} cannot continue --record={cfg.record} ({reason}): use the options and the "
-                         "machine of the checkpoint, or start anew without --resume")
-    if is_newest and not others:
-        result = find_result(metadata, cfg)
-        named = named._replace(is_same_run=True, lock=lock_run(folder), result=result)
-    return named, describe_resume(named, cfg, run)
-
-
-def describe_resume(saved: Saved, cfg: Config, run: dict) -> str:
-    """Describe the resumed checkpoint in one line, with all differences except RESTART_OPTIONS."""
-    others, progress = differences(saved.metadata, run, "resume of a record"), saved.metadata["progress"]
-    if not others and not saved.is_same_run:
-        others = [f"it is not the newest in {Path(cfg.checkpoint_dir, saved.metadata['run_id'])}"]
-    others += [f"{LOW_PRECISIONS.get(name, name)}, as before" for name in progress["lowered"]]
-    schedule, step, trained = Schedule(cfg), progress["step"], progress["tokens"]
-    planned = schedule.count_tokens() - schedule.count_tokens(step)
-    if planned != trained:
-        others.append(f"this run has trained on {trained} tokens, but its schedule plans {planned} before "
-                      f"step {step}, so tokens are {'repeated' if planned < trained else 'skipped'}")
-    new_run = "" if saved.is_same_run else f" as a new run {run['run_id']}"
-    return f"resumed {saved.path} after step {step}{new_run}{': ' if others else ''}{', '.join(others)}"
-
-
-def find_result(metadata: dict, cfg: Config) -> Path | None:
-    """Path of the result of a checkpoint's run, or None if unfinished."""
-    logs = cfg.logs_dir, str(metadata["config"]["logs_dir"])
-    folders = [*logs, *Path(cfg.records_dir, cfg.track).glob("*")]
-    paths = [Path(folder, f"{metadata['run_id']}.json") for folder in folders]
-    return next((path for path in paths if path.exists()), None)
-
-
-def collect_state(trainer: Trainer, only_model: bool = False) -> tuple[dict, dict[str, HostCopy]]:
-    """Copy the state as (metadata, tensors), equal for any number of ranks. All ranks must call it.
-
-    Rank 0 gets parameters by name, and without only_model optimizer states by name/key and FP8 scales.
-    Training draws no random numbers, so no generator is saved. The next call may overwrite these copies.
-    """
-    rt, optimizer, copies = trainer.rt, trainer.optimizer, {}
-    optimizer.finish()
+def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
+    trainer.optimizer.finish()
     trainer.scales.finish()
-    for bucket in optimizer.buckets:
-        if bucket in optimizer.tables and len(bucket.pieces()) > 1:  # Checkpoints.write_pieces()
-            continue
-        for key in ("", *(() if only_model else bucket.state)):
-            full = bucket.full_tensor(key)  # (M, ...)
-            for name, param in bucket.params.items() if rt.is_main else ():
-                tensor, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
-                tensor = tensor if key else tensor.view(-1, *param.shape[1:])
-                copies[entry] = HostCopy(tensor, trainer.staging.get(entry))
-    if rt.is_main and not only_model:
-        copies |= {f"fp8/{i}": HostCopy(scale) for i, scale in enumerate(trainer.scales.scales)}
-    return dict(progress=dataclasses.asdict(trainer.progress), optimizer_steps=optimizer.step_count,
-                is_tied=trainer.model.is_tied), copies
+    rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
+            for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
+    if trainer.scales.scales and trainer.rt.is_main:
+        rows["fp8/scales/0"] = torch.stack(trainer.scales.scales)
+    return rows
 
 
-def make_staging(trainer: Trainer) -> None:
-    """Allocate the CPU memory for checkpoints before training. All ranks must call it."""
-    for name, copy in collect_state(trainer)[1].items():
-        if not name.startswith("fp8/"):
-            copy = copy.read()
-            trainer.staging[name] = copy.pin_memory() if trainer.rt.device.type == "cuda" else copy
-
-
-def check_entry(tensors: dict[str, Tensor], name: str, shape: Iterable[int]) -> str:
-    """Check an entry and its shape. Returns the problem, or ""."""
-    if name not in tensors:
-        return f"does not have {name}"
-    held, needed = tuple(tensors[name].shape), tuple(shape)
-    return "" if held == needed else f"has {name} of shape {held}, but this run needs {needed}"
-
-
-def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
-    """Restore the state of collect_state() on any number of ranks. InputError if it does not fit."""
-    rt, optimizer, metadata, tensors = trainer.rt, trainer.optimizer, saved.metadata, dict(saved.tensors)
-    optimizer.step_count, problem = metadata["optimizer_steps"], ""
+def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
+    """Restore a checkpoint of any number of ranks. RunError if an entry is missing, or does not fit."""
+    optimizer, entries, problem = trainer.optimizer, open_tensors(step), ""
+    optimizer.step_count = metadata["optimizer_steps"]
     optimizer.set_tied(metadata["is_tied"])
+    own = {entry: rows for entry, rows in collect_rows(trainer).items() if not entry.startswith("fp8/")}
+    for entry, rows in own.items():
+        name, _, first = entry.rpartition("/")
+        missing = len(rows)
+        for start, stored in entries.get(name, ()):
+            low, high = max(start, int(first)), min(start + len(stored), int(first) + len(rows))
+            if low < high and stored.shape[1:] == rows.shape[1:]:
+                rows[low - int(first) : high - int(first)] = stored[low - start : high - start]
+                missing -= high - low
+        problem = problem or f"lacks rows of {name.rstrip('/')}, or has another shape" * (missing != 0)
+    known = {f"{name}/{key}" for bucket in optimizer.buckets for name in bucket.params
+             for key in bucket.tensors()} | {"fp8/scales"}
+    extra = sorted(entries.keys() - known)
+    share_problem(f"{step} {problem or f'also has {extra[0]}'}: give the options of its run"
+                  if problem or extra else "", trainer.rt)
     for bucket in optimizer.buckets:
-        for key in ("", *bucket.state):
-            if bucket in optimizer.tables:
-                (name,), shard = bucket.params, bucket.state.get(key, bucket.shard)
-                entry = f"{name}/{key}".removesuffix("/")
-                if rt.is_main and not problem:
-                    problem = check_entry(tensors, entry, (bucket.sparse.num_rows, shard.size(1)))
-                held = tensors.pop(entry, None)
-                for first, end in bucket.pieces():
-                    rows = shard.new_zeros(end - first, shard.size(1))
-                    if rt.is_main and not problem:
-                        rows.copy_(held[first:end])
-                    rt.comm.broadcast(rows)
-                    bucket.load(key, rows, first)
-                continue
-            full = bucket.full_tensor(key).clone()
-            for name, param in bucket.params.items() if rt.is_main else ():
-                part, entry = full[bucket.slices[name]], f"{name}/{key}".removesuffix("/")
-                needed = part.shape if key else part.view(-1, *param.shape[1:]).shape
-                problem = problem or check_entry(tensors, entry, needed)
-                if not problem:
-                    part.copy_(tensors.pop(entry).view(part.shape))
-            rt.comm.broadcast(full)
-            bucket.load(key, full)
+        if bucket not in optimizer.tables:
+            bucket.start_gather()
         bucket.clear()
-    left = [name for name in tensors if not name.startswith("fp8/")]
-    problem = rt.comm.broadcast_object(problem or (f"also has {left[0]}" if left else ""))
-    if problem:
-        others = ", ".join(differences(metadata, run, "resume")[:5]) or "another script"
-        raise InputError(f"{saved.path} {problem} ({others}): give the options of that run, or use the "
-                         "script beside its log")
-    for i, scale in enumerate(trainer.scales.scales):
-        scale.copy_(tensors.get(f"fp8/{i}", scale))
-        rt.comm.broadcast(scale)
+    optimizer.finish()
+    for _, scales in entries.get("fp8/scales", ()):
+        torch._foreach_copy_(trainer.scales.scales, list(scales.to(trainer.rt.device).unbind()))
     trainer.progress = Progress(**metadata["progress"])
     trainer.progress.resumed_at.append(trainer.progress.step)
     for name in trainer.progress.lowered:
@@ -6114,15 +5559,20 @@ def load_state(trainer: Trainer, saved: Saved, run: dict) -> None:
 
 
 class Checkpoints:
-    """Writes checkpoints in the background and keeps the two newest. At the end it writes model.pt."""
+    """Writes a checkpoint file per rank in the background, and keeps the two newest steps of this run."""
 
     KEPT = 2
-    MODEL_BYTES = 10**9  # limit of --save_model=auto
+    WRITTEN, WRITING, FAILED = range(3)  # state of a rank's file
+    PIECE_BYTES = 2 * 10**9  # larger entries are written from the device, while training waits
+    MODEL_BYTES = 10**9  # limit of model.pt
 
-    def __init__(self, cfg: Config, log: RunLog, bos: int, lock: typing.BinaryIO | None = None):
-        self.folder, self.log, self.bos, self.lock = Path(cfg.checkpoint_dir, log.run_id), log, bos, lock
-        self.save_model = cfg.save_model
+    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int):
+        self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
+        self.log, self.rt, self.bos, self.lock, self.is_started = log, rt, bos, None, False
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+        self.metadata: dict | None = None  # of the step that is being written
+        self.is_fresh = False  # all ranks have exchanged their states since the write began
+        self.copies: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -6132,77 +5582,131 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
-    def save(self, trainer: Trainer, only_model: bool = False) -> None:
-        """Write step_<step>.pt, or model.pt, in the background. All ranks must call it."""
-        self.wait()
-        step = trainer.progress.step
-        path = self.folder / ("model.pt" if only_model else f"step_{step:06d}.pt")
-        state, copies = collect_state(trainer, only_model)
-        tables = self.write_pieces(trainer, path, only_model)
-        metadata = dict(self.log.run, **state, bos=self.bos, val_points=self.log.val_points,
-                        train_points=self.log.losses.points, tables=tables)
-        if copies:  # on rank 0
-            self.writing = self.executor.submit(self._write, path, step, json.dumps(metadata), copies)
-
-    def write_pieces(self, trainer: Trainer, path: Path, only_model: bool) -> dict[str, str]:
-        """Write each large table as files <path>_table<k>.pt, before the file that lists them.
-
-        Returns their SHA-256 by name. All ranks must call it. Training waits, as no memory holds the table.
-        """
-        hashes = {}
-        for table in (table for table in trainer.optimizer.tables if len(table.pieces()) > 1):
-            (name,), keys = table.params, ("", *(() if only_model else table.state))
-            for first, end in table.pieces():
-                rows = {f"{name}/{key}".removesuffix("/"): table.full_tensor(key, first, end)
-                        for key in keys}
-                file = path.with_name(f"{path.stem}_table{len(hashes)}.pt")
-                hashes[file.name] = ""
-                with suppress(OSError, RuntimeError):  # without a hash _write() reports the failure
-                    if trainer.rt.is_main:
-                        self.folder.mkdir(parents=True, exist_ok=True)
-                        self.lock = self.lock or lock_run(self.folder)
-                        rows = {key: value.cpu() for key, value in rows.items()}
-                        write_atomic(file, functools.partial(torch.save, rows))
-                        hashes[file.name] = hash_file(file)
-        return hashes
-
-    def wait(self) -> bool:
-        """Wait for the last checkpoint. False if it was not written."""
-        return self.writing is None or self.writing.result()
-
-    def finish(self, trainer: Trainer) -> bool:
-        """Write model.pt without optimizer state. False if model.pt or the last checkpoint failed."""
-        is_saved, num_bytes = self.wait(), sum(param.nbytes for param in trainer.model.parameters())
-        if self.save_model == "on" or self.save_model == "auto" and num_bytes < self.MODEL_BYTES:
-            self.save(trainer, only_model=True)
-        return self.wait() and is_saved
-
-    def _write(self, path: Path, step: int, metadata: str, copies: dict[str, HostCopy]) -> bool:
-        start = time.perf_counter()
-        try:
+    def start(self, trainer: Trainer) -> None:
+        """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
+        self.is_started = True
+        if self.rt.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = self.lock or lock_run(self.folder)
-            for name in [name for name, digest in json.loads(metadata)["tables"].items() if not digest]:
-                raise OSError(f"{name} was not written")
-            content = dict(format=CHECKPOINT_FORMAT, metadata=metadata,
-                           tensors={name: copy.read() for name, copy in copies.items()})
-            write_atomic(path, lambda file: torch.save(content, file))
-            for old in (*list_steps(self.folder)[self.KEPT :], *self.folder.glob(".step_*.partial")):
-                old.unlink(missing_ok=True)  # killed processes leave .partial files
-            for old in self.folder.glob("step_*_table*.pt"):
-                if not (self.folder / f"{old.stem.partition('_table')[0]}.pt").exists():
-                    old.unlink()
+            self.lock = lock_run(self.folder)
+            for partial in self.folder.glob(".step_*.partial"):
+                shutil.rmtree(partial)
+        self.rt.comm.barrier()
+        share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
+        for entry, rows in collect_rows(trainer).items():
+            if rows.nbytes <= self.PIECE_BYTES:
+                is_cuda = rows.device.type == "cuda"
+                self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=is_cuda)
+
+    def save(self, trainer: Trainer, must_write: bool = False) -> None:
+        """Write step_<step>/ in the background. Skipped if the last one is unfinished. All ranks call it.
+
+        must_write: wait for the last one, and for this one.
+        """
+        step, rt = trainer.progress.step, self.rt
+        if must_write:
+            self.wait()
+        if self.metadata is not None:
+            self.log.print(f"no checkpoint of step {step}: the one of step "
+                           f"{self.metadata['progress']['step']} is not written yet")
+            return
+        if not self.is_started:
+            self.start(trainer)
+        folder = self.folder / f".step_{step:06d}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        copies, large = {}, []
+        for entry, rows in collect_rows(trainer).items():
+            if entry in self.copies or rows.nbytes <= self.PIECE_BYTES:
+                copies[entry] = HostCopy(rows, self.copies.get(entry))
+            else:
+                name, _, first = entry.rpartition("/")
+                size = max(1, self.PIECE_BYTES // rows[0].nbytes)
+                large += [(f"{name}/{int(first) + start}", rows[start : start + size])
+                          for start in range(0, len(rows), size)]
+        files = [f"rank{rt.rank}.pt", *(f"rank{rt.rank}_{i}.pt" for i in range(len(large)))]
+        for name, (entry, rows) in zip(files[1:], large):
+            write_atomic(folder / name, functools.partial(torch.save, {entry: rows.cpu()}))
+        self.metadata = dict(
+            self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
+            optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
+            train_points=self.log.losses.points, files=sum(rt.comm.gather_objects(files), []))
+        self.metadata = json.loads(json.dumps(self.metadata))  # a copy
+        self.writing, self.is_fresh = self.executor.submit(self._write, folder / files[0], copies), False
+        if must_write:
+            self.wait()
+
+    def _write(self, path: Path, copies: dict[str, HostCopy]) -> str:
+        """Write this rank's file in the background. Returns the problem, or ""."""
+        try:
+            tensors = {entry: copy.read() for entry, copy in copies.items()}
+            write_atomic(path, functools.partial(torch.save, tensors))
         except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error
-            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-            label = "model" if path.name == "model.pt" else f"checkpoint of step {step}"
-            self.log.print(f"no {label}: {self.folder} cannot be written ({reason})")
-            return False
-        if path.name != "model.pt":  # RunLog.finish() stores the script of model.pt
-            with suppress(OSError):  # RunLog reports a full disk
-                write_script(Path(self.log.cfg.logs_dir), f"train_gpt_{hash_script()[:12]}.py")
-            self.log.write_event("checkpoint", step, path=str(path), seconds=time.perf_counter() - start)
-        return True
+            return str(error).splitlines()[0]
+        return ""
+
+    def exchange(self, stop: Stop) -> int:
+        """Agree with all ranks after a step. Returns the exit status to stop with, or 0."""
+        state = self.WRITTEN
+        if self.writing is not None:
+            state = self.WRITING if not self.writing.done() else self.FAILED * bool(self.writing.result())
+        status, states = stop.exchange(state)
+        is_known = self.is_fresh or self.rt.world_size == 1
+        if self.metadata is not None and is_known and states != self.WRITING:
+            self._finish(states == self.WRITTEN)
+        self.is_fresh = True
+        return status
+
+    def wait(self) -> None:
+        """Wait until all ranks have written their files. All ranks must call it."""
+        if self.metadata is not None:
+            problems = self.rt.comm.gather_objects(self.writing.result())
+            self._finish(not any(problems))
+
+    def _finish(self, is_written: bool) -> None:
+        """Give the folder of a written checkpoint its name."""
+        metadata, self.metadata = self.metadata, None
+        step, problem = metadata["progress"]["step"], self.writing.result()
+        partial, folder = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
+        if not self.rt.is_main:
+            return
+        try:
+            if not is_written:
+                raise OSError(problem or "another rank failed")
+            write_atomic(partial / "state.json", json.dumps(metadata).encode())
+            if folder.exists():  # a run that was continued from an older step
+                shutil.rmtree(folder)
+            partial.rename(folder)
+            sync_folder(self.folder)
+            for old in list_steps(self.folder)[self.KEPT :]:
+                shutil.rmtree(old)
+            self.log.write_event("checkpoint", step, path=str(folder))
+        except OSError as error:
+            self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({error})")
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def end(self, status: int) -> typing.NoReturn:
+        """End the run after a checkpoint. All ranks must call it."""
+        steps = list_steps(self.folder)
+        saved = f"{steps[0]}. --resume=auto continues" if steps else "no checkpoint"
+        cause = signal.Signals(status - 128).name if status > 128 else "the guard"
+        step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
+        self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
+        raise RunError(f"stopped by {cause} after step {step} of {num_iterations}: {saved}", status)
+
+    def write_model(self, trainer: Trainer) -> Path | None:
+        """Write model.pt: config and parameters, if they are small. Returns its path on rank 0."""
+        tensors = {}
+        for bucket in trainer.optimizer.buckets:
+            for name, param in bucket.params.items():
+                if bucket in trainer.optimizer.tables:
+                    param = trainer.rt.comm.gather_shards(param[:-1])[: bucket.sparse.num_rows]
+                tensors[name] = param.detach().cpu()
+        if not self.rt.is_main or sum(tensor.nbytes for tensor in tensors.values()) > self.MODEL_BYTES:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
+        content = dict(metadata=metadata, tensors=tensors)
+        write_atomic(self.folder / "model.pt", functools.partial(torch.save, content))
+        return self.folder / "model.pt"
 
 
 def list_tensors(trainer: Trainer) -> list[Tensor]:
@@ -6477,7 +5981,7 @@ class Guard:
         progress.num_actions += 1
         progress.actions_in_a_row += 1
         if progress.actions_in_a_row > self.MOST_ACTIONS:
-            self.stop.agreed = Stop.GUARD  # every rank sets it in this step
+            self.stop.requested = 1  # every rank sets it in this step
             progress.actions_in_a_row = 0  # a resumed run counts from 0 again
             measures = [f"the run stops, because {self.MOST_ACTIONS} rollbacks did not help"]
         else:
@@ -6492,53 +5996,52 @@ class Guard:
         self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
 
 # ==== MAIN =================================================================================================
-# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 3 guard,
-# 128 + n for signal n. A RunError is printed as one line. Unexpected exceptions keep their traceback.
+# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A
+# RunError is printed as one line. Unexpected exceptions keep their traceback.
 
 def train(cfg: Config, argv: list[str]) -> None:
     """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. Outputs, data, and the checkpoint to continue from. An error in one of them ends the run
+    # 1. Data, and the checkpoint to continue from
     rt = start_runtime(cfg)
-    stop, run = Stop(rt, argv), describe_run(cfg, rt, argv)
-    first, named = check_outputs(cfg, run, rt)
     setup_start = time.perf_counter()
     train_data = TrainData(cfg, Schedule(cfg))
     val_data = ValData(cfg, train_data.bos)
-    token_ids = read_vocabulary(cfg) if any(stage.has_prefix_target for stage in cfg.stages) else {}
+    token_ids = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
+    run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - setup_start, 2)
-    saved, resume_line = find_start(cfg, run, rt, [*train_data.shards, *val_data.shards], named)
-    if saved and saved.result:
-        print0(f"{saved.path} is of a finished run, see {saved.result}: nothing to do. Without --resume "
-               "a new run starts", rt)
-        return
-    with explain_memory(cfg):
-        rt = keep_choices(cfg, rt, saved.metadata if saved else first)
+    share_problem((check_writable(cfg) or check_record(cfg, run)) if rt.is_main else "", rt)
+    step, resume_line = find_start(cfg, run, rt)
+    saved = read_metadata(step) if step else {}
+    is_continued = saved.get("key") == run["key"]
+    if is_continued:
+        run["run_id"] = step.parent.name
+        for result in (Path(cfg.out, "logs"), find_result_folder(cfg)):
+            if (result / f"{run['run_id']}.json").exists():
+                print0(f"{result / run['run_id']}.json is the result of this run: nothing to do", rt)
+                return
+    if saved and cfg.record and saved["hardware"] != run["hardware"]:
+        raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
+    if saved and saved["progress"]["step"] > cfg.num_iterations:
+        raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
+    rt = keep_choices(cfg, rt, saved) if saved else choose_precision(cfg, rt)
     run["choices"] = describe_choices(rt)
     run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
 
     # 2. Log, checkpoints and model
     log = RunLog(cfg, rt, run, saved)
-    checkpoints = Checkpoints(cfg, log, train_data.bos, saved and saved.lock)
-    with ExitStack() as stack, explain_memory(cfg):
-        share_errors(lambda: check_record(cfg, run), rt)
-        stack.enter_context(log)
-        stack.enter_context(checkpoints)
-        log.print(describe_sizes(run), to_console=False)
-        for note in rt.notes:
-            log.print(note)
-        trainer = Trainer(cfg, rt)
-        if saved:
-            load_state(trainer, saved, run)
-        if resume_line:
-            log.print(resume_line)
+    checkpoints, stop, trainer = Checkpoints(cfg, log, rt, train_data.bos), Stop(rt), Trainer(cfg, rt)
+    if saved:
+        load_state(trainer, step, saved)
+    with log, checkpoints:
+        for line in filter(None, (describe_sizes(run), *rt.notes, resume_line)):
+            log.print(line)
 
         # 3. Warm-up off the clock, and memory for checkpoints
         start, telemetry = clock(rt.device), Telemetry(trainer, log)
         trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
-        gc.freeze()  # the garbage collector ignores all objects of the setup, until the run ends
-        stack.callback(gc.unfreeze)
+        gc.freeze()  # the garbage collector ignores all objects of the setup
         if cfg.checkpoint_every:
-            make_staging(trainer)
+            checkpoints.start(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
 
         # 4. Training and result. A signal after the last step has no effect
@@ -6548,75 +6051,53 @@ def train(cfg: Config, argv: list[str]) -> None:
             rt.comm.set_timeout(STEP_TIMEOUT)
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
             stop.collect()
-            is_saved = checkpoints.finish(trainer)
-            log.finish({**setup, **measure_run(trainer, log)})
-            if not is_saved:
-                raise RunError("the last checkpoint or model was not written, see above", of_one_rank=True)
+            model = checkpoints.write_model(trainer)
+            log.finish({**setup, **measure_run(trainer, run)}, model)
 
 
 def run(argv: list[str]) -> int:
     """Execute a command line. Returns the exit status."""
-    values, flags = parse_argv(argv)
-    if flags and env_int("RANK", 0) > 0:  # rank 0 prints
+    values = parse_argv(argv)
+    flags = [values.pop(flag, False) for flag in ("list_presets", "print_config")]
+    if any(flags) and env_int("RANK", 0) > 0:  # rank 0 prints
         return 0
-    if "list_presets" in flags:
+    if flags[0]:
         for name, (parent, meaning, _) in PRESETS.items():
             print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
         print("also records/presets/*.json, by their names")
-        names = textwrap.fill(", ".join(MECHANISMS), 109)
-        print(f"\nmechanisms of --without, explained in docs/inside.md:\n{names}")
-    elif "print_config" in flags:
-        cfg = make_config(values)
+        return 0
+    cfg = make_config(values)
+    if flags[1]:
         derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
         print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
-    else:
-        train(make_config(values), argv)
+        return 0
+    try:
+        train(cfg, argv)
+    except torch.OutOfMemoryError as error:
+        raise RunError(f"out of memory: try --micro_batch_tokens={cfg.micro_batch_tokens // 2}, and shorter "
+                       "--seq_len and --val_seq_len") from error
     return 0
 
 
-def report(error: RunError, program: str) -> int:
-    """Print an error once per node, and a RunStopped once per run. Returns the exit status."""
-    if error.of_one_rank or env_int("RANK" if isinstance(error, RunStopped) else "LOCAL_RANK", 0) == 0:
-        kind = "" if isinstance(error, RunStopped) else "error: "
-        with suppress(OSError):  # the reader may be gone
-            print(f"{program}: {kind}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    else:  # torchrun ends all ranks when the first one exits, so wait for the printing rank
-        time.sleep(1 if isinstance(error, RunStopped) else 5)
-    return error.status
-
-
-def run_guarded(body: Callable[[], int], program: str = "train_gpt.py") -> int:
-    """Call body and print its RunError as one line. Returns the exit status.
-
-    With several ranks the process exits here after an error, because a shutdown would wait for other ranks.
-    """
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line. Returns the exit status, and prints a RunError as one line."""
+    status, rank = 1, env_int("RANK", 0)
     try:
-        status = body()
+        status = run(sys.argv[1:] if argv is None else argv)
     except RunError as error:
-        status = report(error, program)
-    except KeyboardInterrupt:
-        status = report(RunStopped("interrupted", 130), program)
-    except BrokenPipeError:  # the reader of the output, for example head, has exited
-        status = 128 + 13  # SIGPIPE
+        status = error.status
+        if rank and status < 128:  # rank 0 prints what all ranks see, and torchrun then ends this rank
+            time.sleep(3)
+        if not rank or status < 128:
+            print(f"train_gpt.py: {'error: ' if status < 128 else ''}{error}", file=sys.stderr, flush=True)
     except Exception:
-        if not dist.is_initialized():
-            raise
         traceback.print_exc()
-        status = 1
-    for stream in (sys.stdout, sys.stderr):  # a failed flush at exit would change the status
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if dist.is_initialized():
-        if status:
+        if status:  # a shutdown would wait for other ranks
             os._exit(status)
         dist.destroy_process_group()
+    gc.unfreeze()
     return status
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_guarded(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":
