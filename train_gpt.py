@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -51,7 +50,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -74,6 +72,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.benchmark as benchmark
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -244,7 +243,7 @@ class Config:
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
-                          choices=("off", "tensorboard", "trackio", "wandb"))
+                          choices=("off", "trackio", "wandb"))
     guard: bool = option(False, "if training diverges, roll back and lower the precision")
 
     # Shape of the network
@@ -592,13 +591,12 @@ class GPT(nn.Module):
         loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
         classes (sequences, C): the classes in the loss of each packed sequence. None: all.
         """
-        x, _ = self.run_layers(tokens, doc_ids, step_inputs)
+        x = self.run_layers(tokens, doc_ids, step_inputs)
         ops = self.ops if self.training else self.eval_ops
         return self.head(x, targets, step_inputs, loss_weights, ops, classes)
 
-    def run_layers(self, tokens: Tensor, doc_ids: Tensor, step_inputs: StepInputs, save_all: bool = False
-                   ) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens, doc_ids (T,) -> final normalized activations (T, D), and activations by name.
+    def run_layers(self, tokens: Tensor, doc_ids: Tensor, step_inputs: StepInputs) -> Tensor:
+        """tokens, doc_ids (T,) -> final normalized activations (T, D).
 
         Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
         a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
@@ -614,8 +612,8 @@ class GPT(nn.Module):
             learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
         for segment in self.segments:
             x, acts, scalars = segment(x, tokens, doc_ids, acts, scalars, learned, step_inputs, ops,
-                                       self.dtype, save_all)
-        return x, acts
+                                       self.dtype)
+        return x
 
     def sum_ngrams(self, rows: Tensor, sign_rows: Tensor) -> Tensor:
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
@@ -650,16 +648,16 @@ class Segment(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
                 scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor], step_inputs: StepInputs,
-                ops: Operations, dtype: torch.dtype, save_all: bool):
+                ops: Operations, dtype: torch.dtype):
         """Look up this segment's value embeddings, then run its layers."""
         acts = dict(acts)
         for i, table in self.tables.items():
             acts[f"ve{i}"] = ops.embedding(tokens, table).to(dtype)  # (T, D)
-        return self.run_blocks(x, doc_ids, acts, scalars, learned, step_inputs, ops, dtype, save_all)
+        return self.run_blocks(x, doc_ids, acts, scalars, learned, step_inputs, ops, dtype)
 
     def run_blocks(self, x: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
                    scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor],
-                   step_inputs: StepInputs, ops: Operations, dtype: torch.dtype, save_all: bool
+                   step_inputs: StepInputs, ops: Operations, dtype: torch.dtype
                    ) -> tuple[Tensor, dict[str, Tensor], dict[int, dict[str, Tensor]]]:
         """x, acts (T, D) by name, scalars (T, n) by layer and name, learned (n,) by group."""
         acts, scalars = dict(acts), {layer: dict(values) for layer, values in scalars.items()}
@@ -699,11 +697,11 @@ class Segment(nn.Module):
                 ids = doc_ids.repeat_interleave(2) if spec.paired else doc_ids
                 masks[kind] = ops.make_mask(ids, step_inputs.windows[0 if spec.attention == "long" else 1])
             x = block(x, acts, s, masks.get(kind), step_inputs, ops)
-            if save_all or f"h{layer}" in self.saved:
+            if f"h{layer}" in self.saved:
                 acts[f"h{layer}"] = x
         if not self.is_last:
             return x, acts, scalars
-        return ops.rms_norm(x), acts if save_all else {}, {}  # autograd makes zeros for unused outputs
+        return ops.rms_norm(x), {}, {}  # autograd makes zeros for unused outputs
 
 
 class Block(nn.Module):
@@ -2124,13 +2122,6 @@ class Schedule:
         first, last = cfg.momentum
         return first + t * (last - first)
 
-    def scale_lr(self, state: StepState, factor: float) -> StepState:
-        """Multiply the learning rates by the guard's factor. decay_schedule=lr: also the weight decays."""
-        decay_factor = factor if self.cfg.decay_schedule == "lr" else 1.0
-        return state._replace(
-            lr={name: lr * factor for name, lr in state.lr.items()},
-            weight_decay={name: decay * decay_factor for name, decay in state.weight_decay.items()})
-
 
 def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtime, cfg: Config
                      ) -> StepInputs:
@@ -2229,7 +2220,7 @@ def plan_sequences_anywhere(schedule: Schedule, shards: Iterator[tuple[int, Shar
     (index, shard), position = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
         for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            while position + stage.seq_len >= shard.num_tokens:
+            while position + stage.seq_len >= len(shard.tokens):
                 (index, shard), position = next(shards, (-1, None)), 0
                 if shard is None:
                     return
@@ -2270,10 +2261,10 @@ class TrainData:
         sequence = self.sequences[index]
         shard = self.shards[sequence.shard]
         if self.cfg.sequence_start == "anywhere":
-            return shard.read(sequence.first, sequence.last + 1)
+            return shard.tokens[sequence.first : sequence.last + 1]
         starts = shard.starts[sequence.first : sequence.last + 2].tolist()
-        ends = [*starts[1:], shard.num_tokens][: sequence.last + 1 - sequence.first]
-        tokens = shard.read(starts[0], min(ends[-1], starts[len(ends) - 1] + sequence.max_doc_len))
+        ends = [*starts[1:], len(shard.tokens)][: sequence.last + 1 - sequence.first]
+        tokens = shard.tokens[starts[0] : min(ends[-1], starts[len(ends) - 1] + sequence.max_doc_len)]
         documents = [tokens[start - starts[0] : min(end, start + sequence.max_doc_len) - starts[0]]
                      for start, end in zip(starts, ends)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
@@ -2362,7 +2353,7 @@ class ValData:
         self.bos = self.shards[0].bos
         pieces, missing = [], cfg.val_tokens + 1
         for shard in self.shards:
-            pieces.append(shard.read(0, missing))
+            pieces.append(shard.tokens[:missing])
             missing -= len(pieces[-1])
         if missing:
             raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
@@ -2375,6 +2366,73 @@ class ValData:
         sequences = sequences[: self.batch_tokens : self.cfg.val_seq_len]  # (sequences, val_seq_len + 1)
         return make_batch(sequences, self.bos, self.cfg.document_mask)
 
+
+
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
+
+    Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
+    """
+    prefixes, stack = np.full(vocab_size, -1), []
+    for text in sorted(filter(None, ids)):
+        while stack and not text.startswith(stack[-1]):
+            stack.pop()
+        if stack:
+            prefixes[ids[text]] = ids[stack[-1]]
+        stack.append(text)
+    return torch.from_numpy(prefixes)
+
+
+class ClassSweeps:
+    """One sweep through the classes for each place of a sequence in its step. See choose_classes().
+
+    A sweep depends on the targets at its place in all earlier steps. So it is equal for any number of ranks.
+    A resumed run reads these targets again.
+    """
+
+    def __init__(self, data: TrainData, first_step: int):
+        """first_step: the first step of the sweeps. It is 0 for training, also in a resumed run."""
+        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
+        stages = data.schedule.stages
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
+        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
+        self.next_steps = [first_step] * num_slots
+
+    def choose(self, step: int, slot: int) -> Tensor:
+        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
+        schedule = self.data.schedule
+        for visited in range(self.next_steps[slot], step + 1):
+            stage = schedule.stages[schedule.find_stage(visited)[0]]
+            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+                targets = self.data.read_tokens(self.data.count_sequences(visited) + slot)[1:]
+                classes, self.offsets[slot] = choose_classes(
+                    targets, stage.num_classes, self.vocab_size, self.offsets[slot])
+        self.next_steps[slot] = step + 1
+        return torch.from_numpy(classes)
+
+
+class Prefetcher:
+    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
+
+    DEPTH = 4
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device):
+        self.batches, self.device = batches, device
+        self.executor = ThreadPoolExecutor(1, "prefetch")
+        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
+
+    def _build(self) -> Batch | None:
+        batch = next(self.batches, None)
+        if batch is None or self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
+        return Batch(*(t if t is None else t.pin_memory() for t in batch))
+
+    def __next__(self) -> Batch:
+        batch = self.pending.popleft().result()
+        assert batch is not None, "there are no more planned batches"
+        self.pending.append(self.executor.submit(self._build))
+        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
 
 # ==== TRAINING =============================================================================================
 # One step, and the timed loop of all steps. train() in MAIN is the whole run. The clock stops during
@@ -2403,7 +2461,7 @@ class Trainer:
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
-        rt, progress, optimizer, timer = self.rt, self.progress, self.optimizer, self.optimizer.timer
+        rt, optimizer, timer = self.rt, self.optimizer, self.optimizer.timer
         num_tokens = state.stage.tokens_per_step // rt.comm.world_size  # of this rank
         loss_weights = torch.tensor(state.loss_weights).to(rt.device, non_blocking=True)
         total_loss, remaining = torch.zeros((), device=rt.device), num_tokens
@@ -2426,8 +2484,6 @@ class Trainer:
 
         # Update
         self.scales.start()
-        if progress.step < progress.lr_scale_until:
-            state = self.schedule.scale_lr(state, progress.lr_scale)
         optimizer.step(state)
         timer.enter("")
         return total_loss / num_tokens
@@ -2486,7 +2542,7 @@ class Trainer:
             stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
         """Run all steps from progress.step on. RunError if a signal or the guard ends the run."""
         cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
-        guard, idle = Guard(self, log, stop) if cfg.guard else None, optimizer.timer
+        guard, idle = Guard(self, log) if cfg.guard else None, optimizer.timer
         self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
         callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
@@ -2502,9 +2558,7 @@ class Trainer:
                 # 1. Validation
                 state = self.schedule.at(progress.step)
                 if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
-                    val_loss = self.log_validation(val_data, state, train_clock)
-                    if guard:
-                        guard.check_validation(progress.step, val_loss)
+                    self.log_validation(val_data, state, train_clock)
 
                 # 2. One step
                 is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
@@ -2537,21 +2591,18 @@ class Trainer:
         log.flush_losses()
         self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
 
-    def log_validation(self, val_data: ValData, state: StepState, train_clock: TrainClock) -> float:
+    def log_validation(self, val_data: ValData, state: StepState, train_clock: TrainClock) -> None:
         """Validate off the clock and log the loss."""
         step, log = self.progress.step, self.log
         self.optimizer.finish()
         with train_clock.paused():
-            start = time.perf_counter()
             val_loss = self.validate(val_data, state)
-            log.val_seconds = time.perf_counter() - start
             self.progress.train_time, time_ms = train_clock.seconds, train_clock.seconds * 1000
             log.val_points.append([step, val_loss, round(time_ms)])
             log.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
             log.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
                       f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms")
             log.check_loss("validation", step, val_loss)
-        return val_loss
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
@@ -3909,7 +3960,6 @@ class Runtime:
 
     device: torch.device = torch.device("cpu")
     comm: Comm = dataclasses.field(default_factory=lambda: Comm())
-    local_rank: int = 0
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
     fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
@@ -3942,42 +3992,25 @@ def env_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def start_runtime(cfg: Config, is_alone: bool = False) -> Runtime:
-    """Select the device and join the process group of torchrun. is_alone: one rank without a group."""
+def start_runtime(cfg: Config) -> Runtime:
+    """Select the device and join the process group of torchrun, if there is one."""
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    rank, local_rank, world_size = (0, 0, 1) if is_alone else (
-        env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1))
     if cfg.device == "cuda" and not use_cuda:
-        raise RunError("--device=cuda but PyTorch sees no CUDA device: use --device=cpu, "
-                       "or install a CUDA build of torch", 2)
-    if use_cuda and local_rank >= torch.cuda.device_count():
-        raise RunError(f"local rank {local_rank} has no GPU: start at most {torch.cuda.device_count()} "
-                       "processes per node, or use --device=cpu", 2)
+        raise RunError("--device=cuda, but PyTorch sees no CUDA device: use --device=cpu", 2)
+    rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
     check_world_size(cfg, world_size)
-    with suppress(ValueError, OSError):  # as many open files as allowed, because every shard stays open
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     else:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPUs too: no upcast to float32
-    return Runtime(device, join_ranks(device, rank, world_size), local_rank)
-
-
-def join_ranks(device: torch.device, rank: int, world_size: int) -> Comm:
-    """Join the process group of torchrun. Several nodes may need GLOO_SOCKET_IFNAME (docs/nodes.md)."""
     if world_size == 1:
-        return Comm()
-    with suppress(OSError, AttributeError):  # PR_SET_PDEATHSIG on Linux: a rank ends with its launcher
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
-    is_cuda = device.type == "cuda"
-    socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # the group would retry an unknown name for an hour
-    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None,
+        return Runtime(device)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                             timeout=LONG_TIMEOUT)
-    return Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
-                dist.new_group(timeout=LONG_TIMEOUT))
+    return Runtime(device, Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
+                                dist.new_group(timeout=LONG_TIMEOUT)))
 
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
@@ -3994,17 +4027,11 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     ngram_rows = cfg.ngram_rows
     if cfg.ngram_rows < 0:
         ngram_rows = choose_ngram_rows(cfg, rt)
-        published = PUBLISHED_LOSSES.get(ngram_rows, "") if cfg.preset == "frontier" else ""
-        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}{published}")
+        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, fast=fast, fp8=fp8,
         ngram_rows=ngram_rows, peak_flops=peak_flops,
         notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
-
-
-# Loss of record 92's recipe with fewer rows of the table, two runs of its author each
-PUBLISHED_LOSSES = {NGRAM_ROWS[2]: ". Published losses: 3.2825 and 3.2863",
-                    NGRAM_ROWS[-1]: ". Published losses: 3.3149 and 3.3152"}
 
 
 def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
@@ -4053,14 +4080,10 @@ def clock(device: torch.device) -> float:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of a square matmul, from the fastest of six runs."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = math.inf
-    for _ in range(6):
-        start = clock(device)
-        a @ b
-        best = min(best, clock(device) - start)
-    return 2 * size**3 / best
+    """FLOP/s of a square matmul."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    timer = benchmark.Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.timeit(6).median
 
 
 def supports_bfloat16(device: torch.device) -> bool:
@@ -4069,34 +4092,27 @@ def supports_bfloat16(device: torch.device) -> bool:
 
 
 def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
-    """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line with the reason)."""
+    """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
         raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
     if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    if cfg.dtype != "auto":
-        name, reason = cfg.dtype, "chosen by --dtype"
-    else:
-        name, verb = ("bfloat16", "multiplies") if has_bf16 else ("float32", "does not multiply")
-        reason = f"this {'GPU' if is_cuda else 'processor'} {verb} bfloat16"
-    dtype = getattr(torch, name)
+    chosen = "bfloat16" if has_bf16 else "float32"
+    dtype = getattr(torch, chosen if cfg.dtype == "auto" else cfg.dtype)
     rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
-    return dtype, rate, f"activations: {name} ({reason}. Matmul: {rate / 1e12:.2f} TFLOP/s)"
+    return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a line with the reason. auto: with CUDA, Triton and capability 7.0."""
-    is_cuda, reason = device.type == "cuda", ""
-    if is_cuda and triton is None:
-        reason = "Triton is not installed"
-    elif is_cuda and torch.cuda.get_device_capability(device) < (7, 0):
-        reason = "a GPU below capability 7.0"
-    if cfg.compile == "on" and reason:
-        raise RunError(f"--compile=on is not possible ({reason}): use --compile=auto or off", 2)
-    use_compile = not reason and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
-    return use_compile, f"torch.compile {'on' if use_compile else 'off'}{reason and f' ({reason})'}"
+    """Return whether to compile, and a line for the log. auto: with CUDA, Triton and capability 7.0."""
+    is_cuda = device.type == "cuda"
+    can_compile = not is_cuda or triton is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+    if cfg.compile == "on" and not can_compile:
+        raise RunError("--compile=on needs Triton and a GPU of capability 7.0: use --compile=auto", 2)
+    use_compile = can_compile and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    return use_compile, f"torch.compile {'on' if use_compile else 'off'}"
 
 
 def read_peak_memory_mib(rt: Runtime) -> int:
@@ -4530,65 +4546,47 @@ BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 @dataclass(frozen=True)
 class Shard:
-    """A token file, checked and kept open. If it were memory-mapped, truncation would end the process."""
+    """A checked token file."""
 
-    file: typing.BinaryIO
-    num_tokens: int
+    tokens: np.ndarray  # uint16, mapped from the file
     starts: np.ndarray  # index of the first token of each document
     bos: int
     sha256: str
 
     def usable_tokens(self, max_doc_len: int) -> np.ndarray:
         """Running sum over the documents of min(length, max_doc_len)."""
-        lengths = np.diff(self.starts, append=self.num_tokens)
+        lengths = np.diff(self.starts, append=len(self.tokens))
         return np.minimum(lengths, max_doc_len).cumsum()
-
-    def read(self, first: int = 0, end: int | None = None) -> np.ndarray:
-        """Read tokens first..end-1 (default: all) as uint16. RunError if the file was cut short."""
-        end = self.num_tokens if end is None else min(end, self.num_tokens)
-        data = os.pread(self.file.fileno(), 2 * (end - first), SHARD_HEADER_BYTES + 2 * first)
-        if len(data) != 2 * (end - first):
-            raise RunError(f"{self.file.name} became shorter during this run and lacks token {end - 1}: "
-                           f"{SHARD_REMEDY}, then --resume=auto")
-        return np.frombuffer(data, dtype="<u2")
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
     """Read (number of tokens, vocabulary size, BOS) of a shard. RunError if header or size is wrong."""
-    problem, remedy, header = None, SHARD_REMEDY, np.zeros(0, dtype="<i4")
-    size = os.path.getsize(path)
-    if os.path.isfile(path):  # opening a pipe would wait for its writer
-        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+    header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        problem = f"is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION})"
-        remedy = "convert text with python data/text.py PATH --out FOLDER, and give --train_files=FOLDER"
-    elif header[2] <= 0:
-        problem = "has no tokens"
-    elif size != SHARD_HEADER_BYTES + 2 * int(header[2]):
-        problem = f"has {size} bytes, but {SHARD_HEADER_BYTES + 2 * int(header[2])} by its header"
-    if problem:
-        raise RunError(f"{path} {problem}: {remedy}", 2)
+        raise RunError(f"{path} is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
+                       "convert text with python data/text.py PATH --out FOLDER", 2)
+    size, needed = os.path.getsize(path), SHARD_HEADER_BYTES + 2 * int(header[2])
+    if size != needed or header[2] <= 0:
+        raise RunError(f"{path} has {size} bytes, but {needed} by its header: {SHARD_REMEDY}", 2)
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
 def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> Shard:
-    """Open and check a .bin shard. RunError names the file and the problem."""
+    """Map and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
+    starts, problem = np.flatnonzero(tokens == bos), ""
     if shard_vocab != vocab_size:
-        raise RunError(f"{path} was made for vocabulary size {shard_vocab}, but the model has "
-                       f"{vocab_size}: set --vocab_size={shard_vocab} or choose other files", 2)
-    if expected_bos not in (None, bos):
-        raise RunError(f"{path} has BOS token {bos}, the other shards have {expected_bos}: choose files "
-                       "of one tokenizer with --train_files and --val_files", 2)
-    file = open(path, "rb", buffering=0)
-    tokens = np.fromfile(file, dtype="<u2", count=num_tokens, offset=SHARD_HEADER_BYTES)
-    if tokens.max() >= vocab_size:
-        raise RunError(f"{path} has token {tokens.max()}, but its vocabulary size is {vocab_size}: "
-                       f"{SHARD_REMEDY}", 2)
-    starts = np.flatnonzero(tokens == bos)
-    if not len(starts):
-        raise RunError(f"{path} has no BOS (token {bos}): {SHARD_REMEDY}", 2)
-    return Shard(file, num_tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
+        problem = f"was made for vocabulary size {shard_vocab}, but --vocab_size={vocab_size}"
+    elif expected_bos not in (None, bos):
+        problem = f"has BOS token {bos}, the other shards have {expected_bos}"
+    elif tokens.max() >= vocab_size:
+        problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
+    elif not len(starts):
+        problem = f"has no BOS (token {bos})"
+    if problem:
+        raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
+    return Shard(tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
@@ -4623,97 +4621,25 @@ def fingerprint(shards: Iterable[Shard]) -> str:
 
 def read_vocabulary(cfg: Config) -> dict[bytes, int]:
     """Read the map from each token's bytes to its id, without <|endoftext|>."""
+    # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
-        printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-        decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-        texts = {bytes(decode[char] for char in text): i for text, i in ids.items()
-                 if text != "<|endoftext|>"}
-        if max(ids.values()) >= cfg.vocab_size:
-            raise ValueError("ids beyond the vocabulary")
+        return {bytes(decode[char] for char in text): index for text, index in ids.items()
+                if text != "<|endoftext|>" and index < cfg.vocab_size}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        fetch = "run python data/cached_fineweb10B.py, or " if cfg.vocab_size > 50_000 else ""  # GPT-2's
-        reason = getattr(error, "strerror", None) or f"it is not a JSON map from tokens to ids: {error}"
-        raise RunError(f"--vocab_file={cfg.vocab_file} cannot be used ({reason}). It must hold the "
-                       f"model's tokens. To fix it, {fetch}give --without=prefix_loss", 2) from None
-    return texts
-
-
-def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
-    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
-
-    Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
-    """
-    prefixes, stack = np.full(vocab_size, -1), []
-    for text in sorted(filter(None, ids)):
-        while stack and not text.startswith(stack[-1]):
-            stack.pop()
-        if stack:
-            prefixes[ids[text]] = ids[stack[-1]]
-        stack.append(text)
-    return torch.from_numpy(prefixes)
-
-
-class ClassSweeps:
-    """One sweep through the classes for each place of a sequence in its step. See choose_classes().
-
-    A sweep depends on the targets at its place in all earlier steps. So it is equal for any number of ranks.
-    A resumed run reads these targets again.
-    """
-
-    def __init__(self, data: TrainData, first_step: int):
-        """first_step: the first step of the sweeps. It is 0 for training, also in a resumed run."""
-        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
-        stages = data.schedule.stages
-        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
-        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
-        self.next_steps = [first_step] * num_slots
-
-    def choose(self, step: int, slot: int) -> Tensor:
-        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
-        schedule = self.data.schedule
-        for visited in range(self.next_steps[slot], step + 1):
-            stage = schedule.stages[schedule.find_stage(visited)[0]]
-            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
-                targets = self.data.read_tokens(self.data.count_sequences(visited) + slot)[1:]
-                classes, self.offsets[slot] = choose_classes(
-                    targets, stage.num_classes, self.vocab_size, self.offsets[slot])
-        self.next_steps[slot] = step + 1
-        return torch.from_numpy(classes)
-
-
-class Prefetcher:
-    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
-
-    DEPTH = 4
-
-    def __init__(self, batches: Iterator[Batch], device: torch.device):
-        self.batches, self.device = batches, device
-        self.executor = ThreadPoolExecutor(1, "prefetch")
-        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
-
-    def _build(self) -> Batch | None:
-        batch = next(self.batches, None)
-        if batch is None or self.device.type != "cuda":
-            return batch
-        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
-        return Batch(*(t if t is None else t.pin_memory() for t in batch))
-
-    def __next__(self) -> Batch:
-        batch = self.pending.popleft().result()
-        assert batch is not None, "there are no more planned batches"
-        self.pending.append(self.executor.submit(self._build))
-        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
+        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): run python "
+                       "data/cached_fineweb10B.py, or give --without=prefix_weight", 2) from None
 
 # ==== COMMAND LINE =========================================================================================
-# From a command line to a Config: the preset, the given options, --without, the options of groups, and one
-# check. Bad input is one line with the value. To add a check, add a row to find_problems().
+# From a command line to a Config: the preset, the given options, --without, and one check. Bad input is one
+# line with the value. To add a check, add a row to find_problems().
 
 def change(where: str | None = None, **new) -> Callable:
-    """Return a function that changes fields of all rows of layers, stages or groups.
+    """Return a function that changes fields of layers, stages or groups.
 
-    where: only layers with this attention, or the group of this name.
+    where: only of layers with this attention, or of the group with this name.
     """
     def change_rows(rows):
         if isinstance(rows, dict):
@@ -4731,8 +4657,7 @@ SPECIAL_PARTS: dict[str, dict] = {
     "muon": dict(groups=change("matrix", rule="adamw", lr=0.0018, betas=(0.9, 0.95), weight_decay=0.1),
                  mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
     "variance": dict(groups=lambda groups: change("matrix", rule={
-        "anvil": "muon", "normuon": "muon", "normuonh": "muonh"}.get(groups["matrix"].rule))(groups)
-        if groups["matrix"].rule in ("anvil", "normuon", "normuonh") else groups),
+        "anvil": "muon"}.get(groups["matrix"].rule, groups["matrix"].rule.removeprefix("nor")))(groups)),
     "polar_express": dict(orthogonalize="newton_schulz"),
     "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "adam_odd_steps": dict(groups=change(every=1)),
@@ -4755,17 +4680,16 @@ SPECIAL_PARTS: dict[str, dict] = {
 
 def list_parts(cfg: Config) -> dict[str, dict]:
     """{name: options without this part of the recipe}, for each part that --without can leave out."""
-    options = {field.name: field for field in dataclasses.fields(Config)}
-    parts = {name: {name: field.metadata["off"]} for name, field in options.items()
-             if "off" in field.metadata}
-    for place, kind in (("layers", LayerSpec), ("stages", Stage)):
-        names = {field.name: field.default for field in dataclasses.fields(kind) if not field.default}
-        parts |= {name: {place: change(**{name: value})} for name, value in names.items()
-                  if name not in options}
-    parts |= {field.name: dict(groups=change(**{field.name: field.metadata["off"]}))
-              for field in dataclasses.fields(Group) if "off" in field.metadata}
-    found = {}
-    for name, changes in (parts | SPECIAL_PARTS).items():
+    options, parts, found = {field.name: field for field in dataclasses.fields(Config)}, {}, {}
+    for name, field in options.items():
+        if "off" in field.metadata:
+            parts[name] = {name: field.metadata["off"]}
+    for place, kind in dict(layers=LayerSpec, stages=Stage, groups=Group).items():
+        for field in dataclasses.fields(kind):
+            off = field.metadata.get("off", field.default)
+            if field.name not in options and not off and field.name != "lr":
+                parts[field.name] = {place: change(**{field.name: off})}
+    for name, changes in {**parts, **SPECIAL_PARTS}.items():
         changes = {key: new(getattr(cfg, key)) if callable(new) else new for key, new in changes.items()}
         if dataclasses.replace(cfg, **changes) != cfg:
             found[name] = changes
@@ -4784,18 +4708,16 @@ def convert(value, kind: type):
             value = dict(on=True, true=True, off=False, false=False)[value.lower()]
         elif str in arguments:
             value = value.replace(" ", "").split(",") if value else ()
-        elif is_row or kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
+        elif kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
             value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
         else:
             value = ast.literal_eval(value or "()")
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError("not a list")
+    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
     if arguments:  # kind | None
-        return None if value is None else convert(value, arguments[0])
-    if is_row and not isinstance(value, kind):
+        return value if value is None else convert(value, arguments[0])
+    if is_row and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         value = kind(**{name: convert(item, hints[name]) for name, item in value.items()})
     if type(value) is not kind and not (kind is float and type(value) is int):
@@ -4804,26 +4726,25 @@ def convert(value, kind: type):
 
 
 def change_options(cfg: Config, values: dict) -> Config:
-    """Set options to text or values as JSON has them. RunError if one is unknown or of another type."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
+    """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
     hints, group_hints = typing.get_type_hints(Config), typing.get_type_hints(Group)
     changed, groups = {}, dict(cfg.groups)
     for name, value in values.items():
+        rows = {}
         try:
             if name == "groups":
-                rows = {group: row if isinstance(row, dict) else vars(row)
-                        for group, row in convert(value, dict).items()}
+                rows = convert(value, dict)
             elif name in GROUP_OPTIONS:
                 group, field = GROUP_OPTIONS[name]
                 rows = {group: {field: value}}
             else:
-                changed[name], rows = convert(value, hints[name]), {}
+                changed[name] = convert(value, hints[name])
             for group, row in rows.items():
+                row = row if isinstance(row, dict) else vars(row)
                 row = {field: convert(item, group_hints[field]) for field, item in row.items()}
                 groups[group] = dataclasses.replace(groups[group], **row)
-        except (KeyError, ValueError, TypeError, SyntaxError, AttributeError, OSError) as error:
-            kind = fields[name].type if name in fields else "an option of a group"
-            raise RunError(f"--{name}={str(value)[:100]} is not {kind} ({str(error)[:100]})", 2) from None
+        except (KeyError, ValueError, TypeError, SyntaxError, OSError) as error:
+            raise RunError(f"--{name}={str(value)[:100]} cannot be used: {error!r}", 2) from None
     return dataclasses.replace(cfg, **changed, groups=groups)
 
 
@@ -4835,17 +4756,16 @@ def load_preset(name: str) -> Config:
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
-        places = [folder / "records/presets" / f"{name}.json" for folder in
-                  (Path(__file__).resolve().parent, Path.cwd())]
+        folders = Path(__file__).resolve().parent, Path.cwd()
+        places = [folder / "records/presets" / f"{name}.json" for folder in folders]
         path = next(filter(Path.is_file, [Path(name)] if name.endswith(".json") else places), None)
         if path is None:
-            raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, the name of a file "
-                           "in records/presets, or a .json file", 2)
+            raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
+                           "records/presets, or a .json file", 2)
         content = json.loads(path.read_text())
         if "config" in content:
             if "key" not in content:
-                raise RunError(f"--preset={name} is the result of an older script: run the train_gpt script "
-                               "beside it", 2)
+                raise RunError(f"--preset={name} is of an older script: run the script beside it", 2)
             return change_options(Config(), {key: value for key, value in content["config"].items()
                                              if key not in ("derived", "record", "resume", "out")})
         parent, changes, name = content["parent"], content["options"], path.stem
@@ -4854,25 +4774,24 @@ def load_preset(name: str) -> Config:
 
 def make_config(values: dict) -> Config:
     """The config of values["preset"] with the other values and --without. RunError if they contradict."""
+    options = {key: value for key, value in values.items() if key != "preset"}
     name = values.get("preset", "auto")
     if name == "auto":
         use_cuda = values.get("device") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
-    of_groups = {key: value for key, value in values.items() if key == "groups" or key in GROUP_OPTIONS}
-    options = {key: value for key, value in values.items() if key not in of_groups and key != "preset"}
     cfg = change_options(load_preset(name), options)
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers))
-    for part in cfg.without if "without" in values else ():
-        parts = list_parts(cfg)
-        if part not in parts:
-            raise RunError(f"--without={part[:100]}: this recipe has no such part. Its parts are "
-                           f"{', '.join(parts)}", 2)
-        cfg = dataclasses.replace(cfg, **{key: value for key, value in parts[part].items()
-                                          if key not in options or key in ("layers", "stages")})
-    cfg = change_options(cfg, of_groups)
+    if "without" in options:
+        for part in cfg.without:
+            parts = list_parts(cfg)
+            if part not in parts:
+                raise RunError(f"--without={part[:100]} is not a part of this recipe: {', '.join(parts)}", 2)
+            cfg = dataclasses.replace(cfg, **parts[part])
+        cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
+                                   if key not in ("layers", "stages")})
     check(cfg)
-    for key in of_groups.keys() & GROUP_OPTIONS.keys():
+    for key in options.keys() & GROUP_OPTIONS.keys():
         with torch.device("meta"):
             used = {param.spec.group for param in GPT(cfg).parameters()}
         if GROUP_OPTIONS[key][0] not in used:
@@ -4887,15 +4806,11 @@ class Parser(argparse.ArgumentParser):
 
 def parse_argv(argv: list[str]) -> dict[str, str]:
     """Split a command line into {option: text}. '-' and '_' are equivalent in names."""
-    words = []
-    for word in argv:
-        name, equals, text = word.partition("=")
-        words.append(name.replace("-", "_").replace("__", "--", 1) + equals + text
-                     if word.startswith("--") else word)
-    preset = Parser(add_help=False, allow_abbrev=False)
-    preset.add_argument("--preset", default="track_1")
-    name = preset.parse_known_args(words)[0].preset
-    cfg = load_preset("track_1" if name == "auto" else name)
+    argv = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="track_1")
+    preset = first.parse_known_args(argv)[0].preset
+    cfg = load_preset("track_1" if preset == "auto" else preset)
 
     parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
                     f"The defaults are those of preset {cfg.preset}.", argument_default=argparse.SUPPRESS,
@@ -4903,22 +4818,21 @@ def parse_argv(argv: list[str]) -> dict[str, str]:
     parser.add_argument("--list_presets", action="store_true", help="the presets of this file")
     parser.add_argument("--print_config", action="store_true",
                         help="the resolved config as JSON. Needs no data and no device")
-    rows = [(field.name, field, getattr(cfg, field.name)) for field in dataclasses.fields(Config)]
+    rows = {field.name: (field, getattr(cfg, field.name)) for field in dataclasses.fields(Config)}
     fields = {field.name: field for field in dataclasses.fields(Group)}
-    rows += [(name, fields[field], getattr(cfg.groups[group], field))
-             for name, (group, field) in GROUP_OPTIONS.items()]
-    for name, field, default in rows:
+    rows |= {name: (fields[field], getattr(cfg.groups[group], field))
+             for name, (group, field) in GROUP_OPTIONS.items()}
+    for name, (field, default) in rows.items():
         low, high = field.metadata.get("low"), field.metadata.get("high")
-        shown = "" if name in ("layers", "stages", "groups") else f" [{default}]"
-        bounds = f" {low} to {high}" if high not in (None, 2**31 - 1) else f" at least {low}"
-        parser.add_argument(f"--{name}", metavar="|".join(field.metadata["choices"]) or field.type,
-                            help=field.metadata["help"] + shown + (bounds if low is not None else ""))
-    values, unknown = parser.parse_known_args(words)
+        bounds = f" {low} to {high}" if low is not None else ""
+        shown = f" [{default}]" if name not in ("layers", "stages", "groups") else ""
+        parser.add_argument(f"--{name}", help=field.metadata["help"] + shown + bounds,
+                            metavar="|".join(field.metadata["choices"]) or field.type)
+    values, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-")[:100]
-        near = difflib.get_close_matches(name, [name for name, *_ in rows], n=1)
-        hint = f": did you mean --{near[0]}?" if near else "."
-        raise RunError(f"{unknown[0][:100]} is not an option{hint} docs/from_nanogpt.md has the names of "
+        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), rows, n=1)
+        hint = f"did you mean --{near[0]}? " if near else ""
+        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md has the names of "
                        "other trainers", 2)
     return vars(values)
 
@@ -4927,14 +4841,15 @@ def check(cfg: Config) -> None:
     """Raise RunError for the first value that is out of range, and for the first contradiction."""
     for prefix, owner in (("", cfg), *((f"{name}_", group) for name, group in cfg.groups.items())):
         for field in dataclasses.fields(owner):
-            value, low, high = getattr(owner, field.name), *map(field.metadata.get, ("low", "high"))
-            low, high = -math.inf if low is None else low, math.inf if high is None else high
-            items = value if isinstance(value, tuple) else (value,)
-            choices, numbers = field.metadata["choices"], [x for x in items if isinstance(x, (int, float))]
+            value, choices = getattr(owner, field.name), field.metadata["choices"]
+            items, name = value if isinstance(value, tuple) else (value,), prefix + field.name
             if choices and not set(items) <= set(choices):
-                raise RunError(f"--{prefix}{field.name}={value}: choose among {', '.join(choices)}", 2)
-            if not all(low <= number <= high and abs(number) < math.inf for number in numbers):
-                raise RunError(f"--{prefix}{field.name}={value} is not in the range {low} to {high}", 2)
+                raise RunError(f"--{name}={value}: choose among {', '.join(choices)}", 2)
+            low, high = field.metadata.get("low"), field.metadata.get("high")
+            low = -sys.float_info.max if low is None else low
+            high = sys.float_info.max if high is None else high
+            if not all(low <= item <= high for item in items if isinstance(item, (int, float))):
+                raise RunError(f"--{name}={value} is not in the range {low} to {high}", 2)
     for is_wrong, line in find_problems(cfg):
         if is_wrong:
             raise RunError(line, 2)
@@ -4945,56 +4860,46 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
     units = dict(head_dim=4, short_qk_dim=4, model_dim=cfg.mudd_groups, num_heads=cfg.qk_group_heads or 1,
                  value_gate_dim=2, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
     for name, unit in units.items():
-        value = getattr(cfg, name)
-        yield value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
-    yield cfg.model_dim != cfg.num_heads * cfg.head_dim, (
-        f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {cfg.num_heads * cfg.head_dim}")
-    yield (cfg.attention_gate_dim > cfg.model_dim,
-           f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {cfg.model_dim}")
-    num_tables = cfg.ngram_order - 1
-    yield (cfg.ngram_rows > 0 and (cfg.ngram_rows % num_tables != 0 or cfg.ngram_rows < 3 * num_tables),
-           f"--ngram_rows={cfg.ngram_rows}: give an even number of thousands")
+        yield getattr(cfg, name) % unit != 0, f"--{name}={getattr(cfg, name)} is not a multiple of {unit}"
+    width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
+    yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
+    yield (cfg.attention_gate_dim > width,
+           f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {width}")
+    yield 0 < cfg.ngram_rows < 6 or cfg.ngram_rows > 0 and cfg.ngram_rows % 2 != 0, (
+        f"--ngram_rows={cfg.ngram_rows}: give an even number of thousands")
     for name, group in cfg.groups.items():
-        yield (group.rule not in RULES or RULES[group.rule].row_state and name != "ngram"
-               or RULES[group.rule].whole_matrix and name != "matrix",
+        rule = RULES.get(group.rule)
+        yield (not rule or rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix",
                f"rule={group.rule} of group {name}: give matrix one of {', '.join(RULES)} without row_adam, "
                "ngram adamw or row_adam, the other groups adamw")
-        yield (group.late_every % group.every != 0,
-               f"late_every={group.late_every} of group {name} is not a multiple of every={group.every}")
+        yield group.late_every % group.every != 0, f"late_every of group {name} is not a multiple of every"
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
     forms = ["auto", "off", *(form for form in list_fast_forms() if form not in FP8_FORMS)]
-    yield not set(cfg.fast) <= set(forms), f"--fast={cfg.fast}: choose among {', '.join(forms)}"
+    yield not set(cfg.fast) <= set(forms), f"--fast={','.join(cfg.fast)}: choose among {', '.join(forms)}"
     yield not cfg.stages, "--stages is empty"
     for stage in cfg.full_stages:
-        has_windows = 1 <= stage.window_short <= stage.window_long < 2**31
-        weights = [*itertools.chain(*stage.loss_weights), *stage.prefix_weight]
-        yield (not (0 < stage.duration < 1e9 and 0 <= stage.lr_factor < 1e9 and has_windows)
-               or not stage.loss_weights or not all(0 <= weight < 1e6 for weight in weights)
-               or (stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
+        yield (not 0 < stage.duration < math.inf or not 1 <= stage.window_short <= stage.window_long < 2**31
+               or not stage.loss_weights or (stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
                f"--stages has a value that is out of range: {stage}")
-        yield (not 0 < stage.seq_len <= min(cfg.micro_batch_tokens, stage.tokens_per_step)
-               or stage.seq_len % BLOCK != 0 or stage.tokens_per_step % stage.seq_len != 0,
+        yield (not 0 < stage.seq_len <= min(longest, stage.tokens_per_step) or stage.seq_len % BLOCK != 0
+               or stage.tokens_per_step % stage.seq_len != 0,
                f"seq_len={stage.seq_len}: give a multiple of {BLOCK} that divides tokens_per_step="
-               f"{stage.tokens_per_step}, at most --micro_batch_tokens={cfg.micro_batch_tokens}")
+               f"{stage.tokens_per_step}, at most --micro_batch_tokens={longest}")
     yield (len(cfg.val_windows) not in (0, 2) or list(cfg.val_windows) != sorted(cfg.val_windows)[::-1],
            f"--val_windows={cfg.val_windows}: give long,short")
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
-           f"--extension_steps={cfg.extension_steps}: less than --num_iterations, with two stages")
+           f"--extension_steps={cfg.extension_steps}: give less than --num_iterations, and two stages")
     yield (len(cfg.layers) != cfg.num_layers,
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
-    tables = {f"ve{layer.value_embed}" for layer in cfg.layers}
     for i, layer in enumerate(cfg.layers):
-        known = {"x_in", *(f"h{j}" for j in range(i)), *tables}
-        known_out = {*known, *["attn_in"] * (layer.attention != "none"), *["mlp_in"] * layer.mlp}
-        sources = [x for x in (layer.skip_from, layer.attention_from) if x is not None]
-        yield (layer.attention not in ("long", "short", "none") or not all(0 <= x < i for x in sources)
-               or not 0 <= (layer.gates_from or 0) <= i or not 0 <= (layer.value_embed or 0) < cfg.num_layers
-               or not 0 < (layer.v_dim or 1) <= cfg.head_dim or layer.paired and cfg.num_heads % 2
-               or layer.mudd_in and layer.attention == "none" or layer.second_mlp and not layer.mlp
-               or layer.key_offset and cfg.qk_dim(layer) != cfg.head_dim
-               or not known.issuperset(layer.mudd_in) or not known_out.issuperset(layer.mudd_out),
+        known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
+        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known
+               or not 0 <= (layer.gates_from or 0) <= i or not 0 < (layer.v_dim or 1) <= cfg.head_dim
+               or layer.paired and cfg.num_heads % 2 != 0 or layer.mudd_in and layer.attention == "none"
+               or layer.second_mlp and not layer.mlp
+               or layer.key_offset and cfg.qk_dim(layer) != cfg.head_dim,
                f"--layers: layer {i} contradicts itself or the layers before it: {layer}")
 
 
@@ -5240,34 +5145,6 @@ def measure_run(trainer: Trainer, run: dict) -> dict:
         resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
 
 
-def start_tracker(cfg: Config, run_id: str) -> tuple[Callable[[dict, int], None], Callable[[], None]]:
-    """Connect to --tracker. Returns (function that sends numbers of a step, function that disconnects)."""
-    if cfg.tracker == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(str(Path(cfg.out, "logs", "tensorboard", run_id)))
-
-        def send(numbers: dict, step: int) -> None:
-            for name, number in numbers.items():
-                writer.add_scalar(name, number, step)
-
-        return send, writer.close
-    tracker = importlib.import_module(cfg.tracker)
-    tracker.init(project="train_gpt", name=run_id, config=plain_dict(cfg))
-    return lambda numbers, step: tracker.log(numbers, step=step), tracker.finish
-
-
-def flatten_numbers(entries: dict, prefix: str) -> dict[str, float]:
-    """Flatten nested dicts to {prefix/key/...: number}. Items of lists are named by their position."""
-    flat = {}
-    for key, value in entries.items():
-        value = dict(enumerate(value)) if isinstance(value, list) else value
-        if isinstance(value, dict):
-            flat |= flatten_numbers(value, f"{prefix}/{key}")
-        elif not isinstance(value, str):
-            flat[f"{prefix}/{key}"] = value
-    return flat
-
-
 class RunLog:
     """Log lines, events, progress and result of a run."""
 
@@ -5281,7 +5158,6 @@ class RunLog:
         self.losses = LossHistory(rt, list(saved.get("train_points", ())))
         self.num_logged = len(self.losses.points)
         self.step_times: dict[int, float] = {}  # {step: seconds on the clock}, until the loss arrives
-        self.val_seconds = 0.0  # of the last validation
 
     def __enter__(self) -> RunLog:
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
@@ -5291,14 +5167,15 @@ class RunLog:
             lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.run.items()]
             self.print("{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}", to_console=False)
         if self.rt.is_main and self.cfg.tracker != "off":
-            self.tracker = start_tracker(self.cfg, self.run["run_id"])
+            self.tracker = importlib.import_module(self.cfg.tracker)  # wandb and trackio have one interface
+            self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
         return self
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace) -> None:
         if self.bar is not None:
             self.bar.close()
         if self.tracker:
-            self.tracker[1]()
+            self.tracker.finish()
         if isinstance(error, RunError):
             self.print(str(error), to_console=False)
         for file in self.files.values():
@@ -5322,15 +5199,13 @@ class RunLog:
     def write_event(self, event: str, step: int, **entries) -> None:
         self._append(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
         if self.tracker:
-            self.tracker[0](flatten_numbers(entries, event), step)
+            self.tracker.log({event: entries}, step=step)
 
     def start_training(self, trainer: Trainer) -> None:
-        """Remember the progress at the start of this process."""
-        self.progress = progress = trainer.progress
-        self.last_token = progress.tokens + trainer.schedule.count_tokens(progress.step)
-        self.start = dataclasses.replace(progress)
+        """Begin to show progress."""
+        self.progress = trainer.progress
         if has_progress_bar():
-            self.bar = tqdm(total=self.cfg.num_iterations, initial=progress.step, unit="step",
+            self.bar = tqdm(total=self.cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
     def log_step(self, loss: Tensor, _timer: StepTimer, train_time: float) -> None:
@@ -5339,22 +5214,14 @@ class RunLog:
         self.step_times[step] = train_time
         self.losses.add(step, loss)
         self.log_losses()
-        last_loss = f"loss {self.losses.points[-1][1]:.4f}, " if self.losses.points else ""
+        points = self.losses.points
+        text = f"{self.progress.tokens / train_time:,.0f} tokens/s"
+        text = f"loss {points[-1][1]:.4f}, {text}" if points else text
         if self.bar is not None:
-            speed = f"{self.progress.tokens / train_time:,.0f} tok/s"
-            self.bar.set_postfix_str(last_loss + speed, refresh=False)
+            self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
         elif step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0:
-            minutes, seconds = divmod(self.estimate_seconds(train_time), 60)
-            self.print(f"step {step}/{num_iterations}: {last_loss}{minutes} min {seconds} s to go")
-
-    def estimate_seconds(self, train_time: float) -> int:
-        """Estimate the remaining seconds from the time per token and the time of the last validation."""
-        per_token = (train_time - self.start.train_time) / (self.progress.tokens - self.start.tokens)
-        num_validations = 1 + (self.cfg.num_iterations - self.progress.step) // (
-            self.cfg.val_loss_every or sys.maxsize)
-        training = (self.last_token - self.progress.tokens) * per_token
-        return round(training + num_validations * self.val_seconds)
+            self.print(f"step {step}/{num_iterations}: {text}")
 
     def log_losses(self) -> None:
         """Log all steps whose loss has arrived. Without --guard raise RunError if a loss is not finite."""
@@ -5429,10 +5296,7 @@ class Progress:
     loss_ema: float = math.nan  # telemetry
     measured_step: int = 0  # last step that telemetry measured
     num_actions: int = 0  # rollbacks by the guard
-    actions_in_a_row: int = 0  # rollbacks since the guard's last stop
     lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
-    lr_scale: float = 1.0  # the guard's learning-rate factor
-    lr_scale_until: int = 0  # first step without lr_scale
 
 
 def list_steps(folder: Path) -> list[Path]:
@@ -5687,8 +5551,8 @@ class Checkpoints:
         """End the run after a checkpoint. All ranks must call it."""
         steps = list_steps(self.folder)
         saved = f"{steps[0]}. --resume=auto continues" if steps else "no checkpoint"
-        cause = signal.Signals(status - 128).name if status > 128 else "the guard"
         step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
+        cause = signal.Signals(status - 128).name
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         raise RunError(f"stopped by {cause} after step {step} of {num_iterations}: {saved}", status)
 
@@ -5799,55 +5663,39 @@ def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]
 
 
 class Telemetry:
-    """Measures every telemetry_every-th step.
-
-    A separate forward pass over the first micro-batch measures layers and head. No training graph changes.
-    """
+    """Measures every telemetry_every-th step. FP8 of the head is measured on its first micro-batch."""
 
     SAMPLE = 256  # number of tokens sampled in the head, and of rows sampled from its matrix
     EMA_DECAY = 0.98  # decay per step of the training loss average
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
-        self.measured: dict = {}  # last measurements of layers and head
-        self.measure_layers = trainer.rt.compile(self._measure_layers)
+        self.measured: dict = {}  # last measurement of the head
 
     def start_step(self) -> bool:
         """Return whether the next step is measured. If so, inspect() gets its first micro-batch."""
-        is_measured = bool(self.every) and (self.trainer.progress.step + 1) % self.every == 0
+        is_measured = (self.trainer.progress.step + 1) % self.every == 0
         self.trainer.inspect = self.inspect if is_measured else None
         return is_measured
 
     @torch.no_grad()
     def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
-        """Measure layers and head on a micro-batch, before training on it."""
+        """Measure the head on a micro-batch, before training on it."""
         optimizer = self.trainer.optimizer
         optimizer.timer.enter("communication")
         optimizer.finish()  # all-gathers of the parameters may be in flight
         optimizer.timer.enter("measuring")
-        x, layers = self.measure_layers(batch.inputs, batch.doc_ids, step_inputs)
+        x = self.trainer.model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
         head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
         x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
-        logits = head.softcap(x @ w.T)  # (T, V)
         scales = head_fp8_scales(self.trainer.cfg)
         _, grads = softcapped_cross_entropy(x @ w.T, targets, x.new_ones(1), head.softcap, torch.float32,
                                             scales.grad)
-        self.measured = dict(
-            layers=[dict(zip(("mean", "std", "max"), layer)) for layer in layers.tolist()],
-            logits=dict(mean=logits.mean().item(), std=logits.std().item(), max=logits.max().item()),
-            fp8=dict(x=measure_fp8(x, scales.x, E4M3),
-                     w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
-                     grad=measure_fp8(grads, 1.0, E5M2)))
+        self.measured = dict(x=measure_fp8(x, scales.x, E4M3),
+                             w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
+                             grad=measure_fp8(grads, 1.0, E5M2))
         optimizer.timer.enter("forward and backward")
         self.trainer.inspect = None
-
-    def _measure_layers(self, inputs: Tensor, doc_ids: Tensor, step_inputs: StepInputs
-                        ) -> tuple[Tensor, Tensor]:
-        """Run all layers. Returns head input (T, D), and (mean, std, amax) of each output (layers, 3)."""
-        model = self.trainer.model
-        x, acts = model.run_layers(inputs, doc_ids, step_inputs, save_all=True)
-        outputs = (acts[f"h{layer}"].float() for layer in range(len(model.blocks)))
-        return x, torch.stack([torch.stack((y.mean(), y.std(), y.abs().max())) for y in outputs])
 
     def end_step(self, _loss: Tensor, timer: StepTimer, train_time: float) -> None:
         """Write the line of a measured step. Groups without an update in this step are left out."""
@@ -5862,14 +5710,16 @@ class Telemetry:
             progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
         progress.measured_step = progress.step
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
-        groups = {group: dict(grad_norm=grad) | (dict(
-                      weight_norm=weight, update_ratio=update / max(weight, 1e-30), momentum_norm=momentum)
-                      if group in timer.measured else {})
-                  for group, (grad, weight, update, momentum) in zip(timer.rows, norms)
-                  if group in timer.updated}
+        groups = {}
+        for group, (grad, weight, update, momentum) in zip(timer.rows, norms):
+            if group in timer.updated:
+                groups[group] = dict(grad_norm=grad)
+            if group in timer.measured:
+                groups[group] |= dict(weight_norm=weight, update_ratio=update / max(weight, 1e-30),
+                                      momentum_norm=momentum)
         self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
                              loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
-                             groups=groups, **self.measured, seconds=timer.seconds)
+                             groups=groups, fp8=self.measured, seconds=timer.seconds)
 
 
 LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
@@ -5894,27 +5744,23 @@ def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> 
 
 
 class Guard:
-    """Detects that training diverges, and restores weights and optimizer state of an earlier step.
+    """Restores an earlier state and raises the precision if a step's loss or gradient is out of range.
 
-    A rollback does not rewind the step or the data. All ranks decide from all-reduced sums, so they agree.
-    The sums are read one step late, so that no GPU waits, except before a snapshot.
+    Step and data go on. All ranks decide from all-reduced sums, so they agree. The sums are read one step
+    late, so that no GPU waits, except before a snapshot.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
-    VAL_RISE = 0.05  # fraction by which the validation loss may exceed its best value
     SNAPSHOT_EVERY = 10  # steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
-    LR_FACTOR, LR_STEPS = 0.5, 20  # a rollback multiplies the learning rates by LR_FACTOR for LR_STEPS steps
-    MOST_ACTIONS = 6  # most rollbacks since the last stop. The next one stops the run
 
-    def __init__(self, trainer: Trainer, log: RunLog, stop: Stop):
-        self.trainer, self.log, self.stop = trainer, log, stop
+    def __init__(self, trainer: Trainer, log: RunLog):
+        self.trainer, self.log = trainer, log
         # Exclude groups that skip steps, because their gradient norms vary with the step
         groups = (trainer.cfg.groups[name] for name in trainer.optimizer.groups)
         self.steady = torch.tensor([float(group.every == 1 and not group.late_every) for group in groups],
                                    device=trainer.rt.device)
-        self.best_val_loss = min((val_loss for _, val_loss, _ in log.val_points), default=math.inf)
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
         self.is_snapshot_due = False
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
@@ -5932,9 +5778,6 @@ class Guard:
             self.snapshots = [*self.snapshots[-1:], (step, Snapshot(trainer))]
             self.snapshots[0][1].forget_earlier()
             self.is_snapshot_due = False
-            # Restore the short timeout, unless the precision was switched: later stages then compile again
-            if not (trainer.progress.lowered and trainer.rt.use_compile):
-                trainer.rt.comm.set_timeout(STEP_TIMEOUT)
 
     def check_steps(self, up_to: int) -> bool:
         """Check the pending steps up to step `up_to`. Returns False if a fault caused a rollback."""
@@ -5950,12 +5793,6 @@ class Guard:
             good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
         return True
 
-    def check_validation(self, step: int, val_loss: float) -> None:
-        if not val_loss <= self.best_val_loss * (1 + self.VAL_RISE):
-            fault = f"validation loss {val_loss:.4f}, best so far {self.best_val_loss:.4f}"
-            self._roll_back(step, fault, to_oldest=True)
-        self.best_val_loss = min(self.best_val_loss, val_loss)
-
     def _find_fault(self, loss: float, grad_norm: float) -> str:
         good = np.array(self.trainer.progress.good_steps)
         medians = np.median(good, axis=0) if len(good) else (math.inf, math.inf)
@@ -5963,37 +5800,26 @@ class Guard:
             medians = medians[0], math.inf
         for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
                                    ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
-            if not math.isfinite(value):
-                return f"{name} is {value}"
-            if value > limit:
+            if not math.isfinite(value) or value > limit:
                 return f"{name} {value:.4g} exceeds {limit:.4g}"
         return ""
 
-    def _roll_back(self, step: int, fault: str, to_oldest: bool = False) -> None:
-        """Restore a snapshot. Raise precision and lower learning rates, or stop after MOST_ACTIONS."""
+    def _roll_back(self, step: int, fault: str) -> None:
+        """Restore the newest trusted snapshot, and raise the precision. RunError if it is the highest."""
         trainer, progress = self.trainer, self.trainer.progress
-        trusted = [i for i, (made, _) in enumerate(self.snapshots)
-                   if progress.step - made >= self.TRIAL_STEPS]
-        index = 0 if to_oldest or not trusted else trusted[-1]
-        made, snapshot = self.snapshots[index]
+        while len(self.snapshots) > 1 and progress.step - self.snapshots[-1][0] < self.TRIAL_STEPS:
+            self.snapshots.pop()
+        made, snapshot = self.snapshots[-1]
         snapshot.restore()
-        self.pending, self.snapshots = [], self.snapshots[: index + 1]
+        self.pending = []
         progress.num_actions += 1
-        progress.actions_in_a_row += 1
-        if progress.actions_in_a_row > self.MOST_ACTIONS:
-            self.stop.requested = 1  # every rank sets it in this step
-            progress.actions_in_a_row = 0  # a resumed run counts from 0 again
-            measures = [f"the run stops, because {self.MOST_ACTIONS} rollbacks did not help"]
-        else:
-            in_force = progress.lr_scale if progress.step < progress.lr_scale_until else 1.0
-            progress.lr_scale = in_force * self.LR_FACTOR
-            progress.lr_scale_until = progress.step + self.LR_STEPS
-            trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
-            measures = [lower_precision(trainer), f"learning rates times {progress.lr_scale:g} until step "
-                                                  f"{progress.lr_scale_until}"]
-        text = ", ".join(filter(None, (f"restored weights of step {made}", *measures)))
-        self.log.print(f"guard: step {step}: {fault}: {text}")
-        self.log.write_event("guard", step, fault=fault, measures=text, action=progress.num_actions)
+        trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
+        measure = lower_precision(trainer)
+        line = f"guard: step {step}: {fault}: restored weights of step {made}, {measure or 'and ends'}"
+        self.log.write_event("guard", step, fault=fault, measure=measure, action=progress.num_actions)
+        if not measure:
+            raise RunError(line)
+        self.log.print(line)
 
 # ==== MAIN =================================================================================================
 # Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A

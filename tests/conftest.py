@@ -130,7 +130,7 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called."""
     comm = gpt.Comm(rank, world_size)
-    return gpt.Runtime(comm=comm, local_rank=rank, **{"peak_flops": 1e9, **changes})
+    return gpt.Runtime(comm=comm, **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
@@ -155,7 +155,7 @@ def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1
 
 def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
     """A smoke run that must succeed. One rank runs in this process. Returns its json with "stdout" and "path"."""
-    before, words = set(cwd.rglob("*.json")), ["--preset=smoke", "--save_model=off", *data_args(shards), *args]
+    before, words = set(cwd.rglob("*.json")), ["--preset=smoke", *data_args(shards), *args]
     if nproc > 1:
         done = run_script(words, cwd, nproc=nproc)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -164,7 +164,7 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
         with chdir(cwd), redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as out:
             assert gpt.main(["--device=cpu", *words]) == 0
         text = out.buffer.getvalue().decode()
-    (result,) = set(cwd.rglob("*.json")) - before
+    (result,) = {path for path in cwd.rglob("*.json") if gpt.RUN_ID.fullmatch(path.stem)} - before
     return {**json.loads(result.read_text()), "stdout": text, "path": result}
 
 
@@ -182,7 +182,7 @@ CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
 
 
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
-TINY += ["--val_tokens=1024", "--save_model=off"]
+TINY += ["--val_tokens=1024"]
 AT_THE_END = "--val_loss_every=0"  # the only validation
 
 
@@ -228,14 +228,14 @@ def run(shards, *args, preset=TINY) -> dict:
 
 def find_saved(step: int) -> Path:
     """The only checkpoint of a step in this folder."""
-    (path,) = Path().glob(f"checkpoints/*/step_{step:06d}.pt")
+    (path,) = Path().glob(f"checkpoints/*/*/step_{step:06d}")
     return path
 
 
 def make_trainer(shards, **changes):
     """A new trainer, a function that makes one step, and a function that ends its thread."""
     cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
-    fp8 = frozenset(name for name in gpt.FP8_FORMS if getattr(cfg, name) == "on")
+    fp8 = frozenset(f"fp8_{part}" for part in cfg.fp8_parts if cfg.fp8 == "on" and part != "logits")
     trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
     batches = start_prefetcher(trainer)
 
