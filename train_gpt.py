@@ -40,7 +40,6 @@ import gc
 import glob
 import hashlib
 import importlib
-import inspect
 import itertools
 import json
 import math
@@ -53,7 +52,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 import traceback
@@ -95,9 +93,8 @@ except ImportError:  # CPU builds of PyTorch
 AUTO = ("auto", "on", "off")
 
 
-def option(default, meaning: str, low=None, high=None, choices=(), **off):
+def option(default, meaning: str, low=-2**31, high=2**31 - 1, choices=(), **off):
     """Declare an option. low and high are inclusive. off=VALUE: what --without=NAME sets."""
-    high = 2**31 - 1 if type(default) is int and high is None else high
     return dataclasses.field(default=default,
                              metadata=dict(help=meaning, low=low, high=high, choices=choices, **off))
 
@@ -295,12 +292,12 @@ class Config:
         (30.0, 0.0, 7.5), "cap, shift, width: logits become cap * sigmoid((logit + shift) / width). The "
         "defaults give 15 tanh(logit / 15) + 15. cap 0: no softcap", off=(0.0, 0.0, 7.5))
     fp8_parts: tuple[str, ...] = option(("head",), "matmuls in FP8 during training",
-                                        choices=("head", "logits", "linear", "mlp", "qkv"))
+                                        choices=("head", "logits", "mlp", "qkv"))
     fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
 
     # Update rules and schedules
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
-                                choices=("newton_schulz", "polar_express", "six_maps", "precise"))
+                                choices=("newton_schulz", "polar_express", "six_maps"))
     mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of the MLP's matrices",
                                              0.0)
     decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
@@ -326,12 +323,13 @@ class Config:
     grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
                               "micro-batches are then independent of the number of ranks. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
-    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0)
-    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0, off=0.0)
+    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0,
+                                         off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
     groups: dict[str, Group] = dataclasses.field(
         default_factory=lambda: dict(TRACK_1_GROUPS),
-        metadata=dict(help="fields of parameter groups as JSON, or a .json file", choices=()))
+        metadata=option(None, "fields of parameter groups as JSON, or a .json file").metadata)
 
     @property
     def has_output_gain(self) -> bool:
@@ -1414,12 +1412,6 @@ def normuonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: Updat
     return sphere_step(weight, normalize_rows(update, state, args), state, args)
 
 
-@rule("adamh", moments=("exp_avg", "exp_avg_sq"), whole_matrix=True, keeps_norm=True)
-def adamh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """Adam on a sphere."""
-    return sphere_step(weight, adam_direction(grad, state, args), state, args)
-
-
 @rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True)
 def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
@@ -1487,7 +1479,6 @@ POLYNOMIALS = {
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
         (2.245503932403, -2.443826979899, 0.963091710461),
         (2.256537145403, -2.166840097229, 0.929501253245)),
-    "precise": ((2.0, -1.5, 0.5),) * 12,  # slow: singular values approach 1 from below
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
@@ -1727,6 +1718,10 @@ class Bucket:
             if low < high:
                 yield name, low - part.start, slice(low - start, high - start)
 
+    def count_units(self, name: str) -> int:
+        """Number of units of a parameter, on all ranks together."""
+        return self.slices[name].stop - self.slices[name].start
+
     def tensors(self) -> dict[str, Tensor]:
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
@@ -1746,12 +1741,6 @@ class Optimizer:
             self.buckets.append(kind(named, group, cfg.groups[group], rt, cfg.state_dtype == "float32"))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, ShardedTable)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        for bucket in self.buckets:
-            for name in bucket.params if bucket.rule.keeps_norm else ():
-                if not matrix_norm(bucket.values[bucket.slices[name]]).all():
-                    raise RunError(f"--matrix_rule={bucket.group.rule} keeps the norm of every matrix, "
-                                   f"but a matrix of {name} begins with zeros: give --gains=output or "
-                                   "--zero_init=off, and --init_std above 0", 2)
         names = {bucket.group_name for bucket in self.buckets}
         self.groups = [name for name in cfg.groups if name in names]
         self.symmetric_matmul = make_operations(cfg, rt.fast, rt.dtype).symmetric_matmul
@@ -1772,7 +1761,7 @@ class Optimizer:
                 if bucket in self.tables:
                     kind, num_rows = SparseRows, model.ngram_rows
                 param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
-                                                         cfg.grad_grid, hook, "sum_rows" in rt.fast)
+                                                         cfg.grad_grid, hook)
                 continue
             if cfg.grad_grid:
                 param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
@@ -2140,7 +2129,7 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtim
         frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
         angles = at[..., None].double() * frequencies  # (T, P, n)
         rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
-        if not rt.use_compile and ("qkv_kernel" not in rt.fast or "fp8_linear" in rt.fp8):
+        if not rt.use_compile and "qkv_kernel" not in rt.fast:
             heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
             rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
             rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
@@ -2609,10 +2598,10 @@ class Trainer:
 # ==== FAST FORMS ===========================================================================================
 # A fast form is a faster implementation of an operation. Its plain form is the equation in part one. At
 # startup verify() compares each chosen fast form with its plain form, forward and backward. If the results
-# differ, or if the plain form was edited, the plain form runs. So an edit takes effect. To add a fast form,
-# add a row to list_fast_forms(), with the hash that its test prints. Tests compare every row.
+# differ, the plain form runs. So an edit of a plain form takes effect. To add a fast form, add a row to
+# list_fast_forms(). Tests compare every row.
 
-TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "sum_rows")
+TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul")
 EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
                         "qkv_kernel", "sparse_embedding"})
 
@@ -2625,8 +2614,6 @@ class Fast(typing.NamedTuple):
     inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
     run: Callable  # (functions by name, *tensors, *constants) -> list of results
     tolerance: float  # largest allowed relative error of results and gradients
-    code: str  # expected hash_code() of the plain form and its helpers
-    helpers: tuple[Callable, ...] = ()  # other functions that the hash covers
     needs: str = ""  # a condition that find_obstacle() tests
     is_compiled: bool = True  # whether to compile the fast form when the model is compiled
 
@@ -2635,83 +2622,170 @@ class Fast(typing.NamedTuple):
 def list_fast_forms() -> dict[str, Fast]:
     """All fast forms. If several replace an operation, the first that works is used. Options select FP8."""
     masked_attention = dict(make_mask=make_mask, attention=attention)
-    loss, loss_helpers = dict(head_loss=head_loss), (linear, Softcap.__call__)
-    mlp, qkv = dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
-    qkv_helpers = linear, norm_rotate, rms_norm, rotate, expand_rope, mark_unrotated
+    loss, mlp, qkv = dict(head_loss=head_loss), dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
     return {
         "rms_norm": Fast(
             dict(rms_norm=rms_norm), dict(rms_norm=RMSNorm.apply),
-            random_inputs((BLOCK, "model_dim")), run_function, 0.01, "aa9b06e7928e"),
+            random_inputs((BLOCK, "model_dim")), run_function, 0.01),
         "norm_rotate": Fast(
             dict(norm_rotate=norm_rotate), dict(norm_rotate=NormRotary.apply),
-            norm_rotate_inputs, run_function, 0.02, "4de14f2b8363", (rms_norm, rotate)),
+            norm_rotate_inputs, run_function, 0.02),
         "qkv_kernel": Fast(
-            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "3ad4b29a6047", qkv_helpers, "GPU"),
+            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "GPU"),
         "flex_attention": Fast(
             masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
-            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "compiled GPU"),
+            attention_inputs, run_attention, 0.02, "compiled GPU"),
         "cpu_attention": Fast(
             masked_attention, dict(make_mask=build_cpu_mask, attention=BlockAttention.apply),
-            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,), "eager CPU"),
+            attention_inputs, run_attention, 0.02, "eager CPU"),
         "block_attention": Fast(
             masked_attention, dict(make_mask=build_dense_mask, attention=attend_blocks),
-            attention_inputs, run_attention, 0.02, "4326e73e8fbf", (is_visible,)),
+            attention_inputs, run_attention, 0.02),
         "cross_entropy": Fast(
             loss, dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
-            head_loss_inputs, run_function, 0.02, "00b545205faf", loss_helpers, "GPU and softcap"),
+            head_loss_inputs, run_function, 0.02, "GPU and softcap"),
         "head_loss": Fast(
             loss, dict(head_loss=fused_head_loss),
-            head_loss_inputs, run_function, 0.02, "00b545205faf", loss_helpers),
+            head_loss_inputs, run_function, 0.02),
         "relu2_mlp": Fast(
             mlp, dict(relu2_mlp=fused_relu2_mlp),
-            mlp_inputs, run_function, 0.02, "0f47cfe2dcdc", needs="Hopper"),
+            mlp_inputs, run_function, 0.02, needs="Hopper"),
         "symmetric_matmul": Fast(
             dict(symmetric_matmul=symmetric_matmul), dict(symmetric_matmul=triton_symmetric_matmul),
-            random_inputs((2, 256, 304)), run_symmetric_matmul, 0.01, "a10feee9059c", needs="GPU"),
+            random_inputs((2, 256, 304)), run_symmetric_matmul, 0.01, needs="GPU"),
         "sparse_embedding": Fast(
             dict(embedding=embedding), dict(embedding=sparse_embedding),
-            embedding_inputs, run_embedding, 0.01, "741266a29c9d", is_compiled=False),
-        "sum_rows": Fast(
-            dict(sum_rows=sum_rows), dict(sum_rows=sum_rows_triton),
-            random_inputs((2 * BLOCK, "model_dim"), (64, "model_dim")), run_sum_rows, 0.01, "1343cba6f135",
-            needs="GPU", is_compiled=False),
+            embedding_inputs, run_embedding, 0.01, is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "c2dc79ecbe83", (adamw, adam_direction), "CPU",
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "CPU",
             is_compiled=False),
         "fp8_head": Fast(
             loss, dict(head_loss=functools.partial(  # scales for the comparison only
                 fused_head_loss, scales=FP8Scales(64 / 448, 1 / 448, 1 / 448))),
-            head_loss_inputs, run_function, 0.2, "00b545205faf", loss_helpers, "fp8_head"),
+            head_loss_inputs, run_function, 0.2, "fp8_head"),
         "fp8_mlp": Fast(
             mlp, dict(relu2_mlp=relu2_mlp_fp8),
-            mlp_inputs, run_fp8_mlp, 0.2, "0f47cfe2dcdc", needs="fp8_mlp"),
+            mlp_inputs, run_fp8_mlp, 0.2, needs="fp8_mlp"),
         "fp8_qkv": Fast(
             qkv, dict(make_qkv=make_qkv_fp8),
-            qkv_inputs, run_qkv, 0.2, "3ad4b29a6047", qkv_helpers, "fp8_qkv"),
-        "fp8_linear": Fast(
-            dict(linear=linear) | qkv | mlp,
-            dict(linear=linear_fp8, make_qkv=make_qkv, relu2_mlp=relu2_mlp_fp8_linear),
-            fp8_linear_inputs, run_fp8_linear, 0.2, "6ec4fbdaa9d4", needs="fp8_linear"),
+            qkv_inputs, run_qkv, 0.2, "fp8_qkv"),
     }
 
 
-def hash_code(*functions: Callable) -> str:
-    """Hash the code of functions without comments and docstrings. All Python versions give equal hashes."""
-    def describe(node) -> str:
-        if isinstance(node, ast.AST):
-            entries = [f"{name}={describe(value)}" for name, value in ast.iter_fields(node)
-                       if value not in (None, []) and name not in ("kind", "type_comment")]
-            return f"{type(node).__name__}({','.join(entries)})"
-        return f"[{','.join(map(describe, node))}]" if isinstance(node, list) else repr(node)
+def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Callable:
+    """Return a function that makes normal tensors of these shapes. A dimension may be an option's name."""
+    def make(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+        sizes = [[getattr(cfg, n) if isinstance(n, str) else n for n in shape] for shape in shapes]
+        return [(torch.randn(size, device=device) * factor).to(dtype)
+                for size, factor in zip(sizes, [*scales, *[1.0] * len(sizes)])], ()
 
-    trees = []
-    for function in functions:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-        if ast.get_docstring(tree) is not None:
-            del tree.body[0]
-        trees.append(describe(tree))
-    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
+    return make
+
+
+def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make q and k (T, H, K), v (T, H, L), and doc_ids (T,)."""
+    heads = (4 * BLOCK, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim)
+    make = random_inputs(heads, heads, (*heads[:2], "head_dim"), scales=[cfg.head_dim**-0.5])
+    return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
+
+
+def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor
+                  ) -> list[Tensor]:
+    """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
+    build_mask, window = forms["make_mask"], BLOCK
+    if build_mask is build_block_mask:
+        window = torch.full((), BLOCK, device=q.device)
+    elif build_mask is not make_mask:
+        build_mask = functools.partial(build_mask, dtype=q.dtype)
+    return [forms["attention"](q, k, v, build_mask(doc_ids, window))]
+
+
+def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    leaves, _ = random_inputs((BLOCK, 2, "num_heads", 1, "head_dim"))(cfg, device, dtype)
+    angles = torch.arange(BLOCK, device=device)[:, None, None] / (1.0 + torch.arange(
+        cfg.head_dim // 4, device=device))
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
+    table_dtype = torch.float32 if device.type == "cuda" else dtype
+    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm)
+
+
+def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
+    heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
+                  cfg.qk_norm)
+    K, P = heads.qk_dim, heads.num_positions
+    leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
+                              scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
+    positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
+    angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
+        P, device=device)[:, None]
+    is_unrotated = mark_unrotated(positions == 0, K // 4, K, cfg.rotary_pairs).to(dtype)
+    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
+    return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
+
+
+def run_qkv(forms: dict[str, Callable], *inputs) -> list[Tensor]:
+    return [*forms["make_qkv"](*inputs, Operations())]
+
+
+def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
+    make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
+    (x, weight), _ = make(cfg, device, dtype)
+    targets = torch.arange(128, device=device).view(64, 2)
+    targets = targets.masked_fill(targets % 7 == 3, -1)
+    softcap = Softcap(*cfg.softcap)
+    return [rms_norm(x), weight], (targets, torch.tensor([1.0, 0.5], device=device), softcap)
+
+
+def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        gram = symmetric_matmul(x)
+        return [forms["symmetric_matmul"](x), forms["symmetric_matmul"](gram, gram, 0.5, 2.0)]
+
+
+def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    """Make x (T, D), and the matrices up and down (D, M)."""
+    matrix = cfg.model_dim, cfg.mlp_hidden
+    return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
+        cfg, device, dtype)
+
+
+def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
+    rows = torch.arange(BLOCK, device=device) ** 2 % 50
+    return [], (*random_inputs((64, "model_dim"), (BLOCK, "model_dim"))(cfg, device, dtype)[0], rows)
+
+
+def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
+    """Look up rows. Returns the rows, and the gradient of the table."""
+    table = nn.Parameter(table.clone())
+    if forms["embedding"] is not embedding:
+        table.sparse_grad = RowSparseGradient(table.detach().flatten(), *table.shape, Comm())
+    y = forms["embedding"](rows, table)
+    y.backward(grad)
+    return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
+
+
+def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
+    """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
+    param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
+    for step, grad in enumerate(grads, 1):
+        args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
+                          betas=(0.8, 0.95), eps=1e-8)
+        forms["adamw"](param, grad.detach(), state, args)
+    return [param - weight.detach(), *state.values()]
+
+
+def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
+    return [forms["relu2_mlp"](x, up, down, DelayedScaling().to(x.device))]
+
+
+def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
+    """Call the only function of a form."""
+    (function,) = forms.values()
+    return [function(*inputs)]
 
 
 def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Operations:
@@ -2725,9 +2799,9 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
     if "fp8_head" in names:
         ops = ops._replace(head_loss=functools.partial(
             fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
-    if "fp8_mlp" in names and "relu2_mlp" in names and "fp8_linear" not in names:
+    if "fp8_mlp" in names and "relu2_mlp" in names:
         ops = ops._replace(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel=True))
-    if "fp8_qkv" in names and "qkv_kernel" in names and "fp8_linear" not in names:
+    if "fp8_qkv" in names and "qkv_kernel" in names:
         ops = ops._replace(make_qkv=functools.partial(fused_qkv, use_fp8=True))
     return ops
 
@@ -2760,8 +2834,6 @@ def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use
     if name in FP8_FORMS and kernels:
         ops = make_operations(cfg, {name, *kernels}, dtype)
         row = row._replace(fast={key: getattr(ops, key) for key in row.fast})
-    if hash_code(*row.plain.values(), *row.helpers) != row.code:
-        return f"the code of {', '.join(row.plain)} or of its helpers was edited"
     if name in TRITON_FORMS and triton is None:
         return "Triton is not installed"
     if name in TRITON_FORMS and not supports_bfloat16(device):
@@ -3038,49 +3110,32 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
 
 class LinearFP8(torch.autograd.Function):
-    """x W^T in FP8, forward and backward. The weight's scale is amax / limit."""
+    """x W^T in FP8 for queries, keys and values. The weight's scale is amax / limit."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, x_scale: float | None, grad_scale: float | None,
-                grad_dtype: torch.dtype) -> Tensor:
-        """x (T, K), weight (N, K) -> (T, N). x_scale, grad_scale: constant scales. None: amax / limit."""
-        x8, x_scale = quantize_fp8(x, E4M3, x_scale)
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        """x (T, K) normalized, weight (N, K) -> (T, N)."""
+        x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
         w8, w_scale = quantize_fp8(weight, E4M3)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.grad_dtype, ctx.grad_scale, ctx.weight_dtype = grad_dtype, grad_scale, weight.dtype
+        ctx.weight_dtype = weight.dtype
         return scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        grad8, scale = quantize_fp8(grad, ctx.grad_dtype, ctx.grad_scale)
+        grad8, scale = quantize_fp8(grad, E4M3, QKV_LIMIT / 448)
         grad_t, x_t = grad8.T.contiguous(), x8.T.contiguous()
         grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
         grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
-        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None
-
-
-def linear_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """linear() in FP8. All scales are amax / limit."""
-    return LinearFP8.apply(x, weight, None, None, E5M2)
-
-
-def qkv_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """linear() for queries, keys and values of normalized x, with constant scales."""
-    return LinearFP8.apply(x, weight, QKV_LIMIT / 448, QKV_LIMIT / 448, E4M3)
+        return grad_x, grad_w.to(ctx.weight_dtype)
 
 
 def make_qkv_fp8(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs,
                  ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
-    """make_qkv() with qkv_fp8()."""
-    return make_qkv(x, weight, rope, heads, step_inputs, ops._replace(linear=qkv_fp8))
-
-
-def relu2_mlp_fp8_linear(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None
-                         ) -> Tensor:
-    """relu2_mlp() with linear_fp8()."""
-    return linear_fp8(F.relu(linear_fp8(x, up.T)).square(), down)
+    """make_qkv() with LinearFP8."""
+    return make_qkv(x, weight, rope, heads, step_inputs, ops._replace(linear=LinearFP8.apply))
 
 
 class MLPFP8(torch.autograd.Function):
@@ -3219,7 +3274,7 @@ class FusedQKV(torch.autograd.Function):
 
 def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
               use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls, see qkv_fp8()."""
+    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls, see LinearFP8."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
 
@@ -3583,35 +3638,6 @@ if triton is not None:
             target_grad *= factor * (1 - t_target * t_target)
             tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
-    @triton.jit(do_not_specialize=["T", "PADDING"])  # a new number of tokens compiles nothing
-    def sum_rows_kernel(grad_ptr, ordered_ptr, order_ptr, places_ptr, out_ptr, T, PADDING, D,
-                        ADDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-        """Sum the gradients of the tokens that read one row. Tokens are ordered by their rows.
-
-        Only the program of a row's first token adds, the others return. With ADDS the sum is added to the
-        row of `out`. Else it is stored at the row's index in DistinctRows.rows. Row PADDING has no sum.
-        """
-        first, columns = tl.program_id(0), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        row = tl.load(ordered_ptr + first)
-        if (row == PADDING) | (tl.load(ordered_ptr + first - 1, mask=first > 0, other=-1) == row):
-            return
-        at = first + tl.arange(0, BLOCK)
-        is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        while tl.max(is_own.to(tl.int32), axis=0) > 0:
-            tokens = tl.load(order_ptr + at, mask=is_own, other=0)
-            tile = tl.load(grad_ptr + tokens[:, None] * D + columns[None, :],
-                           mask=is_own[:, None] & (columns < D)[None, :], other=0.0)
-            total += tl.sum(tile.to(tl.float32), axis=0)
-            at += BLOCK
-            is_own = tl.load(ordered_ptr + at, mask=at < T, other=-1) == row
-        if ADDS:
-            out_ptr += row * D + columns
-            total += tl.load(out_ptr, mask=columns < D, other=0.0).to(tl.float32)
-        else:
-            out_ptr += tl.load(places_ptr + tl.load(order_ptr + first)) * D + columns
-        tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=columns < D)
-
     @triton.jit
     def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
         """Transpose one tile of bytes."""
@@ -3674,9 +3700,6 @@ class DistinctRows(typing.NamedTuple):
 
     rows: Tensor  # (T,) distinct, in ascending order, then padding
     places: Tensor  # (T,) index in `rows` of each row number
-    ordered: Tensor  # (T,) the row numbers in ascending order
-    order: Tensor  # (T,) argsort of the row numbers
-    padding: int
 
 
 def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
@@ -3685,8 +3708,7 @@ def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
     is_new[1:] = ordered[1:] != ordered[:-1]
     places = is_new.cumsum(0) - 1
     distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
-    places = torch.empty_like(places).scatter_(0, order, places)
-    return DistinctRows(distinct, places, ordered, order, padding)
+    return DistinctRows(distinct, torch.empty_like(places).scatter_(0, order, places))
 
 
 def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0) -> Tensor:
@@ -3698,19 +3720,6 @@ def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, gr
     sums = torch.ops.aten.embedding_dense_backward(grad, distinct.places, len(grad), -1, False)
     sums = round_to_multiple(sums, grid) if grid else sums
     return sums if out is None else add_rows(out, distinct.rows, sums)
-
-
-def sum_rows_triton(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0
-                    ) -> Tensor:
-    """sum_rows() by a kernel, which reads each gradient once and rounds once, after adding `out`."""
-    if grid:
-        return sum_rows(grad, distinct, out, grid)
-    (T, D), adds = grad.shape, out is not None
-    out = out if adds else grad.new_zeros(T, D)
-    sum_rows_kernel[T, triton.cdiv(D, 256)](
-        grad.contiguous(), distinct.ordered, distinct.order, distinct.places, out, T, distinct.padding, D,
-        adds, BLOCK=16, BLOCK_D=256)
-    return out
 
 
 def add_rows(out: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
@@ -3781,10 +3790,9 @@ class RowSparseGradient:
     is_dense = True  # the gradient has all rows of the shard
 
     def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
-                 on_added: Callable[[], None] | None = None, use_kernel: bool = False):
+                 on_added: Callable[[], None] | None = None):
         self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
         self.grid, self.on_added = grid, on_added
-        self.sum_rows = sum_rows_triton if use_kernel else sum_rows
         self.sums = None  # (rows of the shard + 1 of padding, D)
         if self.is_dense:
             self.sums = shard.new_zeros(len(shard) // row_size + 1, row_size)
@@ -3793,7 +3801,7 @@ class RowSparseGradient:
     def add(self, plan: RowPlan, grad: Tensor) -> None:
         """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add the previous sums."""
         is_alone = self.comm.world_size == 1
-        sums = self.sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
+        sums = sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
         if not is_alone:
             received, self.received = self.received, plan.send(sums)
             self._accumulate(received.wait() if received else ())
@@ -3891,6 +3899,9 @@ class ShardedTable(Bucket):
         for name in self.params:
             yield name, start, slice(0, max(0, min(num_rows, self.sparse.num_rows - start)))
 
+    def count_units(self, _name: str) -> int:
+        return self.sparse.num_rows
+
 
 class SparseRows(RowSparseGradient):
     """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
@@ -3905,7 +3916,7 @@ class SparseRows(RowSparseGradient):
             self._accumulate(received.wait())
         rows, sums = (torch.cat(x) for x in zip(*self.pieces))
         distinct = find_distinct(rows, len(self.shard) - 1)
-        return distinct.rows, self.sum_rows(sums, distinct)
+        return distinct.rows, sum_rows(sums, distinct)
 
     def clear(self) -> None:
         self.received, self.pieces = None, ()
@@ -4040,12 +4051,14 @@ def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
         return NGRAM_ROWS[-1]
     row_bytes = cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize + 8
     memory = torch.cuda.get_device_properties(rt.device).total_memory - 40 * 2**30
-    return next((rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size), NGRAM_ROWS[-1])
+    fitting = [rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size]
+    return max(fitting, default=NGRAM_ROWS[-1])
 
 
 def describe_choices(rt: Runtime) -> dict:
-    return dict(dtype=str(rt.dtype)[6:], compile=rt.use_compile, fast=sorted(rt.fast), fp8=sorted(rt.fp8),
-                ngram_rows=rt.ngram_rows)
+    """The choices in force, as options."""
+    return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
+                fast=sorted(rt.fast) or ["off"], fp8="on" if rt.fp8 else "off", ngram_rows=rt.ngram_rows)
 
 
 def keep_choices(cfg: Config, rt: Runtime, saved: dict) -> Runtime:
@@ -4053,24 +4066,16 @@ def keep_choices(cfg: Config, rt: Runtime, saved: dict) -> Runtime:
 
     saved: the checkpoint's metadata. Its number of n-gram rows always stays.
     """
-    choices = saved["choices"]
-    kept = dict(dtype=choices["dtype"], compile="on" if choices["compile"] else "off",
-                fast=tuple(choices["fast"]) or ("off",), fp8="on" if choices["fp8"] else "off")
-    kept = {name: value for name, value in kept.items() if getattr(cfg, name) in ("auto", ("auto",))}
-    if "fp8" in kept:
-        kept["fp8_parts"] = tuple(part for part in cfg.fp8_parts if f"fp8_{part}" in choices["fp8"])
-    reason = "another device"
-    if cfg.ngram_rows < 0:
-        cfg = dataclasses.replace(cfg, ngram_rows=choices["ngram_rows"])
-    if saved["hardware"]["device"] == rt.device.type:
-        try:
-            rt = choose_precision(dataclasses.replace(cfg, **kept), rt)
-            return dataclasses.replace(rt, notes=("dtype and fast forms are those of the checkpoint",))
-        except RunError as error:
-            reason = str(error)
-    rt = choose_precision(cfg, rt)
-    return dataclasses.replace(rt, notes=(
-        f"this machine lacks the choices of the checkpoint ({reason}). New ones:", *rt.notes))
+    kept = {name: value for name, value in saved["choices"].items()
+            if getattr(cfg, name) in ("auto", ("auto",), -1)}
+    try:
+        rt = choose_precision(change_options(cfg, kept), rt)
+        line = "dtype and fast forms are those of the checkpoint"
+    except RunError as error:
+        rows = {name: kept[name] for name in kept if name == "ngram_rows"}
+        rt = choose_precision(change_options(cfg, rows), rt)
+        line = f"this machine lacks the choices of the checkpoint ({error})"
+    return dataclasses.replace(rt, notes=(line, *rt.notes))
 
 
 def clock(device: torch.device) -> float:
@@ -4216,10 +4221,10 @@ class TrainClock:
         self.started = clock(self.device)
 
 # ==== CHOICE OF FAST FORMS =================================================================================
-# Chooses the rows of list_fast_forms() to use on this device, and makes inputs for their comparisons.
+# Chooses the rows of list_fast_forms() to use on this device.
 
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
-FP8_FORMS = ("fp8_head", "fp8_linear", "fp8_mlp", "fp8_qkv")  # chosen by the options of these names
+FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # chosen by the options of these names
 FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
 
 
@@ -4242,141 +4247,9 @@ def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bo
         return "no CPU multiplies FP8 faster than bfloat16. --fp8=on forces it"
     if needs in FP8_FORMS and cfg.dtype == "float32":
         return "--dtype=float32"
-    if needs in FP8_FORMS[1:] and not use_compile:
-        return "without a compiler, measuring amax costs more time than FP8 saves"
+    if needs in FP8_FORMS[1:] and (not use_compile or cfg.model_dim < FP8_MIN_DIM):
+        return "measuring amax costs more time than FP8 saves"
     return ""
-
-
-def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Callable:
-    """Return a function that makes normal tensors of these shapes. A dimension may be an option's name."""
-    def make(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-        sizes = [[getattr(cfg, n) if isinstance(n, str) else n for n in shape] for shape in shapes]
-        return [(torch.randn(size, device=device) * factor).to(dtype)
-                for size, factor in zip(sizes, [*scales, *[1.0] * len(sizes)])], ()
-
-    return make
-
-
-def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make q and k (T, H, K), v (T, H, L), and doc_ids (T,)."""
-    heads = (4 * BLOCK, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim)
-    make = random_inputs(heads, heads, (*heads[:2], "head_dim"), scales=[cfg.head_dim**-0.5])
-    return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
-
-
-def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor
-                  ) -> list[Tensor]:
-    """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
-    build_mask, window = forms["make_mask"], BLOCK
-    if build_mask is build_block_mask:
-        window = torch.full((), BLOCK, device=q.device)
-    elif build_mask is not make_mask:
-        build_mask = functools.partial(build_mask, dtype=q.dtype)
-    return [forms["attention"](q, k, v, build_mask(doc_ids, window))]
-
-
-def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    leaves, _ = random_inputs((BLOCK, 2, "num_heads", 1, "head_dim"))(cfg, device, dtype)
-    angles = torch.arange(BLOCK, device=device)[:, None, None] / (1.0 + torch.arange(
-        cfg.head_dim // 4, device=device))
-    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
-    rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
-    table_dtype = torch.float32 if device.type == "cuda" else dtype
-    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm)
-
-
-def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
-    heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
-                  cfg.qk_norm)
-    K, P = heads.qk_dim, heads.num_positions
-    leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
-                              scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
-    positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
-    angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
-        P, device=device)[:, None]
-    is_unrotated = mark_unrotated(positions == 0, K // 4, K, cfg.rotary_pairs).to(dtype)
-    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
-    return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
-
-
-def run_qkv(forms: dict[str, Callable], *inputs) -> list[Tensor]:
-    return [*forms["make_qkv"](*inputs, Operations())]
-
-
-def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
-    make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
-    (x, weight), _ = make(cfg, device, dtype)
-    targets = torch.arange(128, device=device).view(64, 2)
-    targets = targets.masked_fill(targets % 7 == 3, -1)
-    softcap = Softcap(*cfg.softcap)
-    return [rms_norm(x), weight], (targets, torch.tensor([1.0, 0.5], device=device), softcap)
-
-
-def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        gram = symmetric_matmul(x)
-        return [forms["symmetric_matmul"](x), forms["symmetric_matmul"](gram, gram, 0.5, 2.0)]
-
-
-def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), and the matrices up and down (D, M)."""
-    matrix = cfg.model_dim, cfg.mlp_hidden
-    return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
-        cfg, device, dtype)
-
-
-def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    rows = torch.arange(BLOCK, device=device) ** 2 % 50
-    return [], (*random_inputs((64, "model_dim"), (BLOCK, "model_dim"))(cfg, device, dtype)[0], rows)
-
-
-def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
-    """Look up rows. Returns the rows, and the gradient of the table."""
-    table = nn.Parameter(table.clone())
-    if forms["embedding"] is not embedding:
-        table.sparse_grad = RowSparseGradient(table.detach().flatten(), *table.shape, Comm())
-    y = forms["embedding"](rows, table)
-    y.backward(grad)
-    return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
-
-
-def run_sum_rows(forms: dict[str, Callable], grad: Tensor, out: Tensor) -> list[Tensor]:
-    """Sums of rows, alone and added to `out`. Two rows have more tokens than a tile."""
-    distinct = find_distinct(torch.arange(len(grad), device=grad.device) ** 2 % 50, 50)
-    with torch.no_grad():
-        return [forms["sum_rows"](grad, distinct), forms["sum_rows"](grad, distinct, out.clone())]
-
-
-def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
-    """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
-    param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
-    for step, grad in enumerate(grads, 1):
-        args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
-                          betas=(0.8, 0.95), eps=1e-8)
-        forms["adamw"](param, grad.detach(), state, args)
-    return [param - weight.detach(), *state.values()]
-
-
-def fp8_linear_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D) and weight (M, D) of a linear, and the inputs of an MLP."""
-    (x, up, down), _ = mlp_inputs(cfg, device, dtype)
-    return [x, up.T, x, up, down], ()
-
-
-def run_fp8_linear(forms: dict[str, Callable], *inputs: Tensor) -> list[Tensor]:
-    return [forms["linear"](*inputs[:2]), forms["relu2_mlp"](*inputs[2:])]
-
-
-def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    return [forms["relu2_mlp"](x, up, down, DelayedScaling().to(x.device))]
-
-
-def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
-    """Call the only function of a form."""
-    (function,) = forms.values()
-    return [function(*inputs)]
 
 
 def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
@@ -4390,10 +4263,7 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
         obstacle = find_obstacle(row.needs, cfg, device, use_compile)
         if is_replaced or obstacle if wanted == ["auto"] else name not in wanted:
             continue
-        if name == "sum_rows" and "sparse_embedding" not in chosen:
-            reason = "it is part of sparse_embedding, which is off"
-        else:
-            reason = verify(name, cfg, device, dtype, use_compile)
+        reason = verify(name, cfg, device, dtype, use_compile)
         if is_replaced and not reason:
             reason = "another named form replaces this operation already"
         if reason and wanted != ["auto"]:
@@ -4414,19 +4284,14 @@ def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use
 
 def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
                fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
-    """Return whether to use an FP8 form, and a line with the reason. fast: the other fast forms in use."""
-    wanted, label = cfg.fp8, name.replace("_", " ")
-    reason = find_obstacle(name, cfg, device, use_compile)
-    if wanted == "off" or wanted == "auto" and reason:
-        return False, f"{label}: off ({reason if wanted == 'auto' else '--fp8=off'})"
-    sizes = ("model_dim", "padded_vocab_size") if name == "fp8_head" else ("model_dim",)
-    problems = [f"{size}={getattr(cfg, size)} is not a multiple of 16" for size in sizes
-                if getattr(cfg, size) % 16]
-    if name != "fp8_head" and cfg.model_dim < FP8_MIN_DIM:
-        problems.append(f"model_dim={cfg.model_dim} is below {FP8_MIN_DIM}")
-    reason = problems[0] if problems else verify(name, cfg, device, dtype, use_compile, fast)
-    if reason and wanted == "on":
-        raise RunError(f"--fp8=on, but {label} cannot be used ({reason}): use --fp8=auto or off", 2)
+    """Return whether to use an FP8 form, and a line for the log. fast: the other fast forms in use."""
+    label, reason = name.replace("_", " "), "--fp8=off" if cfg.fp8 == "off" else ""
+    if cfg.fp8 == "auto":
+        reason = find_obstacle(name, cfg, device, use_compile)
+    if not reason:
+        reason = verify(name, cfg, device, dtype, use_compile, fast)
+        if reason and cfg.fp8 == "on":
+            raise RunError(f"--fp8=on, but {label} cannot be used ({reason}): use --fp8=auto", 2)
     return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
 
 # ==== COMM =================================================================================================
@@ -4604,15 +4469,10 @@ def find_shards(pattern: str, field: str) -> list[str]:
 def scan_shards(cfg: Config, shards: list[Shard]) -> Iterator[tuple[int, Shard]]:
     """Yield (index, shard) of the training shards, once per epoch. At its first use a shard is opened and
     appended to shards."""
-    paths = find_shards(cfg.train_files, "train_files")
-    has_no_bar = not has_progress_bar()
-    with tqdm(total=len(paths), desc="scan shards", unit="file", disable=has_no_bar, leave=False) as bar:
-        for _ in range(cfg.epochs):
-            for index, path in enumerate(paths):
-                if index == len(shards):
-                    shards.append(open_shard(path, cfg.vocab_size, shards[0].bos if shards else None))
-                    bar.update()
-                yield index, shards[index]
+    for index, path in list(enumerate(find_shards(cfg.train_files, "train_files"))) * cfg.epochs:
+        if index == len(shards):
+            shards.append(open_shard(path, cfg.vocab_size, shards[0].bos if shards else None))
+        yield index, shards[index]
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
@@ -4659,14 +4519,10 @@ SPECIAL_PARTS: dict[str, dict] = {
     "variance": dict(groups=lambda groups: change("matrix", rule={
         "anvil": "muon"}.get(groups["matrix"].rule, groups["matrix"].rule.removeprefix("nor")))(groups)),
     "polar_express": dict(orthogonalize="newton_schulz"),
-    "cooldown": dict(cooldown_frac=0.0, matrix_cooldown_frac=-1.0),
     "adam_odd_steps": dict(groups=change(every=1)),
     "row_adam": dict(groups=change("ngram", rule="adamw")),
     "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=lambda stds: (0.02, stds[1]),
                         groups=change("head", lr=0.0036)),
-    "value_embeds": dict(layers=lambda layers: tuple(dataclasses.replace(
-        layer, value_embed=None, mudd_in=tuple(name for name in layer.mudd_in if name[:2] != "ve"),
-        mudd_out=tuple(name for name in layer.mudd_out if name[:2] != "ve")) for layer in layers)),
     "short_windows": dict(layers=change("short", attention="long")),
     "window_warmup": dict(stages=lambda stages: change(
         window_long=stages[-1].window_long, window_short=stages[-1].window_short)(stages)),
@@ -4674,7 +4530,6 @@ SPECIAL_PARTS: dict[str, dict] = {
     "multi_token": dict(stages=change(loss_weights=((1, 1),))),
     "dropped_attention": dict(layers=change("none", attention="long")),
     "dropped_mlp": dict(layers=change(mlp=True)),
-    "logit_shift": dict(softcap=lambda cap: (30.0, 0.0, cap[2]) if cap[1] else cap),
 }
 
 
@@ -4823,10 +4678,12 @@ def parse_argv(argv: list[str]) -> dict[str, str]:
     rows |= {name: (fields[field], getattr(cfg.groups[group], field))
              for name, (group, field) in GROUP_OPTIONS.items()}
     for name, (field, default) in rows.items():
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        bounds = f" {low} to {high}" if low is not None else ""
-        shown = f" [{default}]" if name not in ("layers", "stages", "groups") else ""
-        parser.add_argument(f"--{name}", help=field.metadata["help"] + shown + bounds,
+        text = field.metadata["help"]
+        if name not in ("layers", "stages", "groups"):
+            text += f" [{default}]"
+        if "int" in field.type or "float" in field.type:
+            text += f", {field.metadata['low']} to {field.metadata['high']}"
+        parser.add_argument(f"--{name}", help=text,
                             metavar="|".join(field.metadata["choices"]) or field.type)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -4845,9 +4702,7 @@ def check(cfg: Config) -> None:
             items, name = value if isinstance(value, tuple) else (value,), prefix + field.name
             if choices and not set(items) <= set(choices):
                 raise RunError(f"--{name}={value}: choose among {', '.join(choices)}", 2)
-            low, high = field.metadata.get("low"), field.metadata.get("high")
-            low = -sys.float_info.max if low is None else low
-            high = sys.float_info.max if high is None else high
+            low, high = field.metadata["low"], field.metadata["high"]
             if not all(low <= item <= high for item in items if isinstance(item, (int, float))):
                 raise RunError(f"--{name}={value} is not in the range {low} to {high}", 2)
     for is_wrong, line in find_problems(cfg):
@@ -4873,6 +4728,9 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
                f"rule={group.rule} of group {name}: give matrix one of {', '.join(RULES)} without row_adam, "
                "ngram adamw or row_adam, the other groups adamw")
         yield group.late_every % group.every != 0, f"late_every of group {name} is not a multiple of every"
+    keeps_norm, has_zeros = RULES[cfg.groups["matrix"].rule].keeps_norm, cfg.zero_init != "off"
+    yield (keeps_norm and has_zeros and not cfg.has_output_gain,
+           "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
@@ -5020,12 +4878,8 @@ def describe_machine(rt: Runtime) -> dict:
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
-        versions.update(cuda=torch.version.cuda, cudnn=str(torch.backends.cudnn.version()))
+        versions.update(cuda=torch.version.cuda)
     return dict(versions=versions, hardware=hardware)
-
-
-def has_progress_bar() -> bool:
-    return sys.stderr.isatty() and env_int("RANK", 0) == 0
 
 
 def print0(text: str, rt: Runtime) -> None:
@@ -5066,13 +4920,10 @@ def find_result_folder(cfg: Config) -> Path:
     return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
 
 
-def find_results(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.json") if RUN_ID.fullmatch(path.stem))
-
-
 def check_record(cfg: Config, run: dict) -> str:
     """The reason why this run does not fit its record's newest result, or ""."""
-    for path in find_results(find_result_folder(cfg))[-1:] if cfg.record else ():
+    results = sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))
+    for path in results[-1:] if cfg.record else ():
         result, other = json.loads(path.read_text()), ""
         if result["hardware"] != run["hardware"]:
             other = "hardware"
@@ -5204,7 +5055,7 @@ class RunLog:
     def start_training(self, trainer: Trainer) -> None:
         """Begin to show progress."""
         self.progress = trainer.progress
-        if has_progress_bar():
+        if sys.stderr.isatty() and self.rt.is_main:
             self.bar = tqdm(total=self.cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
@@ -5263,21 +5114,14 @@ class RunLog:
             write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         except OSError as error:
             raise RunError(f"{path} cannot be written ({error.strerror}): this run has no result") from None
-        rows = {
-            "preset": f"{cfg.preset}, seed {cfg.seed}, {run['config']['derived']['num_params'] / 1e6:.2f} M "
-                      "parameters",
-            "validation loss": f"{result['final_val_loss']:.4f} after {cfg.num_iterations} steps",
-            "training time": f"{result['train_time_ms'] / 1000:.2f} s",
-            "before the clock": f"{result['data_setup_s']:.1f} s to check and plan the data, "
-                                f"{result['compile_time_s']:.1f} s of warm-up",
-            "speed": f"{result['tokens_per_s']:,} tokens/s, {100 * result['mfu']:.1f} % of a large matmul's",
-            "peak memory": f"{result['peak_memory_mib']:,} MiB",
-            "result": str(path)}
+        names = ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
+                 "mfu", "peak_memory_mib")
+        card = {name: result[name] for name in names} | {"result": path}
         if model:
-            rows["sample"] = f"records/sample.py {model} --prompt=..."
+            card["sample"] = f"records/sample.py {model} --prompt=..."
         if self.bar is not None:
             self.bar.close()
-        print0("\n".join(f"{head + ':':<18}{row}" for head, row in rows.items()), self.rt)
+        print0("\n".join(f"{name + ':':<17}{value}" for name, value in card.items()), self.rt)
 
 # ==== CHECKPOINTS ==========================================================================================
 # checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has one file for each rank, with the rows that
@@ -5293,7 +5137,6 @@ class Progress:
     train_time: float = 0.0  # seconds on the clock
     resumed_at: list[int] = dataclasses.field(default_factory=list)
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
-    loss_ema: float = math.nan  # telemetry
     measured_step: int = 0  # last step that telemetry measured
     num_actions: int = 0  # rollbacks by the guard
     lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
@@ -5391,24 +5234,26 @@ def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
 
 def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
     """Restore a checkpoint of any number of ranks. RunError if an entry is missing, or does not fit."""
-    optimizer, entries, problem = trainer.optimizer, open_tensors(step), ""
+    optimizer, entries = trainer.optimizer, open_tensors(step)
     optimizer.step_count = metadata["optimizer_steps"]
     optimizer.set_tied(metadata["is_tied"])
-    own = {entry: rows for entry, rows in collect_rows(trainer).items() if not entry.startswith("fp8/")}
-    for entry, rows in own.items():
+    stored = {entry: (sum(len(rows) for _, rows in pieces), *pieces[0][1].shape[1:])
+              for entry, pieces in entries.items()}
+    needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
+              for name in bucket.params for key, tensor in bucket.tensors().items()}
+    if trainer.scales.scales:
+        needed["fp8/scales"] = (len(trainer.scales.scales),)
+    for entry in sorted(needed.keys() | stored.keys()):
+        if needed.get(entry) != stored.get(entry):
+            raise RunError(f"{step} has {entry} of shape {stored.get(entry)}, this run {needed.get(entry)}: "
+                           "give the options of its run", 2)
+
+    for entry, rows in collect_rows(trainer).items():
         name, _, first = entry.rpartition("/")
-        missing = len(rows)
-        for start, stored in entries.get(name, ()):
-            low, high = max(start, int(first)), min(start + len(stored), int(first) + len(rows))
-            if low < high and stored.shape[1:] == rows.shape[1:]:
-                rows[low - int(first) : high - int(first)] = stored[low - start : high - start]
-                missing -= high - low
-        problem = problem or f"lacks rows of {name.rstrip('/')}, or has another shape" * (missing != 0)
-    known = {f"{name}/{key}" for bucket in optimizer.buckets for name in bucket.params
-             for key in bucket.tensors()} | {"fp8/scales"}
-    extra = sorted(entries.keys() - known)
-    share_problem(f"{step} {problem or f'also has {extra[0]}'}: give the options of its run"
-                  if problem or extra else "", trainer.rt)
+        for start, piece in entries[name]:
+            low, high = max(start, int(first)), min(start + len(piece), int(first) + len(rows))
+            if low < high:
+                rows[low - int(first) : high - int(first)] = piece[low - start : high - start]
     for bucket in optimizer.buckets:
         if bucket not in optimizer.tables:
             bucket.start_gather()
@@ -5666,7 +5511,6 @@ class Telemetry:
     """Measures every telemetry_every-th step. FP8 of the head is measured on its first micro-batch."""
 
     SAMPLE = 256  # number of tokens sampled in the head, and of rows sampled from its matrix
-    EMA_DECAY = 0.98  # decay per step of the training loss average
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
@@ -5705,9 +5549,6 @@ class Telemetry:
         self.log.flush_losses()
         norms = rt.comm.all_reduce(timer.sums).sqrt().tolist()
         losses = [loss for step, loss in points if step > progress.measured_step]
-        for value in losses:
-            ema = value if math.isnan(progress.loss_ema) else progress.loss_ema
-            progress.loss_ema = ema + (1 - self.EMA_DECAY) * (value - ema)
         progress.measured_step = progress.step
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
         groups = {}
@@ -5718,7 +5559,7 @@ class Telemetry:
                 groups[group] |= dict(weight_norm=weight, update_ratio=update / max(weight, 1e-30),
                                       momentum_norm=momentum)
         self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
-                             loss=losses[-1], loss_ema=progress.loss_ema, loss_slope_per_1000_steps=slope,
+                             loss=losses[-1], loss_slope_per_1000_steps=slope,
                              groups=groups, fp8=self.measured, seconds=timer.seconds)
 
 

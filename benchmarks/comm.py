@@ -27,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, output_file, require_packages
+from records.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -158,7 +158,7 @@ def count_minimum_bytes(optimizer: gpt.Optimizer, first_step: int, last_step: in
         num_bytes = sum(param.nbytes for param in bucket.params.values())
         first_update, last_update = (bucket.group.count_updates(step, optimizer.late_step)
                                      for step in (first_step, last_step))
-        if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head == "on":
+        if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head:
             first = -(-(optimizer.untie_step + 1) // bucket.group.every)
             first_update = min(max(first_update, first), last_update)
         total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
@@ -281,7 +281,7 @@ def measure(args: Namespace, values: dict) -> None:
     cfg = gpt.make_config(values)
     rt = gpt.start_runtime(cfg)
     if rt.world_size < 2:
-        raise gpt.InputError("one rank has no collectives: start with torchrun --nproc_per_node=2 or more")
+        raise RecordError("one rank has no collectives: start with torchrun --nproc_per_node=2 or more")
     rt, max_mb = gpt.choose_precision(cfg, rt), args.max_mb or (256 if rt.device.type == "cuda" else 16)
     nodes = rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
     result = dict(common.describe_run(rt), nodes=nodes, backend=dist.get_backend(), preset=cfg.preset,
@@ -290,10 +290,11 @@ def measure(args: Namespace, values: dict) -> None:
     result["advice"] = advise(result)
     if rt.is_main:
         common.write_report("\n" + format_report(result), result, args.json)
+    dist.destroy_process_group()
 
 
 def main() -> int:
-    """Parse and measure. Bad input ends with status 2 and one line."""
+    """Parse and measure."""
     parser = Parser(__doc__)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
     parser.add_argument("--max_mb", type=at_least(0.004, float),
@@ -302,13 +303,7 @@ def main() -> int:
                         help="steps of each bucket size (default %(default)s)")
     args, rest = parser.parse_known_args()
 
-    def body() -> int:
-        if args.json:
-            gpt.check_writable(args.json.parent, "choose another folder with --json")
-        measure(args, gpt.parse_argv(rest)[0])
-        return 0
-
-    return gpt.run_guarded(body, "comm.py")
+    return run_guarded(lambda: measure(args, gpt.parse_argv(rest)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, require_packages
+from records.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -66,8 +66,8 @@ def read_package(name: str, *patterns: str) -> str:
             (package,) = Path(folder).glob("*.deb")
             subprocess.run(["dpkg", "-x", package, folder], check=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise gpt.InputError(f"Debian's package {name} cannot be fetched ({error}): give "
-                                 "--only=documentation,docstrings,code, which need no network") from None
+            raise RecordError(f"Debian's package {name} cannot be fetched ({error}): give "
+                              "--only=documentation,docstrings,code, which need no network") from None
         content = [file.read_bytes() for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
     content = [gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data for data in content]
     return "\n\n".join(data.decode("utf-8", "replace") for data in content)
@@ -125,10 +125,10 @@ def run_nanogpt(data: list[str], seed: int) -> tuple[float, float]:
 
 def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
     """(whole-process seconds, validation loss) of preset quick."""
-    with tempfile.TemporaryDirectory() as logs:
-        seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--logs_dir={logs}",
-                                   f"--dtype={dtype}", "--save_model=off", *data])
-        (path,) = Path(logs).glob("*.json")
+    with tempfile.TemporaryDirectory() as out:
+        seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--out={out}",
+                                   f"--dtype={dtype}", *data])
+        (path,) = Path(out).glob("logs/*.json")
         return seconds, json.loads(path.read_text())["final_val_loss"]
 
 
@@ -155,7 +155,7 @@ def compare(names: list[str], seeds: int) -> str:
 
 
 def main() -> int:
-    """Parse, compare and print. Bad input ends with status 2 and one line."""
+    """Parse, compare and print."""
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3,
                         help="runs of each (default %(default)s)")
@@ -165,11 +165,11 @@ def main() -> int:
     def body() -> int:
         names = args.only.split(",")
         for name in [name for name in names if name not in TEXTS]:
-            raise gpt.InputError(f"--only={name} is no text: choose among {', '.join(TEXTS)}")
+            raise RecordError(f"--only={name} is no text: choose among {', '.join(TEXTS)}")
         print(compare(names, args.seeds))
         return 0
 
-    return gpt.run_guarded(body, "compare_nanogpt.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ quartiles of the turns' ratios, and the largest difference of the losses.
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, RecordError, at_least, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -36,19 +37,23 @@ def load_script(path: Path) -> ModuleType:
     return module
 
 
+def takes(function: Callable, name: str) -> bool:
+    """Whether a function has this parameter."""
+    return name in inspect.signature(function).parameters
+
+
 class Version:
     """One script, ready to step through its schedule."""
 
     def __init__(self, script: ModuleType, words: list[str]):
-        try:
-            cfg = script.make_config({"warmup_iterations": 0, **script.parse_argv(words)[0]})
-            rt = script.choose_precision(cfg, script.start_runtime(cfg, is_alone=True))
-            self.trainer = script.Trainer(cfg, rt)
-            data = script.TrainData(cfg, self.trainer.schedule)
-        except script.RunError as error:  # run_guarded() does not catch the class of another module
-            raise gpt.InputError(f"{script.__file__}: {error}") from None
-        # until ce47886 batches() took the config
-        first = (cfg, rt) if "cfg" in inspect.signature(data.batches).parameters else (rt,)
+        values = script.parse_argv(words)
+        values = values if isinstance(values, dict) else values[0]  # scripts until 78c3572 return a tuple
+        cfg = script.make_config({"warmup_iterations": 0, **values})
+        alone = dict(is_alone=True) if takes(script.start_runtime, "is_alone") else {}  # also until 78c3572
+        rt = script.choose_precision(cfg, script.start_runtime(cfg, **alone))
+        self.trainer = script.Trainer(cfg, rt)
+        data = script.TrainData(cfg, self.trainer.schedule)
+        first = (cfg, rt) if takes(data.batches, "cfg") else (rt,)  # until ce47886 batches() took the config
         self.cfg, self.rt = cfg, rt
         self.batches = script.Prefetcher(data.batches(*first, 0, cfg.num_iterations), rt.device)
         self.losses, self.seconds = [], []
@@ -93,30 +98,28 @@ def compare(before: Version, after: Version, num_steps: int) -> str:
 
 
 def main() -> int:
-    """Parse, run both in turn, print. Bad input ends with status 2 and one line."""
+    """Parse, run both in turn, print."""
     parser = Parser(__doc__)
     parser.add_argument("before", type=Path, help="another train_gpt.py")
     parser.add_argument("--steps", type=at_least(1), default=8, help="steps of a turn (default %(default)s)")
     args, words = parser.parse_known_args()
 
     def body() -> int:
-        if not args.before.is_file():
-            raise gpt.InputError(f"{args.before} is no file: give another train_gpt.py")
         before, after = (Version(script, words) for script in (load_script(args.before), gpt))
         try:
             if before.rt.dtype != after.rt.dtype:
-                raise gpt.InputError(f"activations would be {str(before.rt.dtype)[6:]} before and "
-                                     f"{str(after.rt.dtype)[6:]} after: give --dtype")
+                raise RecordError(f"activations would be {str(before.rt.dtype)[6:]} before and "
+                                  f"{str(after.rt.dtype)[6:]} after: give --dtype")
             if before.list_stages() != after.list_stages():
-                raise gpt.InputError(f"the stages of {args.before} have other steps or tokens: give both "
-                                     "one recipe")
+                raise RecordError(f"the stages of {args.before} have other steps or tokens: give both one "
+                                  "recipe")
             print(compare(before, after, args.steps))
         finally:
             for version in (before, after):
                 version.batches.executor.shutdown(cancel_futures=True)
         return 0
 
-    return gpt.run_guarded(body, "compare_scripts.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

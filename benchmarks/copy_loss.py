@@ -2,7 +2,7 @@
 """Split the loss of a model into tokens that it could copy from its context, and the rest.
 
     python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
-    python benchmarks/copy_loss.py checkpoints/*/step_*.pt
+    python benchmarks/copy_loss.py checkpoints/*/*/step_*
 
 Prints for each checkpoint the validation loss (nats per token, first 65,536 tokens), the loss on repeats,
 and the loss on the rest. A token is a repeat if the 8 tokens before it also occur earlier in its document,
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, require_packages
+from records.common import Parser, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -52,7 +52,7 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // data.batch_tokens))), leave=False):
         batch = data.batch(index)
         step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
-        x, _ = model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
+        x = model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
         logits = model.head.compute_logits(x)
         losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
         repeats.append(find_repeats(batch, window))
@@ -61,7 +61,7 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
 
 
 def main() -> int:
-    """Parse, measure and print. Bad input ends with status 2 and one line."""
+    """Parse, measure and print."""
     parser = Parser(__doc__)
     parser.add_argument("checkpoints", type=Path, nargs="+")
     paths = parser.parse_args().checkpoints
@@ -75,7 +75,7 @@ def main() -> int:
                   f"{others:.3f} |", flush=True)
         return 0
 
-    return gpt.run_guarded(body, "copy_loss.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     from tqdm import tqdm
@@ -69,7 +69,7 @@ def compare(num_steps: int) -> None:
 
 
 def main() -> int:
-    """Parse and compare. Bad input ends with status 2 and one line."""
+    """Parse and compare."""
     parser = Parser(__doc__)
     parser.add_argument("--num_steps", type=at_least(1), default=40,
                         help="steps per process (default %(default)s)")
@@ -83,7 +83,7 @@ def main() -> int:
             compare(args.num_steps)
         return 0
 
-    return gpt.run_guarded(body, "cpu_ablation.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -73,7 +73,7 @@ class PlainGPT(nn.Module):
 def read_tokens(cfg: gpt.Config) -> np.ndarray:
     """The tokens of all training shards."""
     paths = gpt.find_shards(cfg.train_files, "train_files")
-    return np.concatenate([gpt.open_shard(path, cfg.vocab_size).read() for path in paths])
+    return np.concatenate([gpt.open_shard(path, cfg.vocab_size).tokens for path in paths])
 
 
 @torch.no_grad()
@@ -85,24 +85,20 @@ def average_loss(loss_of: Callable[[Tensor], Tensor], tokens: np.ndarray, contex
 
 
 def check_sizes(args: Namespace, cfg: gpt.Config, most_tokens: int) -> None:
-    """Raise InputError for sizes that do not fit. most_tokens: of a sequence, for these data."""
+    """Raise RunError for sizes that do not fit. most_tokens: of a sequence, for these data."""
     if cfg.model_dim % args.num_heads:
-        raise gpt.InputError(f"--num_heads={args.num_heads} does not divide the width {cfg.model_dim}: "
-                             "give another number, or another --options=--model_dim=N")
-    if args.context > args.tokens_per_step:
-        raise gpt.InputError(f"--context={args.context} is more than --tokens_per_step="
-                             f"{args.tokens_per_step}: give a smaller one or a larger step")
-    if args.context > most_tokens:
-        raise gpt.InputError(f"--context={args.context} is more than the data allow: "
-                             f"give at most {most_tokens}")
+        raise gpt.RunError(f"--num_heads={args.num_heads} does not divide the width {cfg.model_dim}", 2)
+    if args.context > min(args.tokens_per_step, most_tokens):
+        raise gpt.RunError(f"--context={args.context}: give at most --tokens_per_step="
+                           f"{args.tokens_per_step}, and {most_tokens} for these data", 2)
     if args.beta2 >= 1:
-        raise gpt.InputError(f"--beta2={args.beta2:g} is too large: give a number below 1")
+        raise gpt.RunError(f"--beta2={args.beta2:g} is not below 1", 2)
 
 
 def measure(args: Namespace) -> int:
     """Train for the given seconds or steps, validate on the tokens of the preset, print a line."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
-                           **gpt.parse_argv(args.options)[0]})
+                           **gpt.parse_argv(args.options)})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
     check_sizes(args, cfg, min(len(train) - 2, len(val) - 1))
@@ -151,7 +147,7 @@ def measure(args: Namespace) -> int:
 
 
 def main() -> int:
-    """Parse and train. Bad input ends with status 2 and one line."""
+    """Parse and train."""
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=at_least(1, float), default=80.0,
                         help="training time (default %(default)s)")
@@ -171,7 +167,7 @@ def main() -> int:
     parser.add_argument("--options", type=shlex.split, default="",
                         help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()
-    return gpt.run_guarded(lambda: measure(args), "gpt2_baseline.py")
+    return run_guarded(lambda: measure(args))
 
 
 if __name__ == "__main__":

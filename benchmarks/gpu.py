@@ -28,7 +28,7 @@ from time import monotonic
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, require_packages
+from records.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -136,7 +136,7 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
 def list_plain(is_rehearsal: bool, options: list[str]) -> str:
     """The value of --fast that leaves out only our kernels."""
     device = torch.device("cpu" if is_rehearsal else "cuda")
-    return step.list_forms(gpt.make_config(gpt.parse_argv(options)[0]), device, not is_rehearsal)
+    return step.list_forms(gpt.make_config(gpt.parse_argv(options)), device, not is_rehearsal)
 
 
 def train(day: Day) -> dict:
@@ -147,11 +147,10 @@ def train(day: Day) -> dict:
     facts: dict = dict(ok=False, curves={})
     for name, forms in ("with", "auto"), ("without", list_plain(day.args.rehearse, day.options)):
         folder = day.scratch / f"{name}_kernels"
-        done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--logs_dir={folder}",
-                       "--save_model=off")
+        done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--out={folder}")
         if done.returncode:
             return facts | dict(error=f"--fast={forms}: {done.stderr[-1500:]}")
-        result = json.loads(next(folder.glob("*.json")).read_text())
+        result = json.loads(next(folder.glob("logs/*.json")).read_text())
         facts["curves"][name] = {key: result[key] for key in (
             "val_points", "compile_time_s", "train_time_ms", "peak_memory_mib")}
     fused, plain = (dict((step, loss) for step, loss, _ in curve["val_points"])
@@ -269,12 +268,11 @@ def main() -> int:
 
     def body() -> int:
         if not args.rehearse and not torch.cuda.is_available():
-            raise gpt.InputError("PyTorch sees no CUDA device: use --rehearse to try it on the CPU")
-        gpt.check_writable(args.out.parent, "choose another place with --out")
+            raise RecordError("PyTorch sees no CUDA device: use --rehearse to try it on the CPU")
         args.out = args.out.absolute()
         args.out.parent.mkdir(parents=True, exist_ok=True)
         preset = ["--preset=smoke", "--device=cpu"] if args.rehearse else ["--preset=track_1"]
-        gpt.make_config(gpt.parse_argv([*preset, *options])[0])  # bad options end here
+        gpt.make_config(gpt.parse_argv([*preset, *options]))  # bad options end here
         with tempfile.TemporaryDirectory() as scratch:
             day = Day(args, [*preset, *options], Path(scratch))
             parts = list_parts(args.rehearse)
@@ -283,7 +281,7 @@ def main() -> int:
         print(f"\n{Path(f'{args.out}.md').read_text()}")
         return 0 if all(part["ok"] for part in day.result["parts"].values()) else 1
 
-    return gpt.run_guarded(body, "gpu.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -53,12 +53,13 @@ def run(runs: list[tuple[str, int, list[str]]], folder: Path) -> dict[str, resul
     RecordError if the records are not of one machine and one text.
     """
     source, seeds = (folder / "train_gpt.py").read_bytes(), {seed for _, seed, _ in runs}
-    results.run_missing([(name, seed, [*options, f"--logs_dir={folder / name}"])
+    results.run_missing([(name, seed, [*options, f"--out={folder / name}"])
                          for name, seed, options in runs],
-                        lambda name: results.find_done(folder / name), source, "rules.py")
+                        lambda name: results.find_done(folder / name / "logs"), source, "rules.py",
+                        keep=lambda name, seed: results.remove_models(folder / name, seed))
     records = {}
     for name in dict.fromkeys(name for name, _, _ in runs):
-        record = results.read_record(folder / name)
+        record = results.read_record(folder / name / "logs")
         records[name] = record._replace(results=[one for one in record.results if one["seed"] in seeds])
         results.check_comparable(record, next(iter(records.values())), "times")
     return records

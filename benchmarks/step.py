@@ -8,8 +8,8 @@
 
 Takes the options of train_gpt.py. Warms up as a real run does, and times each step of a short run through
 all stages. Two configs are interleaved step by step. A few more steps under the profiler give the parts of a
-step. On a GPU the kernels are sorted by name, and the ten longest are listed. Missing shards are replaced by
-random tokens, whose steps take equal time.
+step. On a GPU the kernels are sorted by name, and the ten longest are listed. After the steps the output of
+each layer is measured. Missing shards are replaced by random tokens, whose steps take equal time.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, output_file, require_packages
+from records.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -57,6 +57,7 @@ KERNEL_KINDS = {
     "copies and fills": "^Mem",
     "NCCL": "^nccl"}
 NUM_LONGEST = 10  # listed kernels
+LAYER_TOKENS = 2048  # tokens for which the layers are measured
 
 
 class TimedBatches:
@@ -84,12 +85,13 @@ class Subject:
         self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
         start = gpt.clock(rt.device)
         self.trainer = gpt.Trainer(cfg, rt)
-        self.log = gpt.RunLog(cfg, rt, gpt.describe_run(cfg, rt, []))  # no files before __enter__
+        run = gpt.describe_run(cfg, rt, [], [*self.data.shards, *self.val_data.shards])
+        self.log = gpt.RunLog(cfg, rt, run, {})  # no files before __enter__
         self.telemetry = gpt.Telemetry(self.trainer, self.log) if cfg.telemetry_every else None
         self.trainer.warm_up(self.data, self.val_data, self.telemetry.inspect if self.telemetry else None)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        self.guard = gpt.Guard(self.trainer, self.log, gpt.Stop(rt)) if cfg.guard == "on" else None
+        self.guard = gpt.Guard(self.trainer, self.log) if cfg.guard else None
         self.batches = TimedBatches(gpt.Prefetcher(
             self.data.batches(rt, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
@@ -287,6 +289,32 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
     return {name: ms * scale for name, ms in parts.items()}, find_longest(kernels, num_steps)
 
 
+@torch.no_grad()
+def measure_layers(subject: Subject) -> list[dict]:
+    """Mean, standard deviation and largest absolute value of each layer's output, for validation tokens.
+
+    The layers run as they are written, without torch.compile, which would ignore the hooks.
+    """
+    model, rt, cfg, rows = subject.trainer.model, subject.rt, subject.cfg, []
+
+    def measure(_block: torch.nn.Module, _inputs: tuple, x: torch.Tensor) -> None:
+        x = x.float()
+        rows.append(dict(mean=x.mean().item(), std=x.std().item(), max=x.abs().max().item()))
+
+    tokens, _, doc_ids = (x[:LAYER_TOKENS].to(rt.device) for x in subject.val_data.batch(0)[:3])
+    state = subject.trainer.schedule.at(cfg.num_iterations)
+    step_inputs = gpt.make_step_inputs(state, len(tokens), len(tokens), rt, cfg)
+    hooks = [block.register_forward_hook(measure) for block in model.blocks]
+    subject.trainer.optimizer.finish()
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        model.run_layers(tokens, doc_ids, step_inputs)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
 def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
     """Simulate a step of the last stage on num_ranks devices like this one, in milliseconds per step.
 
@@ -294,7 +322,7 @@ def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
     """
     cfg, rt = subject.cfg, subject.rt
     if rt.world_size > 1:
-        raise gpt.InputError("--predict_ranks starts from one rank: run it without torchrun")
+        raise RecordError("--predict_ranks starts from one rank: run it without torchrun")
     gpt.check_world_size(cfg, num_ranks)
     one_of_many = dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks))
     events = simulate_ranks.record_cycle(cfg, one_of_many, subject.data)
@@ -344,6 +372,11 @@ def format_report(result: dict) -> str:
                       "| kernel | kind | calls a step | ms a step |", "|---|---|---:|---:|"]
             lines += [f"| `{kernel['name'][:90]}` | {kernel['kind']} | {kernel['calls']:.0f} | "
                       f"{kernel['ms']:.1f} |" for kernel in run["longest_kernels"]]
+    for run in result["runs"]:
+        lines += ["", f"Outputs of the layers after the steps, {run['flags']}:", "",
+                  "| layer | mean | standard deviation | largest |", "|---|---:|---:|---:|"]
+        lines += [f"| {number} | {row['mean']:.4f} | {row['std']:.3f} | {row['max']:.2f} |"
+                  for number, row in enumerate(run["layers"])]
     if "prediction" in result:
         p = result["prediction"]
         lines += ["", f"{p['ranks']} devices like this one at {p['bus_gb_per_s']:g} GB/s and "
@@ -362,7 +395,7 @@ def shorten(cfg: gpt.Config, num_steps: int) -> gpt.Config:
 
 def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None):
     """(config of a short run, runtime, name of its data). Missing shards become random ones."""
-    cfg = shorten(gpt.make_config(gpt.parse_argv(argv)[0]), num_steps)
+    cfg = shorten(gpt.make_config(gpt.parse_argv(argv)), num_steps)
     cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
@@ -370,7 +403,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")
         return cfg, rt, "real shards"
-    except gpt.InputError:
+    except gpt.RunError:
         return use_random_shards(cfg, folder, rt), rt, "random tokens"
 
 
@@ -397,6 +430,7 @@ def measure(args: Namespace, argv: list[str]) -> None:
             before = count_graphs()
             figures["parts"], figures["longest_kernels"] = break_down(
                 subject, args.trace if subject is subjects[0] else None)
+            figures["layers"] = measure_layers(subject)
             runs.append(figures)
         result = dict(common.describe_run(rt), data=data, runs=runs)
         if len(runs) == 2:
@@ -405,10 +439,12 @@ def measure(args: Namespace, argv: list[str]) -> None:
             result["prediction"] = predict(subjects[0], args.predict_ranks, args.bus_gb_per_s)
         if rt.is_main:
             common.write_report("\n" + format_report(result), result, args.json)
+        if rt.world_size > 1:
+            torch.distributed.destroy_process_group()
 
 
 def main() -> int:
-    """Parse and measure. Bad input ends with status 2 and one line."""
+    """Parse and measure."""
     parser = Parser(__doc__)
     parser.add_argument("--num_steps", type=at_least(PROFILED_STEPS), default=24,
                         help="timed steps (default %(default)s)")
@@ -423,14 +459,7 @@ def main() -> int:
                         help="bandwidth for --predict_ranks, from benchmarks/comm.py")
     args, rest = parser.parse_known_args()
 
-    def body() -> int:
-        for path in (args.json, args.trace):
-            if path:
-                gpt.check_writable(path.parent, "choose another folder")
-        measure(args, rest)
-        return 0
-
-    return gpt.run_guarded(body, "step.py")
+    return run_guarded(lambda: measure(args, rest))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
     ./run.sh benchmarks/tune.py                        # less than 8 minutes, on GPUs with preset track_1
     ./run.sh benchmarks/tune.py --preset=laptop --seconds=300 --json=tune.json
-    ./run.sh benchmarks/tune.py --alternative='NPROC=2 OMP_NUM_THREADS=1' --alternative=--segments=3
+    ./run.sh benchmarks/tune.py --alternative='NPROC=2 OMP_NUM_THREADS=1' --alternative=--compile=on
 
 Takes the options of train_gpt.py. These and the environment are the plain config. An alternative changes
 options, or variables of the environment that ./run.sh reads. Each config runs in a separate process. It
@@ -34,7 +34,7 @@ from pathlib import Path
 from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, Progress, at_least, output_file, require_packages
+from records.common import Parser, Progress, at_least, output_file, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -47,7 +47,7 @@ TURN_SECONDS = 1.0  # about the length of a turn
 GRACE_SECONDS = 60.0  # limit for a turn that began before the time was up
 FASTER, SLOWER = 0.98, 1.02  # ratios to plain
 TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-3}  # relative, of the loss, see RESULTS.md
-OTHER_NUMERICS = {"--dtype", *(f"--{field}" for field in gpt.FP8_FORMS)}
+OTHER_NUMERICS = {"--dtype", "--fp8", "--fp8_parts"}
 Words = tuple[str, ...]  # an alternative: NAME=value for the environment, --option=value
 
 
@@ -85,7 +85,8 @@ class Worker:
     def __init__(self, options: list[str], words: Words, env: dict[str, str]):
         env = env | dict(word.split("=", 1) for word in words if not word.startswith("--"))
         launcher = [] if env["NPROC"] == "1" else [
-            "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={env['NPROC']}"]
+            "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1",
+            f"--nproc_per_node={env['NPROC']}"]
         command = [sys.executable, *launcher, __file__, "--worker", *options,
                    *(word for word in words if word.startswith("--"))]
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
@@ -158,23 +159,24 @@ def work(options: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = step.prepare([*options, "--warmup_iterations=1"], NUM_STEPS, folder, None)
         cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len)  # equal tokens on any number of ranks
-        with gpt.explain_memory(cfg):
-            subject = step.Subject(cfg, rt)
-            seconds, schedule = time_steps(range(NUM_STEPS)), subject.trainer.schedule
-            loss = subject.trainer.validate(subject.val_data, schedule.at(NUM_STEPS))
-            hardware = gpt.describe_machine(rt)["hardware"]
-            peak = gpt.read_peak_memory_mib(rt) or 1
-            answer(loss=loss, step_seconds=statistics.mean(seconds), data=data,
-                   seconds_per_token=common.time_token(enumerate(seconds), schedule, subject.every),
-                   dtype=str(rt.dtype)[6:], fp8=sorted(rt.fp8),
-                   compiles=rt.use_compile, threads=torch.get_num_threads(), device=rt.device.type,
-                   machine=f"{rt.world_size} x {hardware.get('gpu', hardware['cpu'])}",
-                   room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # how many workers fit
-            while line := rt.comm.broadcast_object(sys.stdin.readline() if rt.is_main else ""):
-                turn = list_turn(schedule, subject.every, int(line))
-                seconds = time_steps([turn[0], *turn])[1:]  # the first one after a pause is slow
-                answer(seconds_per_token=common.time_token(zip(turn, seconds), schedule, subject.every))
-            subject.batches.batches.executor.shutdown(cancel_futures=True)
+        subject = step.Subject(cfg, rt)
+        seconds, schedule = time_steps(range(NUM_STEPS)), subject.trainer.schedule
+        loss = subject.trainer.validate(subject.val_data, schedule.at(NUM_STEPS))
+        hardware = gpt.describe_machine(rt)["hardware"]
+        peak = gpt.read_peak_memory_mib(rt) or 1
+        answer(loss=loss, step_seconds=statistics.mean(seconds), data=data,
+               seconds_per_token=common.time_token(enumerate(seconds), schedule, subject.every),
+               dtype=str(rt.dtype)[6:], fp8=sorted(rt.fp8),
+               compiles=rt.use_compile, threads=torch.get_num_threads(), device=rt.device.type,
+               machine=f"{rt.world_size} x {hardware.get('gpu', hardware['cpu'])}",
+               room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # how many workers fit
+        while line := rt.comm.broadcast_object(sys.stdin.readline() if rt.is_main else ""):
+            turn = list_turn(schedule, subject.every, int(line))
+            seconds = time_steps([turn[0], *turn])[1:]  # the first one after a pause is slow
+            answer(seconds_per_token=common.time_token(zip(turn, seconds), schedule, subject.every))
+        subject.batches.batches.executor.shutdown(cancel_futures=True)
+        if rt.world_size > 1:
+            torch.distributed.destroy_process_group()
     return 0
 
 
@@ -182,10 +184,8 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
     """Alternatives for this machine, the most promising first. plain: first answer of the plain worker."""
     ranks, is_cuda, compiles = int(env["NPROC"]), plain["device"] == "cuda", plain["compiles"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    now = {**env, **{f"--{name}": str(value) for name, value in gpt.flatten_groups(vars(cfg)).items()},
+    now = {**env, **{f"--{name}": str(value) for name, value in vars(cfg).items()},
            "OMP_NUM_THREADS": str(plain["threads"])}
-    num_segments = 0 if ranks == 1 else min(gpt.MULTI_RANK_SEGMENTS, cfg.num_layers)
-    now["--segments"] = str(cfg.segments or num_segments)
     micro, longest = cfg.micro_batch_tokens, max(stage.seq_len for stage in cfg.full_stages)
     splits, found = set(), []
     for tokens in (micro, *(n - n % longest for n in (2 * micro, micro // 2, 4 * micro) if n >= longest)):
@@ -202,17 +202,18 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
         found += [f"GOMP_SPINCOUNT={n}" for n in (100_000, 1000) if plain["threads"] > 1]
         found += [f"OMP_NUM_THREADS={n}" for n in (cores // ranks, cores // ranks // 2, 1) if n]
         for n in (1, 2, 4, 8):
-            with suppress(gpt.InputError):
+            with suppress(gpt.RunError):
                 gpt.check_world_size(cfg, n)
                 found += [f"NPROC={n} OMP_NUM_THREADS={cores // n}"] if n <= cores and n != ranks else []
     if ranks > 1:
         found += [f"--comm_bucket_mb={cfg.comm_bucket_mb * factor}" for factor in (0.25, 4)]
-    if ranks > 1 or compiles:
-        found += [f"--segments={n}" for n in ((1, 2, 6) if ranks > 1 else (3,)) if n <= cfg.num_layers]
     if not compiles:
         found += ["--compile=on"]
     if is_cuda:
-        found += [f"--{field}={'off' if field in plain['fp8'] else 'on'}" for field in gpt.FP8_FORMS]
+        used, logits = {form[4:] for form in plain["fp8"]}, {"logits"} & {*cfg.fp8_parts}
+        changed = [used ^ {form[4:]} for form in gpt.FP8_FORMS]
+        found += [f"--fp8=on --fp8_parts={','.join(sorted(parts | logits))}" if parts else "--fp8=off"
+                  for parts in changed]
     else:
         found += [f"--dtype={name}" for name in TOLERANCE if name != plain["dtype"]]
     return [words for words in map(parse_words, dict.fromkeys(found))
@@ -224,18 +225,18 @@ class Tuner:
 
     def __init__(self, args: Namespace, options: list[str], stack: ExitStack):
         self.args, self.options, self.stack, self.start = args, options, stack, monotonic()
-        self.cfg = gpt.make_config(gpt.parse_argv(options)[0])
+        self.cfg = gpt.make_config(gpt.parse_argv(options))
         num_gpus = min(8, torch.cuda.device_count()) if self.cfg.device != "cpu" else 0
         self.env = {"NPROC": str(1 << max(0, num_gpus.bit_length() - 1)), **os.environ}  # as run.sh sets it
         if not re.fullmatch("[1-9][0-9]{0,4}", self.env["NPROC"]) or "RANK" in os.environ:
-            raise gpt.InputError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or none, "
-                                 "and start without torchrun", of_one_rank=True)
+            raise gpt.RunError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or none, and "
+                               "start without torchrun", 2)
         try:
             self.plain = self.launch(())
             self.facts = self.plain.read(self.left())
         except Failed as error:
             more = f": give more than --seconds={args.seconds:g}" if isinstance(error, Late) else ""
-            raise gpt.InputError(f"the plain config fails: {error}{more}") from None
+            raise gpt.RunError(f"the plain config fails: {error}{more}", 2) from None
         seconds = self.facts["step_seconds"]
         self.num_steps = round(TURN_SECONDS / seconds)  # of a turn
         schedule = gpt.Schedule(step.shorten(self.cfg, NUM_STEPS))
@@ -412,9 +413,9 @@ def format_report(result: dict) -> str:
 
 
 def main() -> int:
-    """Parse, measure and print. Bad input ends with status 2 and one line. Without a verdict it is 1."""
+    """Parse, measure and print. The status is 1 without a verdict."""
     if sys.argv[1:2] == ["--worker"]:
-        return gpt.run_guarded(lambda: work(sys.argv[2:]), "tune.py")
+        return run_guarded(lambda: work(sys.argv[2:]))
     parser = Parser(__doc__)
     parser.add_argument("--seconds", type=at_least(1, float), default=470.0,
                         help="no measurement begins after these seconds (default %(default)g)")
@@ -428,13 +429,11 @@ def main() -> int:
     args, options = parser.parse_known_args()
 
     def body() -> int:
-        if args.json:
-            gpt.check_writable(args.json.parent, "choose another folder")
         result = tune(args, options)
         common.write_report(format_report(result), result, args.json)
         return int(is_open(result))
 
-    return gpt.run_guarded(body, "tune.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a model's validation loss without tokens that the tokenizer never emits (record 91, 2026-08-06).
 
-    python benchmarks/val_mask.py checkpoints/<run_id>/model.pt
+    python benchmarks/val_mask.py checkpoints/<key>/<run_id>/model.pt
 
 GPT-2's tokenizer never emits some tokens directly after some others. With probability 0 for them the loss of
 record 91 is about 0.0017 lower. Prints both losses.
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, require_packages
+from records.common import Parser, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -117,7 +117,7 @@ def measure_losses(model: gpt.GPT, cfg: gpt.Config, rt: gpt.Runtime, bits: torch
     plain = masked = 0.0
     for index in tqdm(range(data.num_batches), disable=None):
         tokens, targets, doc_ids = (x.to(rt.device) for x in data.batch(index)[:3])
-        x, _ = model.run_layers(tokens, doc_ids, step_inputs)
+        x = model.run_layers(tokens, doc_ids, step_inputs)
         for part, before, target in zip(*(x.split(gpt.LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
             logits = model.head.compute_logits(part)
             plain += F.cross_entropy(logits, target, reduction="sum").item()
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"validation loss {plain:.4f}, without impossible tokens {masked:.4f}")
         return 0
 
-    return gpt.run_guarded(body, "val_mask.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, find_launcher, require_packages
+from records.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
 
 with require_packages():
     from huggingface_hub import hf_hub_download
@@ -36,31 +36,30 @@ def is_whole(path: Path) -> bool:
     """Whether a shard exists and its size agrees with its header."""
     try:
         gpt.read_shard_header(str(path))
-    except (OSError, gpt.InputError):
+    except (OSError, gpt.RunError):
         return False
     return True
 
 
 def download(name: str, folder: Path, repository: dict) -> None:
-    """Raises InputError if the hub cannot be reached or the folder cannot be written."""
-    gpt.check_writable(folder, "free space or fix its permissions, or choose another folder with --out")
+    """RecordError if the hub cannot be reached."""
     try:
         hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
                         **repository)
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             shards = f". Its training shards are 1 to {NUM_SHARDS}" * (repository is REPOSITORY)
-            raise gpt.InputError(f"{name} does not exist in {repository['repo_id']} on the hub (404)"
-                                 f"{shards}: ask for fewer, check HF_ENDPOINT, or train without a download: "
-                                 "./run.sh --preset=laptop") from None
+            raise RecordError(f"{name} does not exist in {repository['repo_id']} on the hub (404)"
+                              f"{shards}: ask for fewer, check HF_ENDPOINT, or train without a download: "
+                              "./run.sh --preset=laptop") from None
         reason = (str(error).strip().splitlines() or [""])[0][:120]
-        raise gpt.InputError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                             "check the network or proxy and repeat the command, which keeps complete "
-                             "files, or train without a download: ./run.sh --preset=laptop") from None
+        raise RecordError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
+                          "check the network or proxy and repeat the command, which keeps complete files, "
+                          "or train without a download: ./run.sh --preset=laptop") from None
 
 
 def fetch(name: str, folder: Path) -> None:
-    """Download a shard unless it is complete. Raises InputError if the hub fails or sends another file."""
+    """Download a shard unless it is complete. An error if the hub fails or sends another file."""
     if not is_whole(folder / name):
         download(name, folder, REPOSITORY)
         gpt.read_shard_header(str(folder / name))
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         if not 0 <= args.num_shards <= NUM_SHARDS:
-            raise gpt.InputError(f"num_shards={args.num_shards} does not exist: give 0 to {NUM_SHARDS}")
+            raise RecordError(f"num_shards={args.num_shards} does not exist: give 0 to {NUM_SHARDS}")
         names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
         for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file", disable=None):
             fetch(name, args.out)
@@ -102,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         print("record 92:", launcher, "--preset=frontier", shlex.join([*files, *vocabulary]))
         return 0
 
-    return gpt.run_guarded(body, "cached_fineweb10B.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measure the effect of mechanisms: a preset without each of them against the whole preset, over seeds.
 
     python records/ablate.py --preset=laptop --mechanisms=value_embeds,softcap --seeds=5
-    python records/ablate.py --preset=laptop                # all of its mechanisms (--list_presets)
+    python records/ablate.py --preset=laptop                # all, as in derived.mechanisms of --print_config
 
 Prints for each mechanism the change of the final validation loss if it is switched off, paired by seed, with
 its 95 % confidence interval. A mechanism whose change is above zero helps. The verdicts are corrected by
@@ -12,7 +12,6 @@ import hashlib
 import json
 import shlex
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,21 +23,8 @@ with require_packages():
     import train_gpt as gpt
     from records import results
 
-OWN_OPTIONS = {"preset", "without", "seed", "logs_dir", "record", "records_dir"}
-
-
-def list_mechanisms(preset: str) -> list[str]:
-    """The mechanisms of a preset, which are those that can be switched off."""
-    try:
-        gpt.make_config(dict(preset=preset))
-    except gpt.InputError as error:
-        raise RecordError(str(error)) from None
-    found = []
-    for name in gpt.MECHANISMS:
-        with suppress(gpt.InputError):  # the preset does not have it
-            gpt.make_config(dict(preset=preset, without=name))
-            found.append(name)
-    return found
+OWN_OPTIONS = {"preset", "without", "seed", "out", "record"}
+BASE = "nothing"  # folder of the runs of the whole preset
 
 
 def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jobs: int) -> Path:
@@ -51,7 +37,7 @@ def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jo
     kind = "\n".join([preset, shlex.join(extra), json.dumps(machine, sort_keys=True)])
     folder = logs_dir.resolve() / hashlib.sha256(source + kind.encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
-    results.write_file(folder / "train_gpt.py", source)
+    gpt.write_atomic(folder / "train_gpt.py", source)
     return folder
 
 
@@ -73,23 +59,21 @@ def main() -> None:
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "ablate")
     args = parser.parse_args()
     source = (results.ROOT / "train_gpt.py").read_bytes()
-    names = args.mechanisms.split(",") if args.mechanisms else list_mechanisms(args.preset)
-    for name in set(names) - set(gpt.MECHANISMS):
-        raise RecordError(f"--mechanisms={name} is not a mechanism: {gpt.suggest(name, gpt.MECHANISMS)} "
-                          "train_gpt.py --list_presets shows all")
-    for word in args.extra:  # the last value of an option counts, so these would replace those below
-        if (name := word.partition("=")[0].lstrip("-").replace("-", "_")) in OWN_OPTIONS:
-            raise RecordError(f"--extra={word} would replace an option of ablate.py: leave it out"
-                                      + ", and name mechanisms with --mechanisms" * (name == "without"))
+    options = gpt.parse_argv([f"--preset={args.preset}", *args.extra])
+    for name in OWN_OPTIONS & options.keys() - {"preset"}:
+        raise RecordError(f"--extra=--{name} would replace an option of ablate.py: leave it out")
+    parts = gpt.list_parts(gpt.make_config(options))
+    names = args.mechanisms.split(",") if args.mechanisms else sorted(parts)
+    for name in set(names) - set(parts):
+        raise RecordError(f"--mechanisms={name} is not a part of this recipe: {', '.join(parts)}")
     folder = find_folder(args.logs_dir, source, args.preset, args.extra, args.jobs)
-    runs = [(f"--without={name}", seed,
-             [f"--preset={args.preset}", f"--logs_dir={folder / name}", *args.extra,
-              *([f"--without={name}"] if name in names else [])])
-            for seed in range(args.seeds) for name in ("nothing", *names)]
-    results.run_missing(runs, lambda label: results.find_done(folder / label.removeprefix("--without=")),
-                        source, "ablate.py", jobs=args.jobs)
-    base, *others = (keep_seeds(results.read_record(folder / name), args.seeds)
-                     for name in ("nothing", *names))
+    runs = [(name, seed, [f"--preset={args.preset}", f"--out={folder / name}", *args.extra,
+                          *([f"--without={name}"] if name != BASE else [])])
+            for seed in range(args.seeds) for name in (BASE, *names)]
+    results.run_missing(runs, lambda name: results.find_done(folder / name / "logs"), source, "ablate.py",
+                        keep=lambda name, seed: results.remove_models(folder / name, seed), jobs=args.jobs)
+    base, *others = (keep_seeds(results.read_record(folder / name / "logs"), args.seeds)
+                     for name in (BASE, *names))
     summary = results.summarize(list(base.losses.values()))
     spread = f" +- {summary.sd:.4f}" if summary.n > 1 else ""
     print(f"{args.preset}: loss {summary.mean:.4f}{spread} over {summary.n} seed{'s' * (summary.n > 1)}\n")

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,9 @@ ENVIRONMENT = dict(GOMP_SPINCOUNT="1000", MALLOC_MMAP_THRESHOLD_="1073741824",
 
 
 class RecordError(Exception):
-    """An error of the user. Its line names the records and the remedy."""
+    """Bad input of a tool, as RunError of train_gpt.py."""
+
+    status = 2
 
 
 def warn(line: str) -> None:
@@ -120,44 +123,25 @@ class Progress:
 
 
 def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Run a tool and return its exit status.
+    """Run a tool and return its exit status. An error with a status is one line. Others are tracebacks.
 
-    An error of the user prints one line and gives 2. A reader that closes the pipe early, as head does,
-    gives 141, the status of SIGPIPE, without a line. Ctrl-C and SIGTERM end child processes, too. They print
-    a line and give 130 and 143.
+    SIGTERM acts as Ctrl-C does, so that a tool ends its child processes.
     """
-    status, line = 0, ""
-
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    old = signal.signal(signal.SIGTERM, interrupt) if is_main else None
+    old = signal.signal(signal.SIGTERM, interrupt)
     try:
-        try:
-            status = body() or 0
-        except SystemExit as end:  # from argparse, which has printed its line or the help
-            status = end.code
-        sys.stdout.flush()
-    except RecordError as error:
-        status, line = 2, str(error)
-    except BrokenPipeError:
-        status = 141
+        return body() or 0
     except KeyboardInterrupt as stop:
-        status = 128 + (stop.args[0] if stop.args else signal.SIGINT)
         warn(interrupted)
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        status, line = 2, f"{name}{error.strerror}: check the path, its permissions and the space left"
-    except UnicodeError as error:
-        status, line = 2, f"{error}: give names and files in UTF-8, and set PYTHONIOENCODING=utf-8"
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except Exception as error:
+        if not hasattr(error, "status"):
+            raise
+        if int(os.environ.get("RANK", 0)):  # rank 0 prints, and torchrun then ends this rank
+            time.sleep(3)
+        warn(f"error: {error}")
+        return error.status
     finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, old)
-    if line:
-        warn(f"error: {line}")
-    try:
-        sys.stdout.flush()
-    except OSError:  # the interpreter would flush the rest again at exit, and print an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status
+        signal.signal(signal.SIGTERM, old)

@@ -21,6 +21,7 @@ from records.common import Parser, RecordError, require_packages, run_guarded
 with require_packages():
     from scipy import stats
 
+    import train_gpt as gpt
     from records import plot, results
 
 HEAD = """# Records
@@ -440,12 +441,12 @@ def main() -> int:
     text, lines, picture = make_readme(args.records_dir, refused.append)
     for line in refused:
         results.leave_out(line)
-    results.write_file(args.records_dir / "README.md", text.encode())
+    gpt.write_atomic(args.records_dir / "README.md", text.encode())
     records = results.read_track("*", args.records_dir, lambda line: None)
     written = [f"{args.records_dir / 'README.md'} ({len(records)} records and rungs)"]
     if picture:
         plot.plot_ladder(*picture, args.records_dir / "ladder")
-        results.write_file(args.readme, replace_marked(args.readme.read_text(), lines).encode())
+        gpt.write_atomic(args.readme, replace_marked(args.readme.read_text(), lines).encode())
         written += [str(args.readme), f"{args.records_dir / 'ladder'}.svg and .png"]
     blocks = read_blocks(records, lambda line: None)
     if blocks:

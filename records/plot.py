@@ -30,6 +30,7 @@ with require_packages():
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    import train_gpt as gpt
     from records import results
 
 plt.rcParams.update({
@@ -92,7 +93,7 @@ def save(figure: plt.Figure, out: Path) -> None:
                           ("png", dict(metadata={"Software": None}, dpi=160))):
         picture = io.BytesIO()
         figure.savefig(picture, format=kind, **options)
-        results.write_file(out.with_name(f"{out.name}.{kind}"), picture.getvalue())
+        gpt.write_atomic(out.with_name(f"{out.name}.{kind}"), picture.getvalue())
     plt.close(figure)
 
 

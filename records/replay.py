@@ -5,8 +5,9 @@
     python records/replay.py --all                           # all of records/, takes hours
 
 The record's script runs in the root of the repository with the recorded options, always from the first step.
---resume, --time_limit, --checkpoint_every and --tracker are dropped. The result goes to a temporary folder.
-If a record was started in another folder, its options must contain absolute paths of the data.
+The result goes to a temporary folder. A result with a key is repeated by --preset=<run_id>.json, an older
+one by its argv without --resume, --time_limit, --checkpoint_every and --tracker. If a record was started in
+another folder, its options must contain absolute paths of the data.
 
 Bits may differ on another machine or with another PyTorch. A line names these runs, and only --force runs
 them. A run on other data is always passed over. The exit status is 1 if a loss differs, and if nothing was
@@ -31,7 +32,7 @@ with require_packages():
     import train_gpt as gpt
     from records import results
 
-DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that a replay does not repeat
+DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options of argv that are not repeated
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def describe_here(device: str, dtype: str) -> dict:
     The script of a record may choose another one, so replay() compares the choices of its run again.
     """
     cfg = gpt.make_config(dict(device=device, dtype=dtype))
-    rt = gpt.start_runtime(cfg, is_alone=True)
+    rt = gpt.start_runtime(cfg)
     choices = dict(dtype=str(gpt.choose_dtype(cfg, rt.device)[0]).removeprefix("torch."))
     return {**gpt.describe_machine(rt), "choices": choices}
 
@@ -50,9 +51,10 @@ def find_differences(result: dict) -> str:
     """Differences between the recorded machine and this one that can change bits."""
     try:
         here = describe_here(result["config"]["device"], result["config"]["dtype"])
-    except gpt.InputError as error:
+    except gpt.RunError as error:
         return str(error)
-    return ", ".join(gpt.differences(result, here, "replay"))
+    began = [f"it began with {result['resumed_from']}"] if result.get("resumed_from") else []
+    return ", ".join(began + results.differences(result, here, "replay"))
 
 
 def keep_options(argv: list[str]) -> list[str]:
@@ -68,18 +70,25 @@ def keep_options(argv: list[str]) -> list[str]:
     return kept
 
 
+def make_options(folder: Path, result: dict, out: str) -> list[str]:
+    """The options that repeat a run, with its output in another folder."""
+    if "key" in result:
+        path = folder.resolve() / f"{result['run_id']}.json"
+        return [f"--preset={path}", f"--out={out}", "--checkpoint_every=0", "--tracker=off"]
+    return [*keep_options(result["argv"]), *(f"--{name}={out}" for name in (
+        "records_dir", "logs_dir", "checkpoint_dir") if name in result["config"])]
+
+
 def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | None, str]:
     """(whether all validation losses are equal, a line that reports it). None if the runs differ in kind."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(results.find_script(folder)), *keep_options(result["argv"]),
-                   *(f"--{name}={out}" for name in ("records_dir", "logs_dir", "checkpoint_dir")
-                     if name in result["config"])]
+        command = [sys.executable, str(results.find_script(folder)), *make_options(folder, result, out)]
         done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
         (path,) = Path(out).rglob("*.json")
         new = results.read_result(path)
-    found = gpt.differences(result, new, "replay")
+    found = results.differences(result, new, "replay")
     if "other data" in found or found and not is_forced:
         return None, f"passed over ({', '.join(found)})"
     if new.get("resumed_at"):

@@ -1,6 +1,7 @@
 """Shared by the tools for records: results, their comparison and statistics, and missing runs.
 
-Functions that need SciPy import it themselves, so replay.py runs without it.
+Results of older scripts are read, too. Functions that need SciPy import it themselves, so replay.py runs
+without it.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,17 +20,28 @@ import threading
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import train_gpt as gpt
 from records.common import ROOT, Progress, RecordError, warn
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
+TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
+MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
+# Options that change no weight, loss or time. The first ones are of older scripts
+RESTART_OPTIONS = {f"options.{name}" for name in (
+    "records_dir", "logs_dir", "checkpoint_dir", "save_model", "time_limit", "print_every", *gpt.NOT_IN_KEY)}
+# {kind of comparison: entries of identify() that may differ}. "options" stands for all options.NAME
+MAY_DIFFER = {
+    "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
+    "replay": {*RESTART_OPTIONS, "options.record"},  # a result as a preset leaves it out
+    "losses": {"options", "script", "choices", "machine"},  # losses of two records
+    "times": {"options", "script", "choices"},  # times of two records
+}
 
 
 class Record(NamedTuple):
@@ -66,9 +79,9 @@ class Record(NamedTuple):
 
 
 def find_script(folder: Path) -> Path:
-    """The script of a record folder. All rungs of a ladder share the script in the ladder's folder."""
-    own = folder.resolve() / "train_gpt.py"
-    return own if own.exists() else own.parents[1] / "train_gpt.py"
+    """The script of a record folder. All rungs of a ladder, and runs of an ablation, share one above."""
+    places = [place / "train_gpt.py" for place in (folder.resolve(), *folder.resolve().parents[:2])]
+    return next(filter(Path.exists, places), places[1])
 
 
 def read_ladder(folder: Path) -> dict[str, dict]:
@@ -89,6 +102,41 @@ def load_script(folder: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def identify(run: dict) -> dict[str, Any]:
+    """The identity of a run as one flat dict: script, data, options.NAME, machine.NAME, choices.NAME.
+
+    run: a result of any script. Missing entries are left out. Older scripts had a flat config.
+    """
+    hardware, versions, config = run.get("hardware", {}), run.get("versions", {}), run.get("config", {})
+    options = {name: value for name, value in config.items() if name not in ("derived", "groups")}
+    options |= {f"{group}_{field}": value for group, row in config.get("groups", {}).items()
+                for field, value in row.items()}
+    old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
+    parts = dict(
+        options=options,
+        machine={**{name: hardware[name] for name in MACHINE_FIELDS if name in hardware},
+                 **{name: versions[name] for name in ("torch", "cuda", "cudnn") if name in versions}},
+        choices=run.get("choices", old_choices))
+    single = dict(script=run.get("script_sha256"), data=run.get("corpus_fingerprint"))
+    return {**{name: value for name, value in single.items() if value},
+            **{f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}}
+
+
+def differences(earlier: dict, now: dict, kind: str) -> list[str]:
+    """Differences of two runs outside of MAY_DIFFER[kind], for example 'head_lr was 0.008, here 0.01'.
+
+    Entries that one of the runs lacks are not compared.
+    """
+    lines, theirs, ours = [], identify(earlier), identify(now)
+    for key in [key for key in theirs if key in ours and theirs[key] != ours[key]]:
+        part, _, name = key.rpartition(".")
+        if not {key, part} & MAY_DIFFER[kind]:
+            label, old, new = f"{name} in use" if part == "choices" else name, theirs[key], ours[key]
+            lines.append(f"other {name}" if name in ("script", "data", "layers", "stages") else
+                         f"{label} was {str(old)[:60]}, here {str(new)[:60]}")
+    return lines
 
 
 def read_result(path: Path) -> dict:
@@ -128,7 +176,7 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
         else:
             kept[path.name] = result
     if not kept:
-        raise RecordError(f"{folder} {explain_no_result(folder)}")
+        raise RecordError(f"{folder} holds no result: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
     for result in kept.values():
         first = by_seed.setdefault(result["seed"], result)
@@ -136,21 +184,6 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
             warn(f"warning: {folder} has two losses of seed {result['seed']}, {first['final_val_loss']!r} "
                  f"and {result['final_val_loss']!r}: the first one counts")
     return Record(folder, [by_seed[seed] for seed in sorted(by_seed)], len(kept) - len(by_seed))
-
-
-def explain_no_result(folder: Path) -> str:
-    """The reason why a path is no record folder, with a remedy."""
-    below = next((path.parent for path in sorted(folder.glob("*/*.json"))), None)
-    if folder.is_file() and Path(folder.resolve().parent, "train_gpt.py").exists():
-        return f"is a file: give its folder, {folder.parent}"
-    if folder.suffix == ".json" and folder.is_file() or list(folder.glob("*_seed*_*.json")):
-        return ("is of runs without --record, which keep no script: start a run with --record=NAME, and "
-                "give its folder")
-    if not folder.exists():
-        return "does not exist: give the folder of a run with --record, or of a rung"
-    if below:
-        return f"holds no result itself: give a folder in it, for example {below}"
-    return "holds no result: give the folder of a run with --record, or of a rung"
 
 
 def find_misfit(name: str, result: dict, kept: dict[str, dict], digest: str) -> str:
@@ -165,7 +198,7 @@ def find_misfit(name: str, result: dict, kept: dict[str, dict], digest: str) -> 
     if result["script_sha256"] != digest:
         return f"mixes scripts: seed {seed} ran another train_gpt.py than the folder's"
     for place, other in kept.items():  # all, because facts that one of two results lacks are not compared
-        found = gpt.differences(other, result, "record")
+        found = differences(other, result, "record")
         if found:
             return (f"mixes runs: {name} (seed {seed}) differs from {place} (seed {other['seed']}): "
                     f"{', '.join(found[:5])}")
@@ -187,10 +220,19 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
     paths, records = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")], []
     for folder in sorted({path.parent for path in paths}):
         try:
-            records.append(read_record(folder, refuse))
+            record = read_record(folder, refuse)
+            check_track(record)
+            records.append(record)
         except RecordError as error:
             refuse(str(error))
     return records
+
+
+def check_track(record: Record) -> None:
+    """RecordError if the data of a record are not the data of its track, so that it is not comparable."""
+    result = record.results[0]
+    if result.get("corpus_fingerprint") != TRACK_DATA.get(result["track"], result.get("corpus_fingerprint")):
+        raise RecordError(f"{record.folder} has other data than track {result['track']}: give a new --track")
 
 
 def find_done(folder: Path) -> set[int]:
@@ -267,14 +309,14 @@ class Effect(NamedTuple):
 
 
 def find_differences(ours: Record, theirs: Record, kind: str) -> list[str]:
-    """gpt.differences() between two records. kind: losses or times.
+    """differences() between two records. kind: losses or times.
 
     A dtype chosen by auto counts as a property of the machine: processors of one name differ in whether they
     multiply bfloat16.
     """
     runs = theirs.results[0], ours.results[0]
-    found = gpt.differences(*runs, kind)
-    before, here = (gpt.identify(run).get("choices.dtype") for run in runs)
+    found = differences(*runs, kind)
+    before, here = (identify(run).get("choices.dtype") for run in runs)
     is_auto = all(run["config"].get("dtype", "auto") == "auto" for run in runs)
     if kind == "times" and is_auto and before and here and before != here:
         found.append(f"the machine's dtype was {before}, here {here}")
@@ -352,7 +394,7 @@ def find_crossing(result: dict, target: float) -> tuple[float, float] | None:
 
 def format_machine(result: dict) -> str:
     """The machine of a run: '2 threads of AMD EPYC, bfloat16, PyTorch 2.13.0', or '8 x NVIDIA H100, ...'."""
-    facts = gpt.identify(result)
+    facts = identify(result)
     if "machine.gpu" in facts:
         known = [f"{facts['machine.ranks']} x {facts['machine.gpu']}"]
     else:
@@ -366,12 +408,12 @@ def count_threads(jobs: int) -> int | None:
 
 
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
-                source: bytes, program: str, cwd: Path = ROOT, keep: Callable[[str], None] | None = None,
-                jobs: int = 1) -> None:
+                source: bytes, program: str, cwd: Path = ROOT,
+                keep: Callable[[str, int], None] | None = None, jobs: int = 1) -> None:
     """Run a script for each (name, seed, options) whose seed is not done yet, and show the progress.
 
-    A copy of the script runs, so that an edit in the meantime does not change later runs. keep() gets the
-    name after each run. With several jobs the runs share the processors: their times mean nothing.
+    A copy of the script runs, so that an edit in the meantime does not change later runs. keep() gets name
+    and seed after each run. With several jobs the runs share the processors: their times mean nothing.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
     if len(missing) < len(runs):
@@ -384,7 +426,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         if has_failed.is_set():  # start no further run
             return
         command = [sys.executable, str(script), *options, f"--seed={seed}"]
-        command += ["--save_model=off"] if b"save_model" in source else []  # older scripts write no models
+        command += ["--save_model=off"] if b"save_model" in source else []  # an option of older scripts
         progress.show(f"{name}, seed {seed}")
         process = subprocess.Popen(command, cwd=cwd, env=environment, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -395,7 +437,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
             raise RecordError(f"{shlex.join(command)} ended with status {process.returncode}: "
                               f"{' '.join(errors.split())} (start {program} again to go on from here)")
         if keep:
-            keep(name)
+            keep(name, seed)
         progress.finish(f"{name}, seed {seed}")
 
     with (tempfile.TemporaryDirectory() as folder,
@@ -416,15 +458,7 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
                 pool.shutdown(cancel_futures=True)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically. RecordError names it on failure."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written ({error.strerror}): choose another place, make its "
-                          "folder, or free space") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+def remove_models(out: Path, seed: int) -> None:
+    """Remove what a run with --out left for sampling, which a comparison of losses does not need."""
+    for path in out.glob(f"checkpoints/*_seed{seed}_*"):
+        shutil.rmtree(path)

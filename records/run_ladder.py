@@ -92,8 +92,7 @@ def main() -> None:
     presets, ends = read_presets(args.ladder)
     only = {name for name in args.only.split(",") if name} or set(presets)
     for name in only - set(presets):
-        raise RecordError(f"--only={name} is not a rung: {frozen.suggest(name, presets)} "
-                                  f"(choose among {', '.join(sorted(presets))})")
+        raise RecordError(f"--only={name} is not a rung: choose among {', '.join(sorted(presets))}")
     ladder, source = args.ladder.resolve(), script.read_bytes()
     if args.extra:
         digest = hashlib.sha256(source + shlex.join(args.extra).encode()).hexdigest()[:8]
@@ -113,9 +112,11 @@ def main() -> None:
                                       f"{script} into a folder for this one and give --ladder=FOLDER")
     # on the file system of the rungs, so that a move is atomic. The script reads data/ and writes records/
     with tempfile.TemporaryDirectory(dir=ladder, suffix=".partial") as place:
-        Path(place, "data").symlink_to(results.ROOT / "data")
+        Path(place, "records").mkdir()
+        for name in ("data", "records/presets"):
+            Path(place, name).symlink_to(results.ROOT / name)
         results.run_missing(runs, done.__getitem__, source, "run_ladder.py", Path(place),
-                            lambda name: keep_run(Path(place), ladder / name))
+                            lambda name, _: keep_run(Path(place), ladder / name))
     if args.extra:
         print(f"the trial: python records/validate.py {shlex.quote(str(ladder))}/*/")
 

@@ -2,7 +2,7 @@
 """Write text with a trained model.
 
     python records/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
-    python records/sample.py checkpoints/<run_id>/model.pt --num_samples=3
+    python records/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
     python records/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
 
 The tokenizer follows from the vocabulary size: bytes, or GPT-2's if tiktoken is installed. Without one the
@@ -10,13 +10,14 @@ prompt and the text are token ids. Each new token recomputes the whole text, in 
 """
 
 import codecs
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages
+from records.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -47,47 +48,46 @@ def find_tokenizer(vocab_size: int) -> Tokenizer | None:
 
 
 def find_model(path: Path) -> Path:
-    """The path of a file, or the newest model or checkpoint in a folder or its subfolders."""
-    if not path.is_dir():
+    """The path of a model or of a checkpoint, or the newest one of either below a folder."""
+    if path.is_file() or (path / "state.json").exists():
         return path
-    paths = [*path.rglob("model.pt"), *path.rglob("step_*.pt")]
-    paths = [file for file in paths if "_table" not in file.name]
+    paths = [*path.rglob("model.pt"), *(file.parent for file in path.rglob("step_*/state.json"))]
     if not paths:
-        raise gpt.InputError(f"{path} has no model: train one, or name a file as in "
-                             "checkpoints/<run_id>/model.pt")
+        raise gpt.RunError(f"{path} has no model.pt and no step_*/", 2)
     newest = max(paths, key=lambda file: file.stat().st_mtime)
     print(f"sampling from {newest}", file=sys.stderr)
     return newest
 
 
+def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(metadata, parameters by name) of a model.pt, or of a checkpoint's folder, whose rows may be flat."""
+    if not path.is_dir():
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return json.loads(content["metadata"]), content["tensors"]
+    metadata, entries = gpt.read_metadata(path), gpt.open_tensors(path)
+    return metadata, {entry[:-1]: torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
+                      for entry, parts in entries.items() if entry.endswith("/")}  # values have an empty key
+
+
 def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Runtime, dict]:
     """Read a model or checkpoint: (model with plain forms in float32, its config, runtime, metadata)."""
-    metadata, tensors = gpt.read_checkpoint(path)
-    options = dict(fast="off", compile="off", fp8_head="off", fp8_linear="off", fp8_mlp="off", fp8_qkv="off",
-                   device=device, dtype="float32")  # fmt: skip
-    unknown = sorted(metadata["config"].keys() - {*gpt.OPTIONS, "derived"})
-    try:
-        if unknown:
-            raise gpt.InputError(f"--{unknown[0]}={str(metadata['config'][unknown[0]])[:60]} is unknown")
-        cfg = gpt.config_from_dict({**metadata["config"], **options})
-        gpt.check_config(cfg)
-        device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-        rt = gpt.Runtime(device, ngram_rows=metadata.get("choices", {}).get("ngram_rows", 0))
-        with torch.device("meta"):
-            model = gpt.GPT(cfg, rt)
-        params = dict(model.named_parameters())
-        problems = [gpt.check_entry(tensors, name, param.shape) for name, param in params.items()]
-        problems += [f"also has {name}" for name in tensors if "/" not in name and name not in params]
-        for problem in filter(None, problems):
-            raise gpt.InputError(f"it {problem}")
-    except gpt.InputError as error:
-        raise gpt.InputError(f"{path} does not fit this script ({error}): use the copy of the script beside "
-                             "the log of that run") from None
-    model.load_state_dict({name: tensors[name] for name in params}, strict=False, assign=True)
+    metadata, tensors = read_tensors(path)
+    plain = dict(fast="off", compile="off", fp8="off", device=device, dtype="float32")
+    cfg = gpt.change_options(gpt.config_from_dict(metadata["config"]), plain)
+    rt = gpt.Runtime(torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"),
+                     ngram_rows=metadata["choices"]["ngram_rows"])
+    with torch.device("meta"):
+        model = gpt.GPT(cfg, rt)
+    params = dict(model.named_parameters())
+    if {name: param.numel() for name, param in params.items()} != {
+            name: tensor.numel() for name, tensor in tensors.items()}:
+        raise gpt.RunError(f"{path} has other parameters: use the script beside the log of its run", 2)
+    tensors = {name: tensor.view(params[name].shape) for name, tensor in tensors.items()}
+    model.load_state_dict(tensors, strict=False, assign=True)
     model.make_buffers()  # buffers are not in the checkpoint
     model.split_layers(1)  # again, because load_state_dict() replaced the parameters
     model.is_tied = metadata["is_tied"]
-    return model.to(device).eval(), cfg, rt, metadata
+    return model.to(rt.device).eval(), cfg, rt, metadata
 
 
 def sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -113,7 +113,7 @@ def generate(model: gpt.GPT, cfg: gpt.Config, rt: gpt.Runtime, prompt: list[int]
         tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
         inputs = F.pad(tokens, (0, -len(tokens) % gpt.BLOCK))  # causal attention does not see the padding
         step_inputs = gpt.make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
-        x, _ = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
+        x = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # the model diverged
             return
@@ -130,19 +130,15 @@ def escape_controls(text: str) -> str:
 
 
 def read_prompt(text: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    try:
-        tokens = tokenizer.encode(text) if tokenizer else [int(word) for word in text.split()]
-        if all(0 <= token < vocab_size for token in tokens):
-            return tokens
-    except ValueError:
-        pass
-    raise gpt.InputError(f"--prompt={text[:60]} is not UTF-8 text, or without a tokenizer a list of token "
-                         f"ids below {vocab_size}: pip install tiktoken, or give ids")
+    tokens = tokenizer.encode(text) if tokenizer else [int(word) for word in text.split() if word.isdigit()]
+    if not tokenizer and len(tokens) < len(text.split()) or not all(token < vocab_size for token in tokens):
+        raise gpt.RunError(f"--prompt={text[:60]}: without tiktoken give token ids below {vocab_size}", 2)
+    return tokens
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("model", type=Path, help="a model.pt or step_*.pt, or a folder with one")
+    parser.add_argument("model", type=Path, help="a model.pt or step_*/, or a folder with one")
     parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
     parser.add_argument("--num_samples", type=at_least(1), default=1)
     parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
@@ -170,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             print()
         return 0
 
-    return gpt.run_guarded(body, "sample.py")
+    return run_guarded(body)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from a model of 12 layers. Rules that keep norms have the schedules of preset mu
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -36,25 +37,37 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(tokens_per_param * num_params / batch))
     keeps_norm, is_muon = gpt.RULES[rule].keeps_norm, "muon" in rule or rule == "anvil"
-    recipe = gpt.find_preset("muonh")[1] if keeps_norm else dict(
+    muonh = json.loads((ROOT / "records/presets/muonh.json").read_text())["options"]
+    recipe = muonh if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
-        momentum_end=0.97, momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
-        matrix_weight_decay=decay if is_muon else 0.0, mlp_up_lr_mul=2.0 if is_muon else 1.0,
-        embed_lr=0.3, value_embed_lr=0.15, ngram_lr=0.15, head_lr=0.008)
-    rates = {name: recipe[name] * width_scale * batch_scale
-             for name in ("embed_lr", "value_embed_lr", "ngram_lr", "head_lr")}
-    matrix_lr = RATES[rule] * (12 / depth if keeps_norm else 1)
-    layers = [gpt.LayerSpec(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
-                            value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)]
-    options = {**recipe, **rates, **dict(
-        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128, num_value_embeds=depth,
-        layers=[*map(vars, layers)], stages=[vars(gpt.Stage(1, 2048, 512))], val_windows=[], seq_len=16_384,
+        momentum=[0.85, 0.97], momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
+        mlp_lr_mul=[2.0 if is_muon else 1.0, 1.0],
+        groups=dict(embed=dict(lr=0.3), value_embed=dict(lr=0.15), ngram=dict(lr=0.15), head=dict(lr=0.008)))
+    groups = {name: dict(lr=recipe["groups"][name]["lr"] * width_scale * batch_scale)
+              for name in ("embed", "value_embed", "ngram", "head")}
+    matrix_lr = RATES[rule] * (12 / depth if keeps_norm else 1) * batch_scale
+    decay = 0.0 if keeps_norm or not is_muon else decay
+    groups |= dict(matrix=dict(rule=rule, lr=matrix_lr, weight_decay=decay),
+                   scalar=dict(lr=0.04 * batch_scale), gain=dict(lr=0.1 * batch_scale))
+    layers = [dict(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
+                   value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)]
+    options = {**recipe, **dict(
+        num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128,
+        layers=[leave_out(layer, gpt.LayerSpec()) for layer in layers],
+        stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=16_384,
         micro_batch_tokens=32_768, max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations,
-        matrix_rule=rule, matrix_lr=matrix_lr * batch_scale, scalar_lr=0.04 * batch_scale,
-        gain_lr=0.1 * batch_scale, adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
-    parent = gpt.resolve_preset("track_1")
-    same = {name for name, value in options.items() if value == parent[name]}
-    return dict(parent="track_1", options={name: options[name] for name in options if name not in same})
+        fp8_parts=["head", "linear"] if width >= 1536 else ["head"],
+        adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
+    parent = gpt.load_preset("track_1")
+    rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}
+    return dict(parent="track_1", options=leave_out(options, parent) | dict(
+        groups={name: row for name, row in rows.items() if row}))
+
+
+def leave_out(values: dict, parent: object) -> dict:
+    """The values that differ from the parent's."""
+    same = json.loads(json.dumps(vars(parent), default=vars))
+    return {name: value for name, value in values.items() if value != same[name]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +84,10 @@ def main(argv: list[str] | None = None) -> int:
         preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
                                 args.vocab_size)
         path = ROOT / "records/presets" / f"{args.name or f'd{args.depth}'}.json"
-        path.write_text(json.dumps(preset, indent=1) + "\n")
+        rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
+        text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),
+                        json.dumps(preset, indent=1))
+        path.write_text(text + "\n")
         print(f"wrote {path.relative_to(ROOT)}: train with --preset={path.stem}")
 
     return run_guarded(body)

@@ -213,6 +213,18 @@ def before_call(monkeypatch, owner, name, do) -> None:
     monkeypatch.setattr(owner, name, wrapped)
 
 
+def at_step(monkeypatch, step, act) -> None:
+    """Call act() once, before this step of a run in this process. Steps count from 1, without the warm-up."""
+    calls = []
+
+    def do(trainer, *_):
+        if hasattr(trainer, "log") and trainer.progress.step + 1 == step and not calls:
+            calls.append(step)
+            act()
+
+    before_call(monkeypatch, gpt.Trainer, "train_step", do)
+
+
 def advance(monkeypatch, now, owner, name, seconds) -> None:
     """Advance the time by these seconds in each call of a function."""
     before_call(monkeypatch, owner, name, lambda *_: now.__setitem__(0, now[0] + seconds))
@@ -230,6 +242,17 @@ def find_saved(step: int) -> Path:
     """The only checkpoint of a step in this folder."""
     (path,) = Path().glob(f"checkpoints/*/*/step_{step:06d}")
     return path
+
+
+def read_tensors(step: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by NAME/KEY, each with the rows of all ranks."""
+    entries = {name: sorted(parts, key=lambda part: part[0]) for name, parts in gpt.open_tensors(step).items()}
+    return {name: torch.cat([rows for _, rows in parts]) for name, parts in entries.items()}
+
+
+def assert_same_bits(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def make_trainer(shards, **changes):

@@ -218,7 +218,7 @@ MOMENTUM = {
     "track_2": {0: 0.85, 150: 0.90, 300: 0.95, 7499: 0.95},
     # H2: 0.85 to 0.95 linearly over 300 steps, then constant
     "muonh": {0: 0.85, 1: 0.85 + 0.1 / 300, 150: 0.90, 299: 0.85 + 0.1 * 299 / 300, 300: 0.95, 1669: 0.95},
-    # JSON: momentum_start = momentum_end = 0.8, no warmup, no cooldown
+    # JSON: momentum 0.8 at the start and the end, no warmup, no cooldown
     "laptop": {0: 0.8, 170: 0.8, 339: 0.8},
 }
 
@@ -460,10 +460,9 @@ MUONH_PARAMETERS = {
 }
 
 # JSON: model_dim 128, 2 heads of 64, mlp_ratio 2, vocab 257 padded to 272, layers, init_std 0.5 (read: times
-# D^-0.5, uniform, as in B4), embed_std, value_embed_std, zero_init "mlp", embed_dtype, matrix_dtype. Layer 0
-# has no attention. Value embeddings: layer 1 table 1, layer 2 table 0, layer 3 table 1. num_value_embeds is
-# 3, but only two tables fit num_params = 2,695,182 (derived). The start of the head, the table and the
-# scalars is not in the JSON
+# D^-0.5, uniform, as in B4), embed_std, zero_init "mlp", embed_dtype, matrix_dtype. Layer 0
+# has no attention. Value embeddings: layer 1 table 1, layer 2 table 0, layer 3 table 1. Two tables fit
+# num_params = 2,695,182 (derived). The start of the head, the table and the scalars is not in the JSON
 STD_128 = 0.5 * 128**-0.5
 LAPTOP_PARAMETERS = {
     "embed": dict(shape=(272, 128), dtype=FP32, group="embed", init=("normal", 1.0)),
@@ -683,7 +682,7 @@ MULTIPLIERS = {
     },
     "track_2": {"blocks.*.mlp.up_down": dict(lr=1.0)},
     "muonh": {},  # H1: the shape factor has no effect in Hyperball
-    "laptop": {"blocks.*.mlp.up_down": dict(lr=(1.0, 1.0), wd=1.0)},  # JSON: mlp_up_lr_mul, mlp_down_lr_mul
+    "laptop": {"blocks.*.mlp.up_down": dict(lr=(1.0, 1.0), wd=1.0)},  # JSON: mlp_lr_mul
 }
 # -----------------------------------------------------------------------------------------------------------
 # 6. STATES

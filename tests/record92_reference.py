@@ -1024,13 +1024,14 @@ def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False, watc
 ADAM_GROUPS = {"head": "head", "embed": "embed", "ve": "value_embed", "table": "ngram", "scalar": "scalar",
                "residual": "residual", "output": "mix", "gate": "gate"}
 FIXED = dict(        # options with the only values that this reading has
-    sequence_start="document", document_mask="on", epochs=1, qk_norm="on", rotary_pairs="adjacent", smear="on",
-    x0_mix="after_attention", attention_gate_dim=0, value_gate_dim=12, output_gain="auto", norm_gain="off",
-    ngram_order=3, softcap=23.0, softcap_shift=5.0, softcap_width=7.5, tie_head="on", matrix_rule="anvil",
-    ngram_rule="row_adam", orthogonalize="six_maps", matrix_betas=[0.9, 0.9], matrix_every=1, decay="cautious",
-    decay_schedule="lr", momentum_start=0.85, momentum_end=0.93, lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0,
-    averages="on", grad_grid=0.0, **{group + "_every": 2 for group in ADAM_GROUPS.values()},
-    **{group + "_late_every": 4 * (group in ("value_embed", "ngram")) for group in ADAM_GROUPS.values()})
+    sequence_start="document", document_mask=True, epochs=1, qk_norm=True, rotary_pairs="adjacent", smear=True,
+    x0_mix="after_attention", attention_gate_dim=0, value_gate_dim=12, gains=[], ngram_order=3,
+    softcap=[23.0, 5.0, 7.5], tie_head=True, orthogonalize="six_maps", decay="cautious", decay_schedule="lr",
+    momentum=[0.85, 0.93], lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0, averages=True, grad_grid=0.0)
+FIXED_GROUPS = dict(
+    matrix=dict(rule="anvil", betas=[0.9, 0.9], every=1), **{
+        group: dict(rule="row_adam" if group == "ngram" else "adamw", every=2,
+                    late_every=4 * (group in ("value_embed", "ngram"))) for group in ADAM_GROUPS.values()})
 
 
 def topology_of(layers):
@@ -1045,7 +1046,7 @@ def topology_of(layers):
     (skip_to,) = given("skip_from")
     (post,) = {layer["gates_from"] for layer in layers} - {0}
     assert having("key_offset") == having("gate") == wide and having("mudd_in") == having("mudd_out")
-    assert layers[0]["ngram"] and last["ngram"] and last["x0"] and last["mudd_in"] == "x_in,h%d" % shared
+    assert layers[0]["ngram"] and last["ngram"] and last["x0"] and last["mudd_in"] == ["x_in", "h%d" % shared]
     assert [layer["gates_from"] for layer in layers] == [0] * post + [post] * (len(layers) - post)
     mlps = [(i, slot) for slot, name in (("%d", "mlp"), ("%db", "second_mlp")) for i in having(name)]
     return Topology(
@@ -1054,13 +1055,7 @@ def topology_of(layers):
         shared=shared, from_shared=given("attention_from"), x0=having("x0")[:-1], ngram=having("ngram")[1:-1],
         skip=(layers[skip_to]["skip_from"], skip_to), post=post, mlps=tuple(slot % i for i, slot in sorted(mlps)),
         end=tuple("ve%d" % layer_of[int(name[2:])] if name.startswith("ve") else name
-                  for name in last["mudd_out"].split(",")))
-
-
-def weight_of(text):
-    """A weight in a stage: "a:b" is a ramp, "a/b" are equal parts."""
-    ramp = text.split(":")
-    return Ramp(*map(float, ramp)) if len(ramp) == 2 else tuple(map(float, text.split("/")))
+                  for name in last["mudd_out"]))
 
 
 def shape_of(config):
@@ -1070,11 +1065,14 @@ def shape_of(config):
     number of steps falls.
     """
     other = {name: config[name] for name, value in FIXED.items() if config[name] != value}
+    other |= {(group, name): config["groups"][group][name] for group, values in FIXED_GROUPS.items()
+              for name, value in values.items() if config["groups"][group][name] != value}
     assert not other, other
     layers, stages, head_dim, ratio = (config[name] for name in ("layers", "stages", "head_dim", "mlp_ratio"))
     assert config["short_qk_dim"] == head_dim // 2 and {layer["v_dim"] for layer in layers} == {None, head_dim // 2}
-    assert math.isclose(config["mlp_up_lr_mul"], ratio ** 0.5)
-    assert math.isclose(config["mlp_down_lr_mul"], 2 * ratio ** 0.5)
+    up, down = config["mlp_lr_mul"]
+    assert math.isclose(up, ratio ** 0.5) and math.isclose(down, 2 * ratio ** 0.5)
+    matrix = config["groups"]["matrix"]
     steps, multiple = config["num_iterations"], config["vocab_multiple"]
     scheduled = steps - config["extension_steps"]
 
@@ -1091,24 +1089,24 @@ def shape_of(config):
     average_rate = lambda rate: min(1.0, rate * RECORD_STEPS / steps)
     rates = {}
     for name, group in ADAM_GROUPS.items():
-        lr, betas, decay = (config[group + part] for part in ("_lr", "_betas", "_weight_decay"))
+        lr, betas, decay = (config["groups"][group][part] for part in ("lr", "betas", "weight_decay"))
         rates[name] = Rates(lr / BASE_LR, tuple(betas), decay / (lr * BASE_DECAY))
     return Shape(
         topology=topology_of(layers), tokenizer=config["vocab_size"],
         vocab=math.ceil(config["vocab_size"] / multiple) * multiple, dim=config["model_dim"],
         heads=config["num_heads"], qk_group=config["qk_group_heads"], qk_narrow=head_dim // 2, qk_wide=head_dim,
         v_half=head_dim // 2, v_full=head_dim, hidden=round(ratio * config["model_dim"]),
-        table_rows=config["ngram_rows"], gate_hidden=config["gate_hidden"], groups=config["mudd_groups"],
+        table_rows=config["ngram_rows"], gate_hidden=64, groups=config["mudd_groups"],
         ranks=ranks, block=1, stage_steps=tuple(end - first for first, end in zip([0] + ends, ends)),
         stage_tokens=lengths, stage_caps=of_stages("max_doc_len"), stage_lr=of_stages("lr_factor"),
         stage_blocks=tuple((stage["window_short"], stage["window_long"]) for stage in stages),
         boundary_rows=(math.inf,) * len(stages),
-        token_weights=tuple([weight_of(text) for text in stage["loss_weights"].split()] for stage in stages),
-        prefix_weights=tuple(weight_of(stage["prefix_weight"]) for stage in stages),
+        token_weights=tuple([Ramp(*ends) for ends in stage["loss_weights"]] for stage in stages),
+        prefix_weights=tuple(tuple(stage["prefix_weight"]) or (0,) for stage in stages),
         candidates=tuple(stage["num_classes"] for stage in stages),
         validation_blocks=tuple(config["val_windows"][::-1]), yarn_blocks=config["yarn_max_window"],
-        attention_cap=config["max_attention_len"], matrix_lr=config["matrix_lr"],
-        matrix_decay=config["matrix_weight_decay"] / config["matrix_lr"], rates=rates,
+        attention_cap=config["max_attention_len"], matrix_lr=matrix["lr"],
+        matrix_decay=matrix["weight_decay"] / matrix["lr"], rates=rates,
         adam_eps=config["adam_eps"], gradient_scale=49152 * ranks / config["tokens_per_step"],
         lr_floor=config["final_lr_frac"], lr_decay_from=scheduled * (1 - config["cooldown_frac"]),
         momentum_ramp=config["momentum_warmup_steps"], momentum_cooldown=config["momentum_cooldown_steps"],
@@ -1117,7 +1115,7 @@ def shape_of(config):
         tail_ema_from=math.ceil(average_from(895) / 2) * 2, blend_from=average_from(897),
         tail_avg_from=average_from(945), value_from=average_from(947), tail_ema_rate=average_rate(2 / 299),
         tail_ema_odd_rate=average_rate(1 - (1 - 2 / 299) ** 2), tail_avg_rate=average_rate(4 / 53),
-        blend_rate=average_rate(2 / 75), attention_scale=(config["short_attention_scale"], config["attention_scale"]),
+        blend_rate=average_rate(2 / 75), attention_scale=tuple(config["attention_scale"][::-1]),
         missing_targets_count=False, calls_end_with_shards=False)
 
 

@@ -133,7 +133,7 @@ class Schedule:
         return {"constant": 1.0, "lr": lr_factor, "cosine": cosine}[kind]
 
     def momentum(self, step):
-        low, high = self.config["momentum_start"], self.config["momentum_end"]
+        low, high = self.config["momentum"]
         rise, fall = self.config["momentum_warmup_steps"], self.config["momentum_cooldown_steps"]
         if fall and step > self.steps - fall:
             return high - (high - low) * (step - (self.steps - fall)) / fall
@@ -148,7 +148,7 @@ class Schedule:
             long_windows, short = long_windows + [config["val_windows"][0]], config["val_windows"][1]
         count = config["head_dim"] // 4
         frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
-        scale = config["attention_scale"]
+        scale, _ = config["attention_scale"]
         for old, new in zip(long_windows, long_windows[1:]):
             old, new = min(old, config["yarn_max_window"]), min(new, config["yarn_max_window"])
             if old == new:
@@ -262,7 +262,8 @@ def forward(config, p, tokens, documents, windows):
             x = x + torch.relu(rms_norm(x) @ p[f"up.{i}"]) ** 2 @ p[f"down.{i}"].T
         outputs.append(x)
     logits = rms_norm(x) @ p["head"].T
-    return config["softcap"] * torch.sigmoid((logits + config["softcap_shift"]) / config["softcap_width"])
+    cap, shift, width = config["softcap"]
+    return cap * torch.sigmoid((logits + shift) / width)
 
 
 def cross_entropy(config, params, row, windows):
@@ -304,23 +305,24 @@ def normalize_lanes(X, state, b2):
 
 def update_matrix(config, W, G, state, factor, decay_factor, momentum):
     """Update one matrix in place with Muon or NorMuon."""
+    options = config["groups"]["matrix"]
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
     X = orthogonalize((1 - momentum) * G + momentum * M, config["orthogonalize"])
-    if config["matrix_rule"] == "normuon":
-        X = normalize_lanes(X, state, config["matrix_betas"][1])
-    eta = config["matrix_lr"] * factor * max(1, W.shape[0] / W.shape[1]) ** 0.5
-    W -= eta * X + eta * config["matrix_weight_decay"] * decay_factor * W
+    if options["rule"] == "normuon":
+        X = normalize_lanes(X, state, options["betas"][1])
+    eta = options["lr"] * factor * max(1, W.shape[0] / W.shape[1]) ** 0.5
+    W -= eta * X + eta * options["weight_decay"] * decay_factor * W
 
 
 def update_adam(config, p, G, state, name, factor, decay_factor):
-    group = adam_group(config, name)
-    b1, b2 = config[group + "_betas"]
+    options = config["groups"][adam_group(config, name)]
+    b1, b2 = options["betas"]
     t = state["t"] = state.get("t", 0) + 1
     m = state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * G
     v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * G * G
-    lr = config[group + "_lr"] * factor
+    lr = options["lr"] * factor
     u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + config["adam_eps"])
-    p -= u + lr * config[group + "_weight_decay"] * decay_factor * p
+    p -= u + lr * options["weight_decay"] * decay_factor * p
 
 
 def update_rows(config, p, G, state, factor):
@@ -328,15 +330,16 @@ def update_rows(config, p, G, state, factor):
 
     Its second moment decays in every update, and t counts all updates of the table.
     """
-    b1, b2 = config["ngram_betas"]
-    assert b1 == config["ngram_weight_decay"] == 0
+    options = config["groups"]["ngram"]
+    b1, b2 = options["betas"]
+    assert b1 == options["weight_decay"] == 0
     t = state["t"] = state.get("t", 0) + 1
     v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * (G * G).mean(dim=1, keepdim=True)
-    p -= config["ngram_lr"] * factor * math.sqrt(1 - b2 ** t) * G / (torch.sqrt(v) + config["adam_eps"])
+    p -= options["lr"] * factor * math.sqrt(1 - b2 ** t) * G / (torch.sqrt(v) + config["adam_eps"])
 
 
 def adam_group(config, name):
-    """The group of options of a parameter."""
+    """The group of a parameter."""
     first = name.split(".")[0]
     if first in ("embed", "head"):
         return first

@@ -1,13 +1,15 @@
-"""Kill a run again and again: python tests/run_and_kill.py KILLS ARGUMENT...
+"""Kill a run again and again: python tests/run_and_kill.py KILLS SEED MOST_RANKS ARGUMENT...
 
-It forks, so PyTorch is imported only once. Each life continues with --resume=auto and is killed (SIGKILL) at a random
-moment. The last life ends without a kill. Prints JSON: the exit statuses, and the step at which each life resumed.
+It forks, so PyTorch is imported only once. Each life has a random number of ranks and continues with --resume=auto.
+SIGKILL hits all ranks or one of them, at a random moment or inside a write. The last life ends without a kill. Prints
+JSON: for each life its ranks, kill and exit statuses, and the step at which it resumed.
 """
 
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -16,47 +18,108 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run_ranks import start_ranks  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 
+WRITES = "write", "rename", "remove"  # what a kill interrupts
 
-def live(number: int, argv: list[str], num_lines: int | None, seconds: float) -> int:
-    """Run one life, with its console in life_NUMBER.txt. Returns its exit status.
 
-    The kill comes `seconds` after the console has num_lines lines of times. num_lines=None means no kill.
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in(what: str, count: int) -> None:
+    """This process dies in the middle of the count-th such call for a checkpoint."""
+    write, rename, rmtree = gpt.write_atomic, Path.rename, shutil.rmtree
+    counts = iter(range(1, 10**6))
+
+    def is_due(path: Path) -> bool:
+        return "checkpoints" in path.parts and next(counts) == count
+
+    def write_half(path, data):
+        if not is_due(path):
+            return write(path, data)
+
+        def put_half(file):
+            data(file) if callable(data) else file.write(data)
+            file.truncate(file.tell() // 2)
+            file.flush()
+            die()
+
+        write(path, put_half)
+
+    def rename_or_die(path, target):
+        is_last = is_due(path)
+        if is_last and count % 2:
+            die()
+        rename(path, target)
+        if is_last:
+            die()
+
+    def remove_one(path, *more, **options):
+        if is_due(Path(path)):
+            next(Path(path).iterdir()).unlink()
+            die()
+        rmtree(path, *more, **options)
+
+    if what == "write":
+        gpt.write_atomic = write_half
+    if what == "rename":
+        Path.rename = rename_or_die
+    if what == "remove":
+        shutil.rmtree = remove_one
+
+
+def live(number: int, argv: list[str], num_ranks: int, what: str, victim: int | None, lines: int, seconds: float) -> list:
+    """Run one life, with its console in life_NUMBER.txt. Returns the exit statuses of its ranks.
+
+    victim: rank that is killed in its lines-th call of `what`. With what="moment" it is killed `seconds` after the
+    console has this number of lines of steps, and None means all ranks. what="" means no kill.
     """
-    pid = os.fork()
-    if pid == 0:
-        console = os.open(f"life_{number}.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(console, 1)
-        os.dup2(console, 2)
+    console = Path(f"life_{number}.txt")
+    console.touch()
+
+    def run() -> int:
+        output = os.open(console, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         torch.set_num_threads(1)
-        os._exit(gpt.main([*argv, "--resume=auto"]))
-    if num_lines is not None:
-        console = Path(f"life_{number}.txt")
-        while not console.exists() or console.read_text().count("train_time") < num_lines:
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                raise SystemExit(f"life {number} ended before its kill")
+        gpt.RunLog.PROGRESS_LINES = 10**6
+        if what in WRITES and int(os.environ["RANK"]) == victim:
+            die_in(what, lines)
+        return gpt.main([*argv, "--resume=auto"])
+
+    pids, deadline, ends = start_ranks(num_ranks, run), time.monotonic() + 300, {}
+    if what == "moment":
+        while len(re.findall(r"^step \d", console.read_text(), re.M)) < lines:
+            assert time.monotonic() < deadline, console.read_text()
             time.sleep(0.001)
         time.sleep(seconds)
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for pid in pids if victim is None else [pids[victim]]:
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:  # the others of a lost rank end by themselves
+        ends[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return list(ends.values())
 
 
 def main() -> None:
-    kills, *argv = sys.argv[1:]
-    moments = random.Random(0)
-    ends = []
-    for i in range(int(kills)):
-        is_start = i % 5 == 4  # each fifth kill hits the start, all others hit training and saving
-        num_lines = 0 if is_start else moments.randint(2, 9)
-        seconds = moments.uniform(0.0, 0.5 if is_start else 0.03)
-        ends.append(live(i, argv, num_lines, seconds))
-    ends.append(live(int(kills), argv, None, 0))
-    lives = [Path(f"life_{i}.txt").read_text() for i in range(len(ends))]
-    resumed = [
-        int(found[1]) if (found := re.search(r"^resumed \S+ after step (\d+)", life, re.M)) else 0 for life in lives
-    ]
-    print(json.dumps(dict(ends=ends, resumed=resumed, last=lives[-1])))
+    kills, seed, most_ranks, *argv = sys.argv[1:]
+    choice, lives = random.Random(int(seed)), []
+    for number in range(int(kills) + 1):
+        ranks = choice.randint(1, int(most_ranks))
+        what = "" if number == int(kills) else choice.choice(("moment", "moment", *WRITES))
+        victim = choice.choice((None, *range(ranks))) if what == "moment" else choice.randrange(ranks)
+        if what in ("rename", "remove"):  # done by rank 0
+            victim = 0
+        is_start = number % 5 == 4  # some kills hit the start
+        lines = 0 if what == "moment" and is_start else choice.randint(1, 12)
+        start = time.monotonic()
+        ends = live(number, argv, ranks, what, victim, lines, choice.uniform(0.0, 1.0 if is_start else 0.05))
+        found = re.search(r"^resumed \S+/step_(\d+)", console := Path(f"life_{number}.txt").read_text(), re.M)
+        lives.append(dict(ranks=ranks, what=what, victim=victim, lines=lines, ends=ends, console=console[-2000:],
+                          resumed=int(found[1]) if found else 0, seconds=time.monotonic() - start))  # fmt: skip
+    print(json.dumps(lives))
 
 
 if __name__ == "__main__":

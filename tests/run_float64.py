@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-EXACT = ("--device=cpu", "--dtype=float32", "--embed_dtype=float32", "--matrix_dtype=float32", "--fp8_head=off")
+EXACT = ("--device=cpu", "--dtype=float32", "--embed_dtype=float32", "--matrix_dtype=float32", "--fp8=off")
 
 
 def run_float64(folder: Path, *options: str, nproc: int = 1) -> tuple[dict, dict[str, torch.Tensor]]:

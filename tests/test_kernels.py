@@ -28,7 +28,7 @@ def relative_error(ours, exact):
 
 KERNELS = dict(
     cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel", relu2_mlp="relu2_matmul_kernel",
-    qkv_kernel="qkv_kernel", sum_rows="sum_rows_kernel",
+    qkv_kernel="qkv_kernel",
 )
 
 
@@ -69,19 +69,15 @@ def test_symmetric_matmul(shape, product):
 
 @pytest.mark.parametrize("num_tokens, num_rows", [(100, 40), (50, 1), (60, 1000)])
 def test_sums_of_rows(num_tokens, num_rows):
-    """A third of the tokens read one row, more than a tile of 16. Columns are more than a tile of 256."""
+    """A third of the tokens read one row."""
     torch.manual_seed(0)
     rows, grad = torch.randint(num_rows, (num_tokens,), device=DEVICE), torch.randn(num_tokens, 300, device=DEVICE)
     rows[: num_tokens // 3] = 0
     distinct, out = gpt.find_distinct(rows, num_rows), torch.randn(num_rows + 1, 300, device=DEVICE)
     exact = out.double().index_add_(0, rows, grad.double())
     places = torch.zeros(num_tokens, 300, device=DEVICE).double().index_add_(0, distinct.places, grad.double())
-    for sum_rows in (gpt.sum_rows, gpt.sum_rows_triton):
-        assert relative_error(sum_rows(grad, distinct), places) < 1e-6
-        assert relative_error(sum_rows(grad.T.contiguous().T, distinct), places) < 1e-6
-        assert relative_error(sum_rows(grad, distinct, out.clone())[:num_rows], exact[:num_rows]) < 1e-6
-    rows[0] = num_rows  # padding
-    assert torch.equal(gpt.sum_rows_triton(grad, gpt.find_distinct(rows, num_rows), out.clone())[num_rows], out[num_rows])
+    assert relative_error(gpt.sum_rows(grad, distinct), places) < 1e-6
+    assert relative_error(gpt.sum_rows(grad, distinct, out.clone())[:num_rows], exact[:num_rows]) < 1e-6
 
 
 @pytest.mark.parametrize("rows, is_launched", [(128, False), (129, True)])
@@ -254,10 +250,10 @@ def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
     assert (dtype, use_compile) == expected and f"torch.compile {'on' if use_compile else 'off'}" in compile_note
     assert ("activations: bfloat16" in note) == (capability >= (8, 0))
     if not has_triton:
-        with pytest.raises(gpt.InputError, match="--compile=on .*Triton is not installed"):
+        with pytest.raises(gpt.RunError, match="--compile=on"):
             gpt.choose_compile(smoke_config(compile="on"), device)
     if capability < (8, 0):
-        with pytest.raises(gpt.InputError, match="--dtype=bfloat16 needs"):
+        with pytest.raises(gpt.RunError, match="--dtype=bfloat16"):
             gpt.choose_dtype(smoke_config(dtype="bfloat16"), device)
 
 
@@ -278,10 +274,9 @@ def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, says, name
     monkeypatch.setattr(gpt, "measure_matmul", lambda *_: next(rates))
     choose = lambda dtype: gpt.choose_dtype(smoke_config(dtype=dtype), torch.device("cpu"))
     assert [str(choose("auto")[0])[6:] for _ in range(2)] == [name] * 2
-    assert ("does not multiply bfloat16" in choose("auto")[2]) == (name == "float32")
     for other in ("float32", "bfloat16"):
         dtype, _, note = choose(other)
-        assert str(dtype)[6:] == other and f"activations: {other} (chosen by --dtype. Matmul: " in note
+        assert str(dtype)[6:] == other and f"activations: {other} (matmul: " in note
 
 
 @pytest.mark.recipe  # one of the kernels is ReLU^2
@@ -323,7 +318,7 @@ def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
     launched = note_launches(monkeypatch)
     monkeypatch.setitem(gpt.POLYNOMIALS, "newton_schulz", gpt.POLYNOMIALS["newton_schulz"][:1])  # it saves time
     cfg = smoke_config(shards, seq_len=128, tokens_per_step=128, micro_batch_tokens=128, num_layers=1, layers=(gpt.LayerSpec(value_embed=0),), grad_grid=0.0, num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2)
-    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name, *(["sparse_embedding"] if name == "sum_rows" else [])})))
+    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name})))
     train_some_steps(trainer, 1)
     assert launched == {name}
     launched.clear()
@@ -339,8 +334,8 @@ def test_kernels_are_the_forms_that_need_triton():
 def test_kernels_on_the_command_line(shards, tmp_path):
     args = ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--num_iterations=2",
             "--val_seq_len=128", "--val_tokens=128", "--num_layers=1"]  # the interpreter is slow
-    result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)},sparse_embedding", *args, "--warmup_iterations=0")
-    assert "fast forms: qkv_kernel, cross_entropy, relu2_mlp, symmetric_matmul, sparse_embedding, sum_rows\n" in result["stdout"]
+    result = smoke_run(shards, tmp_path, f"--fast={','.join(KERNELS)}", *args, "--warmup_iterations=0")
+    assert "fast forms: qkv_kernel, cross_entropy, relu2_mlp, symmetric_matmul\n" in result["stdout"]
 
 
 @pytest.mark.recipe

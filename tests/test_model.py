@@ -32,7 +32,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     p = {name: param.detach().double() for name, param in model.named_parameters()}
     num_tokens, heads, width = len(inputs), cfg.num_heads, cfg.head_dim
     norm = lambda x: x / (x.square().mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
-    head_norm = norm if cfg.qk_norm == "on" else lambda x: x
+    head_norm = norm if cfg.qk_norm else lambda x: x
     angle = torch.arange(num_tokens)[:, None].double() * torch.tensor(frequencies)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     rotate = lambda x: torch.cat(
@@ -73,7 +73,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             x = x + h.clamp(min=0) ** 2 @ down.T * p.get(f"blocks.{i}.mlp_gain_out", one)
         outputs.append(x)
     logits = norm(x) @ p["head.weight"].T
-    return 15 * torch.tanh(logits / 15) + 15 if cfg.softcap else logits
+    return 15 * torch.tanh(logits / 15) + 15 if cfg.softcap[0] else logits
 
 
 @pytest.mark.recipe
@@ -87,14 +87,13 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             for change in (
                 dict(num_layers=6),
                 dict(attention_gate_dim=0),
-                dict(num_value_embeds=0),
                 dict(qk_norm="off"),
                 dict(qk_group_heads=1),
                 dict(x0_mix="off"),
-                dict(softcap=0.0),
+                dict(without="softcap"),
                 dict(yarn_max_window=0),
-                dict(norm_gain="on", output_gain="on"),
-                dict(without="skips,value_embeds,dropped_attention,dropped_mlp"),
+                dict(gains="norm,output"),
+                dict(without="skip_from,value_embeds,dropped_attention,dropped_mlp"),
             )
         ),
     ],
@@ -112,7 +111,7 @@ def test_the_model_is_the_recipe(step, changes, fast):
         dict(zip(("long", "short"), state.windows)),
         *state.rope["long"],  # short layers have equal frequencies and softmax scales
     )
-    x = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))[0]
+    x = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg, step))
     assert torch.allclose(
         model.head.compute_logits(x).double(), expected, atol=2e-4
     )  # float32 against float64 on logits of 0..30
@@ -209,9 +208,9 @@ def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
 @PLAIN_AND_FAST
 def test_a_future_token_changes_no_earlier_output(fast):
     cfg, model, tokens, doc_ids = make_model(fast=fast)
-    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     tokens[300] = (tokens[300] + 1) % 256
-    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     assert torch.equal(first[:300], second[:300]) and not torch.equal(first[300], second[300])
 
 
@@ -219,9 +218,9 @@ def test_a_future_token_changes_no_earlier_output(fast):
 def test_documents_do_not_see_each_other(fast):
     cfg, model, tokens, _ = make_model(fast=fast)
     doc_ids = (torch.arange(cfg.seq_len) >= 200).int() + 1
-    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     tokens[:200] = torch.randint(256, (200,))
-    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     assert torch.equal(first[200:], second[200:]) and not torch.equal(first[:200], second[:200])
 
 
@@ -230,9 +229,9 @@ def test_the_window_ends_where_it_says(fast):
     spec = (gpt.LayerSpec(attention="short"),)
     cfg, model, tokens, _ = make_model(fast=fast, layers=spec, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
     doc_ids = torch.zeros(cfg.seq_len, dtype=torch.int32)
-    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    first = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     tokens[100] = (tokens[100] + 1) % 256
-    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))[0]
+    second = model.run_layers(tokens[:-1].int(), doc_ids, step_inputs(cfg))
     changed = (first != second).any(-1).nonzero().flatten()
     assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
 
@@ -275,9 +274,9 @@ def test_validation_in_chunks_changes_nothing(monkeypatch, fast):
     assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def make_block(**gains):
-    """A layer without attention, and a function that returns its change of 16 tokens."""
-    cfg = smoke_config(num_layers=1, layers=(gpt.LayerSpec(attention="none"),), **gains)
+def make_block():
+    """A layer without attention, with gains, and a function that returns its change of 16 tokens."""
+    cfg = smoke_config(num_layers=1, layers=(gpt.LayerSpec(attention="none"),), gains="norm,output")
     torch.manual_seed(0)
     block, x = gpt.Block(cfg, 0, gpt.layer_scalars(cfg, 0)), torch.randn(16, 64)
     scalars = dict(resid=torch.ones(16, 1), x0=torch.zeros(16, 1))
@@ -287,7 +286,7 @@ def make_block(**gains):
 @pytest.mark.recipe
 def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
     """The branch is quadratic in the first gain, whose gradient at 0 is exactly 0. It is linear in the second."""
-    block, run = make_block(norm_gain="on", output_gain="on")
+    block, run = make_block()
     for sleeper, other in (("mlp_gain_in", "mlp_gain_out"), ("mlp_gain_out", "mlp_gain_in")):
         named = dict(block.named_parameters())
         named[sleeper].data.zero_()
@@ -297,14 +296,14 @@ def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("gain", ["norm_gain", "output_gain"])
+@pytest.mark.parametrize("gain", ["norm", "output"])
 def test_gains_multiply_inputs_or_outputs(gain):
     """Norm gains multiply the inputs of attention and MLP, output gains multiply the outputs."""
-    block, run = make_block(output_gain="on", norm_gain="on")
+    block, run = make_block()
     block.mlp_gain_out.data.fill_(1.0)
     plain = run()
-    (block.mlp_gain_in if gain == "norm_gain" else block.mlp_gain_out).data.fill_(2.0)
-    factor = 4 if gain == "norm_gain" else 2  # ReLU^2 squares it
+    (block.mlp_gain_in if gain == "norm" else block.mlp_gain_out).data.fill_(2.0)
+    factor = 4 if gain == "norm" else 2  # ReLU^2 squares it
     assert plain.abs().max() > 0.1 and torch.allclose(run(), factor * plain, atol=1e-4)
 
 
@@ -326,7 +325,7 @@ def test_a_stage_has_the_targets_with_weights(form):
     Loss and gradients equal four columns with three zero weights, and a sum of separate cross-entropies.
     """
     torch.manual_seed(0)
-    rich = gpt.Stage(1, 128, 64, loss_weights="1 0.5 0.25:0", prefix_weight="0.5:0.25")
+    rich = gpt.Stage(1, 128, 64, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.5, 0.25))
     cfg = smoke_config(stages=(gpt.Stage(1, 128, 64), rich), num_layers=1)
     rt, schedule = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"})), gpt.Schedule(cfg)
     model = gpt.GPT(cfg, rt)
@@ -375,7 +374,7 @@ def test_a_stage_has_the_targets_with_weights(form):
 def test_the_sampled_loss_is_over_the_classes_of_each_sequence(form):
     """Cross-entropy over the logits of its classes, without targets that are no class. All classes: the whole loss."""
     torch.manual_seed(0)
-    cfg = smoke_config(stages=(gpt.Stage(1, 128, 64, loss_weights="1 0.5"),), num_layers=1)
+    cfg = smoke_config(stages=(gpt.Stage(1, 128, 64, loss_weights=((1, 1), (0.5, 0.5))),), num_layers=1)
     rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
     model, state = gpt.GPT(cfg, rt), gpt.Schedule(cfg).at(0)
     head, num_classes = model.head, cfg.padded_vocab_size

@@ -18,7 +18,7 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
     model.stack = gpt.parameter(torch.tensor(weights).float(), "matrix")
     cfg = smoke_config(matrix_rule=name, orthogonalize=method, matrix_lr=0.05, adam_eps=1e-8,
                        tokens_per_step=24_576, matrix_betas=(0.9, 0.95),
-                       matrix_weight_decay=0.0 if name in SPHERES else 0.4)
+                       matrix_weight_decay=0.0 if name in SPHERES else 0.4, gains="output")
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     for grad in grads:
         model.stack.grad = torch.tensor(grad).float() / 2
@@ -69,8 +69,8 @@ def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
 
     Cautious decay does not act on Adam's parameters then, but it acts on Muon's.
     """
-    cfg = smoke_config(decay=decay, decay_schedule="lr", matrix_lr=0.1, matrix_weight_decay=0.5, head_lr=0.1,
-                       head_weight_decay=0.5, zero_init="off", cooldown_frac=0.5, matrix_cooldown_frac=1.0,
+    cfg = smoke_config(decay=decay, decay_schedule="lr", matrix_lr=0.1, matrix_weight_decay=0.5,
+                       groups={"head": dict(lr=0.1, weight_decay=0.5)}, zero_init="off", cooldown_frac=0.5, matrix_cooldown_frac=1.0,
                        final_lr_frac=0.0)
     model = gpt.GPT(cfg)
     model.head.weight.data.fill_(1.0)
@@ -87,7 +87,7 @@ def test_a_learning_rate_for_the_first_matrix_of_the_mlp():
     for factor in (1.0, 2.0):
         for rule in ("muon", "adamw"):
             torch.manual_seed(0)
-            cfg = smoke_config(mlp_up_lr_mul=factor, matrix_rule=rule, matrix_lr=0.01)
+            cfg = smoke_config(mlp_lr_mul=(factor, 1.0), matrix_rule=rule, matrix_lr=0.01)
             model = gpt.GPT(cfg)
             optimizer, param = gpt.Optimizer(model, cfg, make_runtime()), model.blocks[1].mlp.up_down
             before = param.detach().clone()
@@ -104,8 +104,8 @@ def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
 
     Bias corrections count updates. Row Adam's time is the sum of -log(beta2) over all updates.
     """
-    group = dict(head_every=2, head_late_every=6, head_lr=0.1, head_betas=(0.8, 0.9), head_weight_decay=0.3)
-    cfg = smoke_config(num_iterations=20, late_start=0.4, cooldown_frac=0.0, **group)
+    head = dict(every=2, late_every=6, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    cfg = smoke_config(num_iterations=20, late_start=0.4, cooldown_frac=0.0, groups={"head": head})
     model = Ends()
     optimizer, schedule = gpt.Optimizer(model, cfg, make_runtime()), gpt.Schedule(cfg)
     assert optimizer.late_step == 8
@@ -137,13 +137,12 @@ class Scalars(Ends):
 
 @pytest.mark.parametrize("group, fits, model, changes", [
     ("scalar", True, dict(), {}),
-    ("scalar", False, dict(), dict(decay="cautious", scalar_weight_decay=0.1)),
+    ("scalar", False, dict(), dict(decay="cautious", groups={"scalar": dict(weight_decay=0.1)})),
     ("scalar", False, dict(lr_muls=(1.0, 0.5)), {}),
     ("scalar", False, dict(wd_muls=(1.0, 0.5)), {}),
     ("scalar", False, dict(dtype=torch.bfloat16), {}),
     ("scalar", False, dict(dtype=torch.bfloat16), dict(state_dtype="float32", matrix_dtype="bfloat16")),
     ("scalar", False, dict(dtype=torch.float64), {}),
-    ("matrix", False, dict(), dict(matrix_rule="adamh")),
     ("matrix", False, dict(), dict(matrix_rule="muon")),
     ("matrix", True, dict(), dict(matrix_rule="adamw", matrix_weight_decay=0.1)),
 ], ids=str)
@@ -211,20 +210,6 @@ def test_padding_stays_zero():
         assert part[:5].all() and not part[5:].any()
 
 
-class Stuck(Ends):
-    """A zero matrix and a non-zero matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.dead = (gpt.parameter(data, "matrix") for data in (torch.ones(4, 8), torch.zeros(4, 8)))
-
-
-@pytest.mark.parametrize("name", SPHERES)
-def test_a_zero_matrix_is_refused_by_name(name):
-    with pytest.raises(gpt.InputError, match="a matrix of dead begins with zeros: give --output_gain=on"):
-        gpt.Optimizer(Stuck(), smoke_config(matrix_rule=name), make_runtime())
-
-
 # ---- row-sparse gradients ------------------------------------------------------------------------------------------
 
 
@@ -276,8 +261,8 @@ class Table(Ends):
 
 
 def make_table(fast):
-    cfg = smoke_config(ngram_rows=37, ngram_rule="row_adam", ngram_betas=(0.0, 0.9), ngram_weight_decay=0.1, ngram_every=2,
-                       ngram_lr=0.1, ngram_late_every=4, late_start=0.3, grad_grid=0.0, decay="cautious")
+    ngram = dict(rule="row_adam", lr=0.1, betas=(0.0, 0.9), weight_decay=0.1, every=2, late_every=4)
+    cfg = smoke_config(groups={"ngram": ngram}, late_start=0.3, grad_grid=0.0, decay="cautious")
     rt = make_runtime(fast=frozenset({"sparse_embedding"} if fast else ()))
     model = Table(fast)
     return model, gpt.Optimizer(model, cfg, rt), gpt.Schedule(cfg)
@@ -308,7 +293,6 @@ def test_a_sharded_table_is_updated_like_an_ordinary_one(monkeypatch):
         assert torch.allclose(ours.ngram[:37], plain.ngram, rtol=0, atol=1e-6)
         for key, state in table.state.items():
             assert torch.allclose(state[:37], bucket.state[key], rtol=1e-5, atol=1e-7), key
-            assert torch.equal(table.full_tensor(key), state[:37])
     assert not ours.ngram[37].any() and torch.equal(ours.ngram[30:37], start[30:])
     assert (ours.ngram != F.pad(start, (0, 0, 0, 1))).any(1).sum() > 25 and (ours.ngram[0] != start[0]).all()
 
@@ -338,18 +322,6 @@ def test_a_sharded_table_returns_to_its_marks():
     table.forget(None)
     train_table(model, optimizer, schedule, range(8, 12))
     assert table.undo is None
-
-
-def test_a_sharded_table_loads_what_it_saves():
-    """Values and state."""
-    (_, optimizer, _), (model, other, schedule) = make_table(True), make_table(True)
-    train_table(model, other, schedule, range(12))
-    (table,), (trained,) = optimizer.tables, other.tables
-    for key in ("", *table.state):
-        full = trained.full_tensor(key)
-        assert len(full) == 37 and not torch.equal(table.full_tensor(key), full)
-        table.load(key, full)
-        assert torch.equal(table.full_tensor(key), full)
 
 
 def test_ranks_share_a_table_that_does_not_divide(tmp_path):
@@ -439,7 +411,7 @@ def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
     grads, moved = {}, {}
     for is_tied in ("on", "off"):
         torch.manual_seed(0)
-        cfg = smoke_config(shards, tie_head=is_tied, zero_init="off", embed_std=1.0, head_lr=0.008)
+        cfg = smoke_config(shards, tie_head=is_tied, zero_init="off", head_lr=0.008)
         model, schedule = gpt.GPT(cfg), gpt.Schedule(cfg)
         head, embed = model.head.weight, model.embed
         head.data.copy_(embed.data)

@@ -1,11 +1,13 @@
-"""The pages: every link leads to a file and a heading, and benchmarks/RESULTS.md stays short."""
+"""The pages: links lead to a file and a heading, commands have valid options, named code exists."""
 
 import collections
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, gpt
 
 FOLDERS = [ROOT, *(ROOT / name for name in ("benchmarks", "data", "docs", "records", "tests"))]
 PAGES = [path for folder in FOLDERS for path in sorted(folder.glob("*.md"))]
@@ -68,7 +70,6 @@ def test_pages_named_in_a_script(script):
 
 
 def test_pages_named_in_scripts_are_found():
-    assert "docs/from_nanogpt.md" in list_script_links((ROOT / "train_gpt.py").read_text())
     text = "# see RESULTS.md#what-differs, docs/a.md. {folder}/x.md OUT.md"
     assert list_script_links(text) == ["RESULTS.md#what-differs", "docs/a.md"]
 
@@ -80,3 +81,28 @@ def test_anchors():
 
 def test_results_is_short():
     assert len((ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines()) <= 330
+
+
+def test_commands_are_valid(monkeypatch):
+    """Each training command in a block of the README or of docs/ has valid options."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    commands = [line for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+                for block in re.findall(r"^```\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+                for line in re.findall(r"^(?:\./run.sh|python train_gpt.py) (--(?!help).*)", block,
+                                       flags=re.MULTILINE)]
+    assert len(commands) >= 15
+    for command in commands:
+        words = shlex.split(command.partition("&&")[0], comments=True)
+        values = gpt.parse_argv([word for word in words if "<run_id>" not in word])
+        gpt.make_config({name: value for name, value in values.items() if value is not True})
+
+
+def test_names_in_the_table_of_mechanisms_exist():
+    text = (ROOT / "docs" / "inside.md").read_text().partition("| `--without` |")[2].partition("## How")[0]
+    rows = re.findall(r"^\| .* \| (.*) \| (.*) \|$", text, flags=re.MULTILINE)
+    assert len(rows) >= 20
+    parts = {part for preset in ("track_1", "frontier") for part in gpt.list_parts(gpt.load_preset(preset))}
+    for code, names in rows:
+        assert set(re.findall(r"`(\w+)`", names)) <= parts
+        for name in re.findall(r"`(\w+)(?:\.\w+)?`", code):
+            assert hasattr(gpt, name), name

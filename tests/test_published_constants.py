@@ -365,7 +365,7 @@ def test_the_medium_track():
     assert [stage.tokens_per_step for stage in train[:4]] == [131_072, 262_144, 393_216, None]
     assert [stage.lr_factor for stage in train] == [1, 1.52, 1.73, *[2.0] * 9]
     assert cfg.val_windows == (27 * 128, 11 * 128)
-    assert (cfg.max_doc_len, cfg.cooldown_frac, cfg.final_lr_frac, cfg.fp8_head) == (4096, 0.7, 0.1, "off")
+    assert (cfg.max_doc_len, cfg.cooldown_frac, cfg.final_lr_frac, cfg.fp8_parts) == (4096, 0.7, 0.1, ())
     rates = [cfg.groups[name].lr * train[-1].lr_factor for name in ("matrix", "head", "embed", "value_embed")]
     assert rates == [0.025, 0.003, 0.3, 0.6]  # the first three are from record 2
     scales = [ropes["long"].softmax_scale for ropes in gpt.Schedule(cfg).ropes]

@@ -30,14 +30,14 @@ def test_stages(preset):
             stage = state.stage
             found = stage.tokens_per_step, stage.seq_len, stage.max_doc_len, state.windows, stage.num_classes
             assert found == (row["tokens"], row["seq_len"], row["cap"], row["windows"], row["classes"]), step
-            assert stage.has_prefix_target == row.get("has_prefix", False)
+            assert bool(stage.prefix_weight) == row.get("has_prefix", False)
         for step, weights in ((first, row["weights_first"]), (last, row["weights_last"])):
             assert schedule.at(step).loss_weights == pytest.approx(weights, rel=1e-12)
         if row["lr_factor"] is not None:
             assert stage.lr_factor == pytest.approx(row["lr_factor"], rel=1e-12)
     for step, weight in published.PREFIX_STEPS.items() if preset == "frontier" else ():
         state = schedule.at(step)
-        assert (state.loss_weights[-1] if state.stage.has_prefix_target else 0) == weight
+        assert (state.loss_weights[-1] if state.stage.prefix_weight else 0) == weight
     assert (schedule.scheduled_steps, cfg.extension_steps) == (run["scheduled_steps"], run["extension_steps"])
     assert schedule.count_tokens() == run["train_tokens"]
     assert schedule.at(cfg.num_iterations).windows == run["val_windows"]
@@ -130,7 +130,7 @@ def test_groups_and_multipliers(preset):
         assert param.spec.wd_mul == pytest.approx(row.get("wd", 1.0), rel=1e-12), name
     assert cfg.adam_eps == pytest.approx(options["adam_eps"], rel=1e-12)
     assert (cfg.decay == "cautious") == options["cautious"]
-    found = cfg.momentum_start, cfg.momentum_end, cfg.momentum_warmup_steps, cfg.momentum_cooldown_steps
+    found = *cfg.momentum, cfg.momentum_warmup_steps, cfg.momentum_cooldown_steps
     assert found == tuple(options[f"momentum_{name}"] for name in ("start", "end", "warmup_steps", "cooldown_steps"))
     maps = published.POLYNOMIALS[options["polynomial"]]
     assert cfg.orthogonalize == options["polynomial"]
@@ -176,7 +176,7 @@ def test_rope(preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_softcap_and_fp8(preset):
     cfg = make_config(preset)
-    assert (cfg.softcap, cfg.softcap_shift, cfg.softcap_width) == published.SOFTCAP[preset]
+    assert cfg.softcap == published.SOFTCAP[preset]
     if preset in published.FP8_HEAD:
         assert gpt.head_fp8_scales(cfg)[:3] == pytest.approx(published.FP8_HEAD[preset], rel=1e-12)
     assert (gpt.head_fp8_scales(cfg).logits_dtype == torch.float8_e4m3fn) == (preset == "frontier")

@@ -61,7 +61,7 @@ def test_yarn_by_hand(schedule):
 def test_yarn_of_narrow_heads_by_hand():
     """All 8 pairs rotate. The windows of short layers are 48, 96 and 480, and then 160, by the limit of YaRN."""
     stages = (gpt.Stage(1, 512, 48), gpt.Stage(1, 512, 96), gpt.Stage(1, 512, 480))
-    cfg = smoke_config(stages=stages, num_layers=6, short_qk_dim=16, short_attention_scale=0.2, yarn_max_window=160)
+    cfg = smoke_config(stages=stages, num_layers=6, short_qk_dim=16, attention_scale=(0.1, 0.2), yarn_max_window=160)
     ropes, window = gpt.Schedule(cfg).ropes, 48
     frequencies, scale = [1024 ** (-j / 7) for j in range(8)], 0.2
     for setting, new in zip(ropes, (48, 96, 160)):
@@ -153,10 +153,10 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
                            *[((1, 1),)] * 4)),
     laptop=dict(ends=(114, 228, 340), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
                 lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3, ngram=0.3)),
-    smoke_frontier=dict(ends=(7, 12, 14), extension=2, peaks=(1, 1.5, 1), falls=(0.8, 0.8, 0.3),
+    smoke_frontier=dict(ends=(7, 10, 12, 14), extension=2, peaks=(1, 1.5, 1.5, 1), falls=(0.8, 0.8, 0.3),
                         momentum=(0.85, 0.93, 4, 4), decay_follows_lr=True,
                         lrs=dict(matrix=0.06, embed=0.02, head=0.02), decays=dict(matrix=0.135, ngram=0.01),
-                        targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), [0.5, 0.25]), ((1, 1),))),
+                        targets=(((1, 1), (0.5, 0.5), (0.25, 0)), ((1, 1), (0.5, 0.5)), ((1, 1), (0.25, 0.25)), ((1, 1),))),
     muonh=dict(ends=(557, 1114, 1670), falls=(0.3, 1.0, 0.0),
                lrs=dict(matrix=0.02, embed=0.3, value_embed=0.3, ngram=0.3, head=0.004)),
     track_2=dict(ends=(626, 1251, 1876, 2501, 3126, 3751, 4376, 5001, 5626, 6251, 6876, 7500),
@@ -283,7 +283,7 @@ def test_matrices_have_a_separate_schedule():
 
 def test_decay_follows_its_schedule():
     """Constant, a cosine, or in each group the learning rate's factor."""
-    options = dict(matrix_weight_decay=0.3, embed_weight_decay=0.2, matrix_cooldown_frac=1.0)
+    options = dict(matrix_weight_decay=0.3, groups={"embed": {"weight_decay": 0.2}}, matrix_cooldown_frac=1.0)
     for schedule, values in (("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("lr", None)):
         cfg = smoke_config(decay_schedule=schedule, **options)
         states = [gpt.Schedule(cfg).at(step) for step in (0, 6, 12)]

@@ -189,7 +189,7 @@ def test_a_worker_measures_time_per_token(shards, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("3\n9\n"))
     answers = io.StringIO()
     monkeypatch.setattr(sys, "stdout", answers)
-    words = ["--num_layers=2", "--num_value_embeds=0", "--tokens_per_step=1024", "--dtype=float32", "--embed_every=2"]
+    words = ["--num_layers=2", "--tokens_per_step=1024", "--dtype=float32", '--groups={"embed": {"every": 2}}']
     assert tune.work(["--preset=smoke", "--device=cpu", *data_args(shards), *words]) == 0
     found = [json.loads(line)["seconds_per_token"] for line in answers.getvalue().splitlines()]
     true = (7 * 0.15 + 7 * 0.24 + 6 * 0.45) / 20 / 1024
@@ -229,8 +229,7 @@ def test_what_is_tried_on_a_cpu(monkeypatch):
     found = list_words(smoke_config(seq_len=256, micro_batch_tokens=512), make_facts(threads=4), NPROC="4")
     assert "NPROC=8 OMP_NUM_THREADS=2" in found and "NPROC=4 OMP_NUM_THREADS=4" not in found
     assert [words for words in found if "micro" in words] == ["--micro_batch_tokens=256"]  # a rank's two sequences
-    assert {"--comm_bucket_mb=16.0", "--comm_bucket_mb=256.0", "--segments=1", "--segments=2"} <= set(found)
-    assert "--segments=6" not in found  # of four layers
+    assert {"--comm_bucket_mb=16.0", "--comm_bucket_mb=256.0"} <= set(found)
 
 
 def test_what_is_tried_on_gpus():
@@ -242,20 +241,20 @@ def test_what_is_tried_on_gpus():
         "--micro_batch_tokens=98304", "--micro_batch_tokens=196608",
         "--fast=rms_norm,norm_rotate,qkv_kernel,flex_attention,head_loss,sparse_embedding", f"{forms},cross_entropy,sparse_embedding",
         f"{forms},head_loss,relu2_mlp,sparse_embedding", f"{forms},head_loss,symmetric_matmul,sparse_embedding",
-        f"{forms},head_loss,sparse_embedding,sum_rows", f"{forms},head_loss,sparse_embedding", "--segments=3", "--fp8_head=off",
-        "--fp8_linear=on", "--fp8_mlp=on", "--fp8_qkv=on"]
+        f"{forms},head_loss,sparse_embedding,sum_rows", f"{forms},head_loss,sparse_embedding", "--fp8=off",
+        "--fp8=on --fp8_parts=head,linear", "--fp8=on --fp8_parts=head,mlp", "--fp8=on --fp8_parts=head,qkv"]
     found = list_words(cfg, facts, NPROC="8")  # a sequence each: no micro-batch is larger
-    assert not [words for words in found if "micro" in words] and "--segments=3" not in found
-    assert "--comm_bucket_mb=256.0" in found and "--segments=6" in found
+    assert not [words for words in found if "micro" in words]
+    assert "--comm_bucket_mb=256.0" in found
     for words in found:
-        gpt.make_config(gpt.parse_argv(["--preset=track_1", *words.split()])[0])
+        gpt.make_config(gpt.parse_argv(["--preset=track_1", *words.split()]))
 
 
 def test_winners_are_combined_if_they_set_different_options():
     def row(words, ratio, verdict="faster", other_numerics=False):
         return dict(words=tune.parse_words(words), ratio=ratio, verdict=verdict, other_numerics=other_numerics)
 
-    rows = [row("OMP_NUM_THREADS=1", 0.9), row("NPROC=2 OMP_NUM_THREADS=1", 0.6), row("--segments=3", 0.97),
+    rows = [row("OMP_NUM_THREADS=1", 0.9), row("NPROC=2 OMP_NUM_THREADS=1", 0.6), row("--comm_bucket_mb=16", 0.97),
             row("--micro-batch-tokens=1024", 0.7), row("--compile=on", 0.99, "no difference"),
             row("--dtype=bfloat16", 0.5, other_numerics=True)]
-    assert tune.combine(rows) == [("NPROC=2", "OMP_NUM_THREADS=1"), ("--micro_batch_tokens=1024",), ("--segments=3",)]
+    assert tune.combine(rows) == [("NPROC=2", "OMP_NUM_THREADS=1"), ("--micro_batch_tokens=1024",), ("--comm_bucket_mb=16",)]

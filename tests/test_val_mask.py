@@ -59,8 +59,8 @@ def test_the_masked_loss_by_hand(shards, tmp_path, monkeypatch, capsys):
     No pair of bytes is impossible, so both losses of the command line are equal.
     """
     write_vocabulary(tmp_path / "vocab.json", TOY[:256])
-    result = smoke_run(shards, tmp_path, "--num_iterations=2", "--save_model=on")
-    (path,) = tmp_path.glob("checkpoints/*/model.pt")
+    result = smoke_run(shards, tmp_path, "--num_iterations=2")
+    (path,) = tmp_path.glob("checkpoints/*/*/model.pt")
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     assert val_mask.main([str(path), "--vocab_file=vocab.json"]) == 0
@@ -80,8 +80,7 @@ def test_the_masked_loss_by_hand(shards, tmp_path, monkeypatch, capsys):
     for index in range(data.num_batches):
         tokens, targets, doc_ids, _ = data.batch(index)
         with torch.no_grad():
-            x, _ = model.run_layers(tokens, doc_ids, step_inputs)
-            logits = model.head.compute_logits(x)
+            logits = model.head.compute_logits(model.run_layers(tokens, doc_ids, step_inputs))
         for row, (before, target) in enumerate(zip(tokens.tolist(), targets.tolist())):
             for token, after in pairs:
                 if token == before:

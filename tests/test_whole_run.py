@@ -42,7 +42,7 @@ RECORD_32 = (
     "--adam_eps=1.0",  # large enough to matter
     "--matrix_cooldown_frac=0.8",
     "--matrix_weight_decay=0.5",
-    "--embed_weight_decay=0.1",
+    '--groups={"embed": {"weight_decay": 0.1}}',
     "--decay_schedule=cosine",
     f"--stages={json.dumps(RECORD_32_STAGES)}",
 )

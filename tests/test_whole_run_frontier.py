@@ -17,22 +17,22 @@ TOKENS = [*(bytes([i]) for i in range(256)), b"th", b"he", b" ", b" t", *(b" " +
 TOKENS = [*dict.fromkeys(TOKENS)]
 VOCAB = len(TOKENS) + 1  # the last token begins a document
 STAGES = [
-    dict(duration=2, window_long=30, window_short=12, max_doc_len=50, loss_weights="1 0.5 0.25:0", prefix_weight="0.25",
-         num_classes=96),
-    dict(duration=3, window_long=44, window_short=20, lr_factor=1.5, max_doc_len=90, loss_weights="1 0.5/0.25",
-         prefix_weight="0.2/0.1", num_classes=160),
+    dict(duration=2, window_long=30, window_short=12, max_doc_len=50, num_classes=96,
+         loss_weights=[[1, 1], [0.5, 0.5], [0.25, 0]], prefix_weight=[0.25]),
+    dict(duration=3, window_long=44, window_short=20, lr_factor=1.5, max_doc_len=90, num_classes=160,
+         loss_weights=[[1, 1], [0.5, 0.25]], prefix_weight=[0.2, 0.1]),
     dict(duration=2, window_long=60, window_short=28, lr_factor=1.7),
     dict(duration=1, window_long=66, window_short=32, tokens_per_step=1024, seq_len=256),
 ]  # fmt: skip
+DECAYS = dict(embed=0.04, head=0.03, value_embed=0.02, scalar=0.02, residual=0.03, mix=0.04, gate=0.05)
 OPTIONS = dict(
     preset="smoke_frontier", grad_grid=0, stages=json.dumps(STAGES), num_iterations=42, extension_steps=2,
     tokens_per_step=512, seq_len=128, micro_batch_tokens=256, max_doc_len=120, max_attention_len=70,
-    vocab_size=VOCAB, gate_hidden=16, ngram_rows=400, warmup_iterations=0, untie_frac=0.8,
+    vocab_size=VOCAB, ngram_rows=400, warmup_iterations=0, untie_frac=0.8,
     val_tokens=512, val_seq_len=256, val_loss_every=15, val_windows="150,60",
     momentum_warmup_steps=10, momentum_cooldown_steps=5, embed_lr=0.03,
     adam_eps=1,  # large enough to matter
-    matrix_weight_decay=0.3, embed_weight_decay=0.04, head_weight_decay=0.03, value_embed_weight_decay=0.02,
-    scalar_weight_decay=0.02, residual_weight_decay=0.03, mix_weight_decay=0.04, gate_weight_decay=0.05,
+    matrix_weight_decay=0.3, groups=json.dumps({name: {"weight_decay": decay} for name, decay in DECAYS.items()}),
 )  # fmt: skip
 FIRST_STEP = ("--extension_steps=0", "--averages=off")  # of a run of one step
 
