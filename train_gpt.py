@@ -4557,26 +4557,29 @@ GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
 
 def convert(value, kind: type):
     """Text of the command line, or a value of JSON -> an annotated type. ValueError and others: no fit."""
-    arguments, is_row = typing.get_args(kind), dataclasses.is_dataclass(kind)
+    arguments, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
     if isinstance(value, str) and kind is not str:
         if kind is bool:
-            value = dict(on=True, true=True, off=False, false=False)[value.lower()]
+            value = dict(on=True, true=True, off=False, false=False).get(value.lower(), value)
         elif str in arguments:
             value = value.replace(" ", "").split(",") if value else ()
         elif kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
             value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
         else:
-            value = ast.literal_eval(value or "()")
-    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+            with suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value or "()")
+    if is_tuple and isinstance(value, (list, tuple)):
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(convert(item, kind) for item, kind in zip(value, kinds, strict=True))
-    if arguments:  # kind | None
+        if len(kinds) != len(value):
+            raise ValueError(f"give {len(kinds)} values")
+        return tuple(map(convert, value, kinds))
+    if arguments and not is_tuple:  # kind | None
         return value if value is None else convert(value, arguments[0])
-    if is_row and isinstance(value, dict):
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
         value = kind(**{name: convert(item, hints[name]) for name, item in value.items()})
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{value!r} is not of type {kind.__name__}")
+        raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
 
 
@@ -4598,8 +4601,8 @@ def change_options(cfg: Config, values: dict) -> Config:
                 row = row if isinstance(row, dict) else vars(row)
                 row = {field: convert(item, group_hints[field]) for field, item in row.items()}
                 groups[group] = dataclasses.replace(groups[group], **row)
-        except (KeyError, ValueError, TypeError, SyntaxError, OSError) as error:
-            raise RunError(f"--{name}={str(value)[:100]} cannot be used: {error!r}", 2) from None
+        except (KeyError, ValueError, TypeError, OSError) as error:
+            raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
     return dataclasses.replace(cfg, **changed, groups=groups)
 
 
@@ -4849,8 +4852,7 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard])
         run["resumed_from"] = read_metadata(Path(cfg.resume))["run_id"] + "/" + Path(cfg.resume).name
     run["key"] = make_key(run)
     first = rt.comm.broadcast_object(run)
-    is_equal = first["key"] == run["key"]
-    share_problem("" if is_equal else f"rank {rt.rank} has another script, config or data than rank 0", rt)
+    share_problem("" if first["key"] == run["key"] else f"rank {rt.rank} has another script, config or data than rank 0", rt)
     return first
 
 
@@ -4997,9 +4999,7 @@ def measure_run(trainer: Trainer, run: dict) -> dict:
 
 
 class RunLog:
-    """Log lines, events, progress and result of a run."""
-
-    PROGRESS_LINES = 20  # progress lines in a run without a terminal
+    """Log lines, events, progress and result of a run. Without a terminal there are 20 progress lines."""
 
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
@@ -5071,7 +5071,7 @@ class RunLog:
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
-        elif step < num_iterations and step % -(-num_iterations // self.PROGRESS_LINES) == 0:
+        elif step < num_iterations and step % -(-num_iterations // 20) == 0:
             self.print(f"step {step}/{num_iterations}: {text}")
 
     def log_losses(self) -> None:
@@ -5722,43 +5722,35 @@ def train(cfg: Config, argv: list[str]) -> None:
             log.finish({**setup, **measure_run(trainer, run)}, model)
 
 
-def run(argv: list[str]) -> int:
-    """Execute a command line. Returns the exit status."""
-    values = parse_argv(argv)
-    flags = [values.pop(flag, False) for flag in ("list_presets", "print_config")]
-    if any(flags) and env_int("RANK", 0) > 0:  # rank 0 prints
-        return 0
-    if flags[0]:
-        for name, (parent, meaning, _) in PRESETS.items():
-            print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
-        print("also records/presets/*.json, by their names")
-        return 0
-    cfg = make_config(values)
-    if flags[1]:
-        derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
-        print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
-        return 0
-    try:
-        train(cfg, argv)
-    except torch.OutOfMemoryError as error:
-        raise RunError(f"out of memory: try --micro_batch_tokens={cfg.micro_batch_tokens // 2}, and shorter "
-                       "--seq_len and --val_seq_len") from error
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns the exit status, and prints a RunError as one line."""
-    status, rank = 1, env_int("RANK", 0)
+    argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
     try:
-        status = run(sys.argv[1:] if argv is None else argv)
+        values = parse_argv(argv)
+        list_presets, print_config = (values.pop(flag, False) for flag in ("list_presets", "print_config"))
+        if list_presets:
+            for name, (parent, meaning, _) in PRESETS.items() if rank == 0 else ():
+                print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
+            print("also records/presets/*.json, by their names")
+        else:
+            cfg = make_config(values)
+        if print_config and rank == 0:
+            derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
+            print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
+        if not list_presets and not print_config:
+            train(cfg, argv)
     except RunError as error:
-        status = error.status
-        if rank and status < 128:  # rank 0 prints what all ranks see, and torchrun then ends this rank
-            time.sleep(3)
-        if not rank or status < 128:
-            print(f"train_gpt.py: {'error: ' if status < 128 else ''}{error}", file=sys.stderr, flush=True)
+        status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
+    except torch.OutOfMemoryError:
+        status, line = 1, (f"error: out of memory: try --micro_batch_tokens={cfg.micro_batch_tokens // 2}, "
+                           "and shorter --seq_len and --val_seq_len")
     except Exception:
+        status = 1
         traceback.print_exc()
+    if rank and line and status < 128:  # rank 0 prints what all ranks see, and torchrun then ends this rank
+        time.sleep(3)
+    if line and (rank == 0 or status < 128):
+        print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         if status:  # a shutdown would wait for other ranks
             os._exit(status)

@@ -32,7 +32,6 @@ RULES = {  # name: options, learning rate in the middle of its grid
     "normuon": (["--matrix_rule=normuon"], 0.05),
     "muonh": (["--matrix_rule=muonh"], 0.04),
     "normuonh": (["--matrix_rule=normuonh", "--matrix_betas=0.9,0.95"], 0.04),
-    "adamh": (["--matrix_rule=adamh", "--matrix_betas=0.9,0.95"], 0.01),
     "adamw": (["--matrix_rule=adamw", "--matrix_betas=0.9,0.95", "--matrix_weight_decay=0.1"], 0.008),
 }
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)

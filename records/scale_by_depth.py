@@ -22,7 +22,7 @@ from records.common import ROOT, Parser, at_least, require_packages, run_guarded
 with require_packages():
     import train_gpt as gpt
 
-RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.0018)
+RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamw=0.0018)
 
 
 def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.0,
@@ -56,7 +56,6 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
         layers=[leave_out(layer, gpt.LayerSpec()) for layer in layers],
         stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=16_384,
         micro_batch_tokens=32_768, max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations,
-        fp8_parts=["head", "linear"] if width >= 1536 else ["head"],
         adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
     parent = gpt.load_preset("track_1")
     rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}

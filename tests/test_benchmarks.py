@@ -1,6 +1,5 @@
 """Benchmarks end to end and the calculation of their figures. comm.py end to end is in test_distributed.py."""
 
-import argparse
 import hashlib
 import json
 import os
@@ -516,9 +515,11 @@ def test_two_versions_step_against_step(shards, monkeypatch, capsys):
     load = compare_scripts.load_script
 
     def load_another(path):
+        """Also as scripts until 78c3572: parse_argv() returns a tuple, start_runtime() takes is_alone."""
         module = load(path)
-        at = module.Schedule.at
-        monkeypatch.setattr(module.Schedule, "at", lambda self, step: self.scale_lr(at(self, step), 0.5))
+        parse, start = module.parse_argv, module.start_runtime
+        monkeypatch.setattr(module, "parse_argv", lambda argv: (parse([*argv, "--head_lr=0.5"]), set()))
+        monkeypatch.setattr(module, "start_runtime", lambda cfg, is_alone: start(cfg))
         return module
 
     monkeypatch.setattr(compare_scripts, "load_script", load_another)

@@ -77,24 +77,14 @@ def test_a_run_with_it_trains_as_well(shards, tmp_path):
     on = smoke_run(shards, tmp_path, "--fp8=on")
     off = smoke_run(shards, tmp_path, "--fp8=off")
     assert "fp8 head: on" in on["stdout"] and "fp8 head" not in off["stdout"]
-    assert on["choices"]["fp8"] == ["fp8_head"] and off["choices"]["fp8"] == []
+    assert on["choices"]["fp8"] == "on" and off["choices"]["fp8"] == "off"
     assert on["final_val_loss"] == pytest.approx(off["final_val_loss"], abs=0.02)
     assert on["final_val_loss"] != off["final_val_loss"]
 
 
-def test_forcing_it_where_it_cannot_work(shards, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    size = ["--num_heads=1", "--head_dim=72", "--model_dim=72"]
-    assert gpt.main(["--preset=smoke", "--device=cpu", "--fp8=on", *size, *data_args(shards)]) == 2
-    err = capsys.readouterr().err
-    assert "--fp8=on" in err and err.count("\n") == 1 and not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-@pytest.mark.parametrize("device, reason", [("cpu", "no CPU multiplies FP8"), ("cuda", "model_dim=72 is not a")])
-def test_where_it_cannot_work_auto_turns_it_off_with_one_line(device, reason):
-    cfg = smoke_config(num_heads=1, head_dim=72, model_dim=72, dtype="auto")
-    use, note = gpt.choose_fp8(cfg, torch.device(device), "fp8_head", torch.bfloat16, False)
-    assert not use and note.count("\n") == 0 and note.startswith("fp8 head: off") and reason in note
+def test_auto_is_off_on_a_cpu():
+    use, note = gpt.choose_fp8(smoke_config(dtype="auto"), torch.device("cpu"), "fp8_head", torch.bfloat16, False)
+    assert not use and note.startswith("fp8 head: off") and note.count("\n") == 0
 
 
 def test_queries_keys_and_values_in_fp8():

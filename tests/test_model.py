@@ -93,7 +93,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
                 dict(without="softcap"),
                 dict(yarn_max_window=0),
                 dict(gains="norm,output"),
-                dict(without="skip_from,value_embeds,dropped_attention,dropped_mlp"),
+                dict(without="skip_from,value_embed,dropped_attention,dropped_mlp"),
             )
         ),
     ],
@@ -174,7 +174,7 @@ def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
     """Adam's first step by hand, g / (|g| + eps / sqrt(1 - beta2)), with the options of the head. g is the sum of
     the gradients of two equal tables. While tied, the model reads only the head, and finish() copies it."""
     cfg = smoke_config(
-        shards, tie_head="on", embed_std=0.1, grad_grid=0.0, head_lr=0.01, micro_batch_tokens=2048
+        shards, tie_head="on", embed_std=(0.1, 1.0), grad_grid=0.0, head_lr=0.01, micro_batch_tokens=2048
     )
     trainer = gpt.Trainer(cfg, make_runtime(fast=fast))
     data, model = gpt.TrainData(cfg, trainer.schedule), trainer.model

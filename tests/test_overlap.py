@@ -5,17 +5,26 @@ import threading
 
 import pytest
 import torch
-from conftest import AT_THE_END, before_call, find_saved, gpt, make_runtime, run, smoke_config, smoke_run
+from conftest import (
+    AT_THE_END,
+    assert_same_bits,
+    before_call,
+    find_saved,
+    gpt,
+    make_runtime,
+    read_tensors,
+    run,
+    smoke_config,
+    smoke_run,
+)
 from run_ranks import run_ranks
-from test_fp8 import FP8_MLP
 from torch.overrides import TorchFunctionMode
 
 
 def test_scales_are_reduced_during_the_update(shards, tmp_path):
     """On two ranks the all-reduce starts before the first update, and the next step waits for it."""
-    changes = dict(
-        preset="smoke", device="cpu", train_files=f"{shards}/train_*.bin", micro_batch_tokens=512, **FP8_MLP
-    )
+    changes = dict(preset="smoke", device="cpu", train_files=f"{shards}/train_*.bin", micro_batch_tokens=512,
+                   fp8="on", fp8_parts=["mlp"], model_dim=128, num_heads=2, head_dim=64, num_layers=2)  # fmt: skip
     ends, _, errors = run_ranks("scale_steps", 2, tmp_path / "order.json", json.dumps(changes))
     assert all(status == 0 for status, _ in ends), errors[-2000:]
     calls = json.loads((tmp_path / "order.json").read_text())
@@ -24,51 +33,44 @@ def test_scales_are_reduced_during_the_update(shards, tmp_path):
 
 
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the weights of its step bit for bit.
+    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit.
 
-    A step does not wait for the disk: each write starts only after the next step has ended. The state of random
-    numbers is small and has no reserved memory.
+    A step does not wait for the disk: each write starts only after the next step has ended.
     """
-    events, saves, weights, write = [], [], {}, gpt.write_atomic
-    has_ended = {step: threading.Event() for step in (1, 2, 3)}
-    before_call(monkeypatch, gpt, "make_staging", lambda _: events.append("staging"))
-    before_call(monkeypatch, gpt.Trainer, "run", lambda made, *_: (events.append("clock"), trainer.append(made)))
+    events, saves, states, made = [], [], {}, []
+    has_ended = {step: threading.Event() for step in range(1, 7)}
+    before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
+    before_call(monkeypatch, gpt.Trainer, "run", lambda *_: events.append("clock"))
+    before_call(monkeypatch, gpt.Checkpoints, "wait", lambda _: [event.set() for event in has_ended.values()])
 
-    def note_save(checkpoints, saved):
-        weights[saved.progress.step] = {name: p.detach().clone() for name, p in saved.model.named_parameters()}
+    def note_state(checkpoints, trainer, **_):
+        made.append(checkpoints)
+        states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
 
-    def note_copies(saved, *args):
-        state, copies = collect(saved, *args)
-        if "clock" in events:
-            saves.append({name: copy.copy for name, copy in copies.items()})
-        return state, copies
+    def write_late(_checkpoints, path, copies):
+        saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
+        step = int(path.parent.name[6:12])
+        assert step == 6 or has_ended[step + 1].wait(300)
 
-    def write_late(path, *args):
-        if path.suffix == ".pt":
-            assert has_ended[min(int(path.stem[5:]) + 1, 3)].wait(300)
-        write(path, *args)
-
-    trainer, collect = [], gpt.collect_state
-    monkeypatch.setattr(gpt, "collect_state", note_copies)
-    before_call(monkeypatch, gpt.Checkpoints, "save", note_save)
-    monkeypatch.setattr(gpt, "write_atomic", write_late)
-    before_call(monkeypatch, gpt.Checkpoints, "wait", lambda _: has_ended[trainer[0].progress.step].set())
+    before_call(monkeypatch, gpt.Checkpoints, "_write", write_late)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
-    run(shards, "--num_iterations=3", "--checkpoint_every=1", AT_THE_END)
-    assert events[:2] == ["staging", "clock"] and events.count("staging") == 1
-    # all copies still exist, so no other tensor has their memory
-    expected, *pointers = (
-        {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        for tensors in (trainer[0].staging, *saves)
-    )
-    assert pointers == [expected] * 3 and len(set(expected.values())) == len(expected) > len(weights[1])
-    for step, expected in weights.items():
-        _, tensors = gpt.read_checkpoint(find_saved(step))
-        assert [name for name, p in expected.items() if not torch.equal(tensors[name], p)] == []
-    assert not [name for name, p in weights[3].items() if torch.equal(p, weights[2][name])]
+    save = gpt.Checkpoints.save
+    monkeypatch.setattr(gpt.Checkpoints, "save", lambda self, trainer, **more: note_state(self, trainer) or save(
+        self, trainer, **more))  # fmt: skip
+    before_call(monkeypatch, gpt.Checkpoints, "exchange", lambda self, _: has_ended[self.log.progress.step].set())
+    before_call(monkeypatch, gpt.Checkpoints, "exchange", lambda self, _: self.writing and self.log.progress.step % 2
+                and self.writing.result())  # fmt: skip
+    run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
+    assert events == ["start", "clock"] and sorted(states) == [2, 4, 6]
+    expected = {entry: rows.data_ptr() for entry, rows in made[0].copies.items()}
+    assert saves == [expected] * 3 and len(set(expected.values())) == len(expected) == len(states[2])
+    for step, state in states.items():
+        parts = {entry.rpartition("/")[0]: rows for entry, rows in state.items()}
+        assert_same_bits(read_tensors(find_saved(step)), parts)
+    assert not [name for name, rows in states[6].items() if name.endswith("//0") and torch.equal(rows, states[4][name])]
     events.clear()
     run(shards, "--num_iterations=1", AT_THE_END)
-    assert "staging" not in events and trainer[1].staging == {}
+    assert events == ["clock"]
 
 
 class NoteReads(TorchFunctionMode):

@@ -2,15 +2,12 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,6 @@ import pytest
 from conftest import BOS, ROOT, VOCAB, at_most, gpt
 
 from data import text
-from records.common import RecordError
 
 
 def make(capsys, *args, status: int = 0) -> str:
@@ -63,7 +59,7 @@ def read_info(folder) -> dict:
 
 def documents(folder, split: str) -> list[bytes]:
     """The documents of a split, in order."""
-    tokens = [gpt.open_shard(str(path), VOCAB).read() for path in sorted(folder.glob(f"{split}_*.bin"))]
+    tokens = [gpt.open_shard(str(path), VOCAB).tokens for path in sorted(folder.glob(f"{split}_*.bin"))]
     stream = np.concatenate(tokens)
     return [bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]]
 
@@ -145,116 +141,16 @@ def test_the_printed_command_trains(size, epochs, doc_bytes, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     said = make(capsys, write_book(tmp_path / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
-    cfg = gpt.make_config(gpt.parse_argv(command)[0])
+    cfg = gpt.make_config(gpt.parse_argv(command))
     assert cfg.epochs == epochs and len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == 520 * 1024 // cfg.seq_len  # enough for the whole run
     assert gpt.main([*command, "--num_iterations=10", "--device=cpu"]) == 0
     assert "step:10/10 val_loss" in capsys.readouterr().out
-
-
-@pytest.fixture
-def copied_repository(tmp_path):
-    """A folder with a space in its name, in which run.sh finds this Python."""
-    repository = tmp_path / "a copy"
-    for name in ("run.sh", "train_gpt.py", "data/text.py", "records/common.py"):
-        (repository / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, repository / name)
-    python = repository / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$1" = - ] || exec {sys.executable} "$@"\n')  # its packages are not checked
-    python.chmod(0o755)
-    return repository
-
-
-@pytest.mark.parametrize("started, launcher", [
-    (["python", "../a copy/data/text.py"], "python '../a copy/train_gpt.py' "),
-    (["../a copy/run.sh", "data/text.py"], "NPROC=1 '../a copy/run.sh' ")])
-def test_the_printed_command_runs_in_the_folder_of_the_call(started, launcher, copied_repository, tmp_path):
-    """With a relative --out, by the launcher of the call, from another folder. run.sh enters its own folder."""
-    other = tmp_path / "other"
-    other.mkdir()
-    env = {**os.environ, "PATH": f"{copied_repository}/.venv/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    book = write_book(tmp_path / "book.txt", 60_000)
-    made = subprocess.run([*started, book, "--out", "my shards"], cwd=other, env=env, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    line = made.stdout.splitlines()[-1].removeprefix("train on it: ")
-    assert line.startswith(launcher) and "--train_files='my shards/train_*.bin'" in line
-    more = f" --num_iterations=1 --device=cpu --logs_dir={shlex.quote(str(tmp_path / 'logs'))}"
-    done = subprocess.run(["sh", "-c", line + more], cwd=other, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "step:1/1 val_loss" in done.stdout, done.stderr
-
-
-def test_a_foreign_corpus_json_is_not_replaced(tmp_path, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/corpus.json").write_text('{"my": "notes"}')
-    said = make(capsys, write_book(tmp_path / "book.txt", 60_000), "--out", tmp_path / "mine", status=2)
-    assert "corpus.json is in the way: it does not describe a corpus, so it is not replaced" in said
-    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ['{"my": "notes"}']
-
-
-def test_a_nul_byte_is_refused_in_a_named_file_and_skipped_in_a_folder(tmp_path, capsys):
-    texts, out = tmp_path / "texts", tmp_path / "mine"
-    texts.mkdir()
-    book = write_book(texts / "book.txt", 60_000)
-    (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
-    (texts / "empty.txt").touch()
-    said = make(capsys, texts, book, texts / "other.txt", "--out", out, status=2)
-    assert "other.txt has a NUL byte" in said and not out.exists()
-    said = make(capsys, texts, "--out", out)
-    assert said.splitlines()[0] == "files and folders skipped: 1 empty, 1 with a NUL byte"
-    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 60_030  # 30 documents, each with a BOS
-
-
-def test_bytes_that_are_not_utf_8_are_kept_and_named(tmp_path, capsys):
-    """One line names the first file, with the bytes of all. A file in UTF-8 is none of them."""
-    texts, out = tmp_path / "texts", tmp_path / "mine"
-    texts.mkdir()
-    write_book(texts / "a.txt", 60_000)
-    (texts / "b.txt").write_text("\N{LATIN SMALL LETTER E WITH ACUTE}" * 9)
-    assert "not UTF-8" not in make(capsys, texts, "--out", out)
-    (texts / "c.txt").write_bytes(b"caf\xe9")
-    assert f"{texts}/c.txt: 1 byte is not UTF-8 and kept. iconv converts" in make(capsys, texts, "--out", out)
-    (texts / "d.txt").write_bytes(b"na\xefve caf\xe9\n")
-    said = make(capsys, texts, "--out", out)
-    assert f"{texts}/c.txt and 1 more: 3 bytes are not UTF-8 and kept. " in said and said.count("\n") == 3
-    assert b"na\xefve caf\xe9\n" in b"".join(documents(out, "train") + documents(out, "val"))
-    assert " replaced by U+FFFD. " in text.format_foreign(text.Counter(a=2), is_kept=False)
-
-
-def test_too_little_text_leaves_nothing(tmp_path, capsys):
-    (tmp_path / "note.txt").write_text("one line\n" * 9)
-    said = make(capsys, tmp_path / "note.txt", "--out", tmp_path / "mine", status=2)
-    assert "note.txt has 82 tokens, too few for training and validation with documents of 2047 bytes" in said
-    assert said.endswith("give more text (4606 tokens always suffice)\n")
-    (tmp_path / "longer.txt").write_text("one line\n" * 99)
-    said = make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "mine", status=2)
-    assert said.endswith("give more text (4606 tokens always suffice) or --doc_bytes=190\n")
-    make(capsys, tmp_path / "longer.txt", "--out", tmp_path / "small", "--doc_bytes=190")
-    (tmp_path / "shorter.txt").write_text("a line\n")
-    said = make(capsys, tmp_path / "shorter.txt", "--out", tmp_path / "mine", "--doc_bytes=1", status=2)
-    assert "with documents of 1 byte: give more text (514 tokens always suffice)\n" in said
-    assert not (tmp_path / "mine").exists()
 
 
 def test_splitting_keeps_every_byte_and_prefers_line_ends():
     content = b"aa\n" * 10 + b"x" * 25 + b"\nlast"
     pieces = list(text.split_text(content, 10))
     assert b"".join(pieces) == content and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
-
-
-def test_splitting_copies_each_byte_once():
-    """Slices are counted, of the text and of each slice. A copy of the rest per piece made it quadratic."""
-    copied = 0
-
-    class Counted(bytes):
-        def __getitem__(self, key):
-            nonlocal copied
-            part = Counted(super().__getitem__(key))
-            copied += len(part)
-            return part
-
-    content = Counted(b"some words\n" * 20_000 + b"x" * 20_000)
-    assert b"".join(text.split_text(content, 100)) == content
-    assert copied <= 2 * len(content)
 
 
 def test_gpt2_tokens_need_an_optional_package(tmp_path, capsys, monkeypatch):
@@ -270,24 +166,57 @@ def test_gpt2_tokens_need_an_optional_package(tmp_path, capsys, monkeypatch):
         assert "--tokenizer=bytes" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
-# ---- names and kinds of files ---------------------------------------------------------------------------------------
+# ---- what is read, and what is refused ------------------------------------------------------------------------------
 
 
-def test_a_name_need_not_be_text(tmp_path):
-    """With Latin-1 names of a file and a folder, the printed command has their bytes."""
-    folder, out = (os.fsencode(tmp_path / name) for name in ("t", "o"))
-    folder, out = folder + b"\xe9", out + b"\xfc"
-    os.mkdir(folder)
-    write_book(Path(os.fsdecode(folder + b"/caf\xe9.txt")), 20_000)
-    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    with contextlib.redirect_stdout(printed):
-        assert text.main([os.fsdecode(folder), "--out", os.fsdecode(out)]) == 0
-    printed.flush()
-    assert b"--train_files='" + out + b"/train_*.bin'" in printed.buffer.getvalue()
-    assert sum(map(len, documents(Path(os.fsdecode(out)), "train"))) > 10_000
+def test_what_is_skipped(tmp_path, capsys):
+    """Hidden files, as a token in .git/config, pipes, broken links, files with a NUL byte, a file given twice, and folders
+    behind links. Bytes that are not UTF-8 are kept."""
+    texts = tmp_path / ".texts"
+    for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_text("password\n" * 1000)
+    book = write_book(texts / "sub" / "book.txt", 20_000)
+    (texts / "latin.txt").write_bytes(b"caf\xe9 na\xefve")
+    (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
+    (texts / "empty.txt").touch()
+    (book.parent / "again.txt").symlink_to("book.txt")
+    (texts / "broken").symlink_to("nowhere")
+    (texts / "folder").symlink_to(tmp_path)
+    os.mkfifo(texts / "pipe")
+    with at_most(300):
+        said = make(capsys, texts, book, "--out", tmp_path / "mine")
+    assert said.startswith("files and folders skipped: 5 hidden or node_modules, 1 links to folders, 2 given twice, 2 not "
+                           "regular, 1 empty, 1 with a NUL byte\n"), said
+    assert "latin.txt: 2 bytes are not UTF-8 and kept" in said
+    found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
+    assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10
 
 
-@pytest.mark.parametrize("name", ["it's mine", "my [first] corpus", "what?*", 'a "b" $HOME `id`'])
+@pytest.mark.parametrize("args", [
+    ["missing_folder", "--out", "x"], ["pipe", "--out", "x"], ["nul.txt", "--out", "x"], ["short.txt", "--out", "x"],
+    ["empty", "--out", "x"], ["book.txt", "--out", "a" * 300], ["."], [".", "--out", ""], [".", "", "--out", "x"],
+    ["..", "--out", "x", "--shard_tokens", "5"], [".", "--out", "x", "--doc_bytes", "some"],
+    [".", "--out", "x", "--tokenizer", "words"], ["book.txt", "--out", gpt.EMBEDDED_CORPUS],
+    ["book.txt", "--out", str(ROOT / gpt.EMBEDDED_CORPUS)], ["book.txt", "--out", "notes"]])
+def test_text_tool_refuses_in_one_line(tmp_path, args, capsys, monkeypatch):
+    """And changes nothing. notes/corpus.json describes no corpus."""
+    monkeypatch.chdir(tmp_path)
+    write_book(tmp_path / "book.txt", 20_000)
+    (tmp_path / "nul.txt").write_bytes(b"a\0" * 9000)
+    (tmp_path / "short.txt").write_text("one line\n" * 9)
+    for name in ("empty", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes/corpus.json").write_text('{"my": "notes"}')
+    os.mkfifo("pipe")
+    before = sorted(tmp_path.rglob("*"))
+    with at_most(300):
+        make(capsys, *args, status=2)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "notes/corpus.json").read_text() == '{"my": "notes"}'
+
+
+@pytest.mark.parametrize("name", ["it's my [first]", 'a "b" $HOME `id`?*'])
 def test_the_printed_command_quotes_every_folder(name, tmp_path, capsys):
     """After the shell has split it, its patterns match the shards."""
     out = tmp_path / name
@@ -297,58 +226,6 @@ def test_the_printed_command_quotes_every_folder(name, tmp_path, capsys):
     values = dict(word[2:].split("=", 1) for word in words[:-1])
     for split in ("train", "val"):
         assert gpt.find_shards(values[f"{split}_files"], "x") == [str(out / f"{split}_000000.bin")]
-
-
-def test_a_pipe_is_refused_if_named_and_skipped_in_a_folder(tmp_path, capsys):
-    """A read from it would never end. A broken link and a link to a folder are skipped, too."""
-    (tmp_path / "texts").mkdir()
-    os.mkfifo(tmp_path / "texts" / "pipe")
-    (tmp_path / "texts" / "link").symlink_to("nowhere")
-    (tmp_path / "texts" / "link2").symlink_to(tmp_path)
-    write_book(tmp_path / "texts" / "book.txt", 20_000)
-    with at_most(300):
-        said = make(capsys, tmp_path / "texts" / "pipe", "--out", tmp_path / "x", status=2)
-        assert "pipe is neither a file nor a folder: give files or folders" in said and not (tmp_path / "x").exists()
-        said = make(capsys, tmp_path / "texts", "--out", tmp_path / "mine")
-        assert said.startswith("files and folders skipped: 1 links to folders, 2 not regular\n")
-
-
-def test_hidden_files_and_folders_are_skipped(tmp_path, capsys):
-    """A token in .git/config must not become training data. A hidden folder that is named is read."""
-    texts = tmp_path / ".texts"
-    for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
-        (texts / name).parent.mkdir(parents=True, exist_ok=True)
-        (texts / name).write_text("password\n" * 1000)
-    write_book(texts / "sub" / "book.txt", 20_000)
-    said = make(capsys, texts, "--out", tmp_path / "mine")
-    assert said.startswith("files and folders skipped: 5 hidden or node_modules\n")
-    assert not [name for name, content in read_shards(tmp_path / "mine").items() if b"p\0a\0s\0s\0w\0" in content]
-    assert sum(read_info(tmp_path / "mine")["tokens"].values()) == 20_000 + read_info(tmp_path / "mine")["documents"]
-
-
-def test_a_file_given_twice_counts_once(tmp_path, capsys):
-    """As a file, in its folder, through another spelling and through a link."""
-    book = tmp_path / "texts" / "sub" / "book.txt"
-    book.parent.mkdir(parents=True)
-    write_book(book, 20_000)
-    (book.parent / "link.txt").symlink_to("book.txt")
-    make(capsys, book, "--out", tmp_path / "once")
-    again = [book.parents[1], book, book.parent, f"{book.parent}/../sub/book.txt"]
-    said = make(capsys, *again, "--out", tmp_path / "mine")
-    assert said.startswith("files and folders skipped: 5 given twice\n")
-    assert read_shards(tmp_path / "mine") == read_shards(tmp_path / "once")
-
-
-def test_a_folder_without_text_is_refused_with_the_reason(tmp_path, capsys):
-    """The line used to name a number of tokens that suffices, which is no remedy for a folder of images."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    assert f"{texts} has no text (no files): give files" in make(capsys, texts, "--out", tmp_path / "x", status=2)
-    (texts / "image.png").write_bytes(b"\x89PNG\0\0")
-    (texts / ".notes").write_text("words")
-    said = make(capsys, texts, "--out", tmp_path / "x", status=2)
-    assert "has no text (files and folders skipped: 1 hidden or node_modules, 1 with a NUL byte): give" in said
-    assert not (tmp_path / "x").exists()
 
 
 def test_the_output_cannot_become_input(tmp_path, capsys, monkeypatch):
@@ -363,58 +240,6 @@ def test_the_output_cannot_become_input(tmp_path, capsys, monkeypatch):
     said = make(capsys, "texts_shards/corpus.json", "--out", "texts_shards", status=2)
     assert "--out=texts_shards lies in texts_shards/corpus.json" in said
     assert sorted(path.name for path in texts.iterdir()) == ["image.png", "sub"]
-
-
-def test_own_text_in_the_folder_of_the_embedded_corpus_is_refused(tmp_path, capsys, monkeypatch):
-    """A run found another source in it, replaced the shards without a line, and trained on PyTorch's source."""
-    monkeypatch.chdir(tmp_path)
-    book = write_book(tmp_path / "book.txt", 20_000)
-    for out in (gpt.EMBEDDED_CORPUS, f"./data/../{gpt.EMBEDDED_CORPUS}/", tmp_path / gpt.EMBEDDED_CORPUS, ROOT / gpt.EMBEDDED_CORPUS):
-        said = make(capsys, book, "--out", out, status=2)
-        assert "is for the PyTorch source, and a run may replace its shards: name another folder" in said
-    assert not Path("data").exists()
-
-
-def test_the_progress_bar_counts_bytes(tmp_path, monkeypatch):
-    """On a terminal: 30,000 bytes in two files."""
-    files = [write_book(tmp_path / f"{size}.txt", size) for size in (10_000, 20_000)]
-    ours, terminal = os.openpty()
-    termios.tcsetwinsize(terminal, (24, 80))
-    with os.fdopen(ours, "rb") as screen, os.fdopen(terminal, "w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert [len(content) for content in text.read_files(files, "read")] == [10_000, 20_000]
-        stream.flush()
-        shown = screen.readline().decode()
-    assert "30.0k/30.0k" in shown, repr(shown)
-
-
-@pytest.mark.parametrize(
-    "args, complaint",
-    [
-        (["missing_folder", "--out", "x"], "missing_folder cannot be read (No such file or directory): check the path"),
-        (["a" * 300, "--out", "x"], "aaa cannot be read (File name too long): check the path"),
-        (["book.txt", "--out", "a" * 300], "aaa cannot be written (File name too long): free space"),
-        (["."], "--out is missing"),
-        ([".", "--out", ""], "argument --out: the path is empty: name a file or a folder"),
-        ([".", "", "--out", "x"], "argument paths: the path is empty: name a file or a folder"),
-        (["..", "--out", "x", "--shard_tokens", "5"], "--shard_tokens: 5 is not a whole number of at least 20000"),
-        ([".", "--out", "x", "--doc_bytes", "some"], "--doc_bytes: some is not a whole number of at least 1"),
-        ([".", "--out", "x", "--tokenizer", "words"], "invalid choice: 'words'"),
-    ],
-)
-def test_text_tool_refuses_in_one_line(tmp_path, args, complaint, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_book(tmp_path / "book.txt", 20_000)
-    assert complaint in make(capsys, *args, status=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux only")
-def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
-    """A read of this process's memory at address 0 fails."""
-    (tmp_path / "book.txt").symlink_to("/proc/self/mem")
-    said = make(capsys, tmp_path / "book.txt", "--out", tmp_path / "mine", status=2)
-    assert f"{tmp_path}/book.txt cannot be read (Input/output error): check" in said and not (tmp_path / "mine").exists()
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, capsys):
@@ -529,20 +354,6 @@ def test_the_next_call_removes_the_partial_folder_of_a_killed_one(tmp_path, caps
     assert list(out.glob("*.partial")) == [out / "tmp.partial"]
 
 
-def test_a_second_call_waits_for_the_first(tmp_path):
-    """The partial folder of a call that still runs is not removed."""
-    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
-    with at_most(300):
-        with text.lock_folder(out):
-            (out / "tmpabcdefgh.partial").mkdir()
-            command = [sys.executable, ROOT / "data/text.py", book, "--out", out]
-            second = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            assert second.stderr.readline() == f"text.py: waiting for another process, which writes {out}\n"
-            assert sorted(out.iterdir()) == [out / "tmpabcdefgh.partial"]
-        assert second.communicate() == (None, "") and second.returncode == 0
-    assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
-
-
 # ---- the embedded corpus --------------------------------------------------------------------------------------------
 
 
@@ -566,17 +377,13 @@ def small_source(tmp_path, monkeypatch):
     return Path("data", "torch_source")
 
 
-def ensure():
-    text.make_embedded_corpus()
-
-
 @pytest.mark.parametrize("damage", ["null", "[]", '"x"', "{}", "train", "val", "short", "source"])
 def test_an_incomplete_corpus_is_built_again(damage, small_source):
     """If corpus.json is damaged, or shards are missing or cut. A complete corpus stays unchanged."""
-    ensure()
+    text.make_embedded_corpus()
     before, info = read_shards(small_source), read_info(small_source)
     old = {path: path.stat().st_mtime_ns for path in small_source.iterdir()}
-    ensure()
+    text.make_embedded_corpus()
     assert {path: path.stat().st_mtime_ns for path in small_source.iterdir()} == old
     if damage in ("train", "val"):
         (small_source / f"{damage}_000000.bin").unlink()
@@ -588,25 +395,8 @@ def test_an_incomplete_corpus_is_built_again(damage, small_source):
         for path in small_source.glob("*.bin"):
             path.unlink()
         (small_source / "corpus.json").write_text(damage)
-    ensure()
+    text.make_embedded_corpus()
     assert (read_shards(small_source), read_info(small_source)) == (before, info)
-
-
-@pytest.mark.parametrize("kind", ["full disk", "no folder"])
-def test_a_corpus_that_cannot_be_written(kind, small_source):
-    """The line names the folder, the reason and the remedy. No file is left."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if kind == "no folder":
-        Path("data").write_text("a file, as a folder that takes none")
-    reason = "File too large" if kind == "full disk" else "Not a directory"
-    advice = r"free space or fix its permissions, or choose another folder \(data/text.py --out DIR\)"
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-        with pytest.raises(RecordError, match=rf"data/torch_source cannot be written \({reason}\): {advice}"):
-            ensure()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not [path for path in Path("data").rglob("*") if path != small_source]
 
 
 @pytest.mark.parametrize("preset", text.PRESETS)

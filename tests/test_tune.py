@@ -163,8 +163,7 @@ def test_workers_get_environment_and_options(run_stubs, monkeypatch):
     ("laptop", 1, [0, 7, 14]),
     ("laptop", 7, [0, 1, 7, 8, 14, 15]),
     ("laptop", 99, list(range(20))),
-    ("smoke_frontier", 1, [*range(4), *range(7, 11), *range(14, 18)]),  # tables are later updated each fourth step
-    ("smoke_frontier", 20, [*range(4), *range(7, 11), *range(14, 18)]),
+    ("smoke_frontier", 1, [*range(4), *range(7, 18)]),  # tables are later updated each fourth step
     ("track_2", 1, [0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18])])  # ceil(21 i / 12)
 def test_a_turn_visits_all_stages(preset, num_steps, turn):
     cfg = tune.step.shorten(gpt.make_config({"preset": preset, "device": "cpu"}), tune.NUM_STEPS)
@@ -241,8 +240,8 @@ def test_what_is_tried_on_gpus():
         "--micro_batch_tokens=98304", "--micro_batch_tokens=196608",
         "--fast=rms_norm,norm_rotate,qkv_kernel,flex_attention,head_loss,sparse_embedding", f"{forms},cross_entropy,sparse_embedding",
         f"{forms},head_loss,relu2_mlp,sparse_embedding", f"{forms},head_loss,symmetric_matmul,sparse_embedding",
-        f"{forms},head_loss,sparse_embedding,sum_rows", f"{forms},head_loss,sparse_embedding", "--fp8=off",
-        "--fp8=on --fp8_parts=head,linear", "--fp8=on --fp8_parts=head,mlp", "--fp8=on --fp8_parts=head,qkv"]
+        f"{forms},head_loss,sparse_embedding", "--fp8=off", "--fp8=on --fp8_parts=head,mlp",
+        "--fp8=on --fp8_parts=head,qkv"]
     found = list_words(cfg, facts, NPROC="8")  # a sequence each: no micro-batch is larger
     assert not [words for words in found if "micro" in words]
     assert "--comm_bucket_mb=256.0" in found
