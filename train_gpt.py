@@ -21,8 +21,8 @@ Part two, fast forms of the operations. Each fast form in use is compared with p
     FAST FORMS       the table, and the comparison
     FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED OPERATIONS, TRITON KERNELS, ROW-SPARSE GRADIENTS
 Part three, infrastructure. It decides nothing about the loss.
-    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, ABLATIONS, COMMAND LINE, RUN RECORD,
-    CHECKPOINTS, TELEMETRY AND GUARD, MAIN
+    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS,
+    TELEMETRY AND GUARD, MAIN
 
 Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
     of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
@@ -88,7 +88,7 @@ except ImportError:  # CPU builds of PyTorch
 # Every option has one line: name, default, meaning, range. The defaults are preset track_1, which is record
 # 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
 # rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
-# command line, help and checks are derived from that line.
+# command line, its help, its checks and --without follow from that line.
 
 AUTO = ("auto", "on", "off")
 
@@ -1973,8 +1973,8 @@ class Averages:
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
-# --print_schedule prints some of them. To add a schedule, add a method to Schedule and a field to StepState,
-# and pass the field on in Trainer.train_step(). Source: record 32.
+# To add a schedule, add a method to Schedule and a field to StepState, and pass the field on in
+# Trainer.train_step(). Source: record 32.
 
 ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
 
@@ -3954,8 +3954,8 @@ def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
 
 # ==== DEVICE ===============================================================================================
 # The device, the process group, and the choices made at startup: dtype, compiler, fast forms, FP8. All ranks
-# use rank 0's choices, and the run stores them. User errors are RunErrors. To add a choice, add it to
-# choose_precision(), describe_choices() and keep_choices().
+# use rank 0's choices, and the run stores them as options. To add a choice, add it to choose_precision() and
+# describe_choices().
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -4852,7 +4852,8 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard])
         run["resumed_from"] = read_metadata(Path(cfg.resume))["run_id"] + "/" + Path(cfg.resume).name
     run["key"] = make_key(run)
     first = rt.comm.broadcast_object(run)
-    share_problem("" if first["key"] == run["key"] else f"rank {rt.rank} has another script, config or data than rank 0", rt)
+    share_problem(f"rank {rt.rank} has another script, config or data than rank 0"
+                  if first["key"] != run["key"] else "", rt)
     return first
 
 
