@@ -2356,7 +2356,6 @@ class ValData:
         return make_batch(sequences, self.bos, self.cfg.document_mask)
 
 
-
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
     """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
 
@@ -2645,11 +2644,9 @@ def list_fast_forms() -> dict[str, Fast]:
             loss, dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
             head_loss_inputs, run_function, 0.02, "GPU and softcap"),
         "head_loss": Fast(
-            loss, dict(head_loss=fused_head_loss),
-            head_loss_inputs, run_function, 0.02),
+            loss, dict(head_loss=fused_head_loss), head_loss_inputs, run_function, 0.02),
         "relu2_mlp": Fast(
-            mlp, dict(relu2_mlp=fused_relu2_mlp),
-            mlp_inputs, run_function, 0.02, needs="Hopper"),
+            mlp, dict(relu2_mlp=fused_relu2_mlp), mlp_inputs, run_function, 0.02, "Hopper"),
         "symmetric_matmul": Fast(
             dict(symmetric_matmul=symmetric_matmul), dict(symmetric_matmul=triton_symmetric_matmul),
             random_inputs((2, 256, 304)), run_symmetric_matmul, 0.01, needs="GPU"),
@@ -2658,18 +2655,15 @@ def list_fast_forms() -> dict[str, Fast]:
             embedding_inputs, run_embedding, 0.01, is_compiled=False),
         "fused_adamw": Fast(
             dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "CPU",
-            is_compiled=False),
+            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "CPU", is_compiled=False),
         "fp8_head": Fast(
             loss, dict(head_loss=functools.partial(  # scales for the comparison only
                 fused_head_loss, scales=FP8Scales(64 / 448, 1 / 448, 1 / 448))),
             head_loss_inputs, run_function, 0.2, "fp8_head"),
         "fp8_mlp": Fast(
-            mlp, dict(relu2_mlp=relu2_mlp_fp8),
-            mlp_inputs, run_fp8_mlp, 0.2, needs="fp8_mlp"),
+            mlp, dict(relu2_mlp=relu2_mlp_fp8), mlp_inputs, run_fp8_mlp, 0.2, "fp8_mlp"),
         "fp8_qkv": Fast(
-            qkv, dict(make_qkv=make_qkv_fp8),
-            qkv_inputs, run_qkv, 0.2, "fp8_qkv"),
+            qkv, dict(make_qkv=make_qkv_fp8), qkv_inputs, run_qkv, 0.2, "fp8_qkv"),
     }
 
 
@@ -4224,7 +4218,7 @@ class TrainClock:
 # Chooses the rows of list_fast_forms() to use on this device.
 
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
-FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # chosen by the options of these names
+FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
 FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
 
 
@@ -4546,7 +4540,8 @@ def list_parts(cfg: Config) -> dict[str, dict]:
                 parts[field.name] = {place: change(**{field.name: off})}
     for name, changes in {**parts, **SPECIAL_PARTS}.items():
         changes = {key: new(getattr(cfg, key)) if callable(new) else new for key, new in changes.items()}
-        if dataclasses.replace(cfg, **changes) != cfg:
+        changed = dataclasses.replace(cfg, **changes)
+        if changed != cfg and not any(is_wrong for is_wrong, _ in find_problems(changed)):
             found[name] = changes
     return found
 
@@ -4658,6 +4653,8 @@ def make_config(values: dict) -> Config:
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are RunErrors."""
+
     def error(self, message: str) -> typing.NoReturn:
         raise RunError(message, 2)
 
@@ -4724,7 +4721,7 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
     yield (cfg.attention_gate_dim > width,
            f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {width}")
     yield 0 < cfg.ngram_rows < 6 or cfg.ngram_rows > 0 and cfg.ngram_rows % 2 != 0, (
-        f"--ngram_rows={cfg.ngram_rows}: give an even number of thousands")
+        f"--ngram_rows={cfg.ngram_rows}: give an even number, at least 6")
     for name, group in cfg.groups.items():
         rule = RULES.get(group.rule)
         yield (not rule or rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix",
@@ -4858,14 +4855,11 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard])
 
 
 def find_commit() -> str:
-    """HEAD commit, with -dirty if this script differs from it. "" if git does not track the script."""
-    path = Path(__file__).resolve()
-    git = functools.partial(subprocess.run, capture_output=True, cwd=path.parent)
+    """HEAD commit of the script's repository, with -dirty if a tracked file differs. "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError):  # git is not installed
-        committed = git(["git", "show", f"HEAD:./{path.name}"])
-        if not committed.returncode:
-            commit = git(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
-            return commit + "-dirty" * (committed.stdout != SCRIPT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent)
+        return done.stdout.strip()
     return ""
 
 
@@ -5262,7 +5256,8 @@ def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
     optimizer.finish()
     for _, scales in entries.get("fp8/scales", ()):
         torch._foreach_copy_(trainer.scales.scales, list(scales.to(trainer.rt.device).unbind()))
-    trainer.progress = Progress(**metadata["progress"])
+    for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
+        setattr(trainer.progress, name, metadata["progress"][name])
     trainer.progress.resumed_at.append(trainer.progress.step)
     for name in trainer.progress.lowered:
         lower_precision(trainer, [name])
@@ -5732,14 +5727,13 @@ def main(argv: list[str] | None = None) -> int:
         if list_presets:
             for name, (parent, meaning, _) in PRESETS.items() if rank == 0 else ():
                 print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
-            print("also records/presets/*.json, by their names")
-        else:
-            cfg = make_config(values)
-        if print_config and rank == 0:
+            return 0
+        cfg = make_config(values)
+        if not print_config:
+            train(cfg, argv)
+        elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
-        if not list_presets and not print_config:
-            train(cfg, argv)
     except RunError as error:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
     except torch.OutOfMemoryError:

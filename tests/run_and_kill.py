@@ -112,8 +112,10 @@ def main() -> None:
         victim = choice.choice((None, *range(ranks))) if what == "moment" else choice.randrange(ranks)
         if what in ("rename", "remove"):  # done by rank 0
             victim = 0
-        is_start = number % 5 == 4  # some kills hit the start
-        lines = 0 if what == "moment" and is_start else choice.randint(1, 12)
+        is_start = what == "moment" and choice.random() < 0.3
+        lines = 0 if is_start else choice.randint(1, 12)
+        if is_start:  # a rank that waits for the others to start waits long. Launchers end it
+            victim = None
         start = time.monotonic()
         ends = live(number, argv, ranks, what, victim, lines, choice.uniform(0.0, 1.0 if is_start else 0.05))
         found = re.search(r"^resumed \S+/step_(\d+)", console := Path(f"life_{number}.txt").read_text(), re.M)

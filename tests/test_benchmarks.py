@@ -64,17 +64,6 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     assert "recompiles" in done.stdout
 
 
-@pytest.mark.slow
-def test_step_makes_do_without_shards(tmp_path):
-    args = ["--preset=smoke", "--device=cpu", "--train_files=none/*.bin", "--num_steps=3"]
-    done = launch([str(ROOT / "benchmarks" / "step.py"), *args], tmp_path)
-    assert done.returncode == 0 and "random tokens" in done.stdout, done.stderr[-2000:]
-    assert re.search(r"^\| peak memory MiB \| [\d,]+ \|$", done.stdout, re.M)
-    done = launch([str(ROOT / "benchmarks" / "step.py"), "--preset=smoke", "--seq_len=100"], tmp_path)
-    assert (done.returncode == 2 and done.stderr.count("\n") == 1
-            and "step.py: error: --seq_len=100" in done.stderr)
-
-
 @pytest.mark.parametrize("module, option", [
     (step, "--num_steps=2"), (step, "--compare='a"), (step, "--num_step=9"), (step, "--seq_len=100"),
     (comm, "--max_mb=-1"), (compare_scripts, "--steps=0"), (copy_loss, "--depth=3"), (gpu, "--parts=tests,track_3"),
@@ -102,17 +91,6 @@ def gpu_day(tmp_path, monkeypatch):
     """A rehearsal that always has 100 seconds left, with a point in the name of its files."""
     monkeypatch.setattr(gpu, "monotonic", lambda: 7.0)
     return gpu.Day(gpu.Namespace(rehearse=True, seconds=100, out=tmp_path / "day_0.5"), [], tmp_path)
-
-
-def test_the_gpu_day_skips_parts_without_time(gpu_day, tmp_path, capsys):
-    """And goes on with a shorter part. Each result is printed and written at once."""
-    gpu_day.run_part("frontier", gpu.Part("", 290, pytest.fail))
-    facts = dict(ok=True, counts=dict(passed=3), failed=[])
-    gpu_day.run_part("tests", gpu.Part("", 90, lambda day: facts, is_timed=False))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0.5.json", "day_0.5.md"]
-    rows = (tmp_path / "day_0.5.md").read_text().splitlines()[-2:]
-    assert re.match(r"\| frontier \| \*\*not right:\*\* not run: 100 s are left, it needs 290 \|", rows[0])
-    assert rows[1] == "| tests | 3 passed |" and capsys.readouterr().out.splitlines() == rows
 
 
 def test_the_gpu_day_sees_a_throttled_card(gpu_day, monkeypatch):
@@ -269,15 +247,6 @@ def test_the_ratio_counts_all_stages(shards, clock):
     assert list(second.measure()["ms_by_stage"].values()) == pytest.approx([100, 190, 400])
 
 
-def test_the_ratio_counts_tokens(shards, clock):
-    """Half of the tokens per step in 0.8 of the time: 1.6 times the time per token."""
-    first = make_subject(shards, clock, lambda *_: 0.1, num_iterations=3, tokens_per_step=2048)
-    second = make_subject(shards, clock, lambda *_: 0.08, num_iterations=3, tokens_per_step=1024)
-    found = step.compare(first, second)
-    assert found["ratio"] == pytest.approx(1.6) and found["ratio_quartiles"] == pytest.approx([1.6, 1.6])
-    assert [subject.measure()["tokens_per_s"] for subject in (first, second)] == [20480, 12800]
-
-
 @pytest.mark.parametrize("num_steps", [7, 8])
 @pytest.mark.parametrize("changes", [dict(groups={"embed": {"every": 2}}), dict(telemetry_every=2)])
 def test_the_ratio_counts_both_kinds_of_steps(shards, clock, num_steps, changes, tmp_path, monkeypatch):
@@ -385,17 +354,6 @@ def leave_result(folder: Path, script: bytes, seed: int, loss: float, **changes)
     (folder / "logs" / f"seed{seed}.json").write_text(json.dumps(result | changes))
 
 
-def test_rules_finds_one_best_rate(tmp_path):
-    """The best rate on seeds 0 and 1 stays the best after its runs of other seeds. They end at a worse loss."""
-    (tmp_path / "train_gpt.py").write_bytes(b"script")
-    grid = {0.0125: (2.0, 2.1), 0.025: (3.0, 3.1), 0.05: (1.9, 1.91, 4.0, 4.1), 0.1: (3.2, 3.3), 0.2: (3.4, 3.5)}
-    for rate, losses in grid.items():
-        for seed, loss in enumerate(losses):
-            leave_result(tmp_path / f"rule_muon_{rate:g}", b"script", seed, loss)
-    best, losses = rules.choose_rates(["muon"], [], "rule", rules.TUNING_SEEDS, tmp_path)
-    assert best == {"muon": 0.05} and losses["muon"][0.05] == pytest.approx(1.905)
-
-
 def test_rules_compares_on_other_seeds(tmp_path, monkeypatch, capsys):
     """The seeds that chose a rate are not among those that judge it: the mean is of seeds 2 and 3."""
     (tmp_path / "train_gpt.py").write_bytes(b"script")
@@ -423,19 +381,6 @@ def test_rules_refuses_runs_of_other_data_and_machines(tmp_path, changes, words)
     leave_result(tmp_path / "b", b"script", 1, 2.0)
     with pytest.raises(rules.results.RecordError, match="b/logs mixes runs"):
         rules.run(runs, tmp_path)
-
-
-def test_the_roofline_reads_what_was_compiled_with_the_same_options(tmp_path, monkeypatch):
-    def compile_now(command, **_):
-        (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")]
-        Path(path).write_text(json.dumps(command[2:3] + command[4:]))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(roofline.subprocess, "run", compile_now)
-    for options in ([], ["--preset=frontier"], ["--preset=frontier", "--fp8=off"], []):
-        assert roofline.load("h200", tmp_path, options) == ["h200", *options]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "h200.json", "h200_preset-frontier.json", "h200_preset-frontier_fp8-off.json"]
 
 
 def test_the_roofline_adds_up(tmp_path):

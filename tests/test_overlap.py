@@ -50,16 +50,20 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
     def write_late(_checkpoints, path, copies):
         saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
         step = int(path.parent.name[6:12])
-        assert step == 6 or has_ended[step + 1].wait(300)
+        assert step == 6 or has_ended[step + 1].wait(60)
 
     before_call(monkeypatch, gpt.Checkpoints, "_write", write_late)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     save = gpt.Checkpoints.save
     monkeypatch.setattr(gpt.Checkpoints, "save", lambda self, trainer, **more: note_state(self, trainer) or save(
         self, trainer, **more))  # fmt: skip
-    before_call(monkeypatch, gpt.Checkpoints, "exchange", lambda self, _: has_ended[self.log.progress.step].set())
-    before_call(monkeypatch, gpt.Checkpoints, "exchange", lambda self, _: self.writing and self.log.progress.step % 2
-                and self.writing.result())  # fmt: skip
+
+    def end_step(checkpoints, _stop):
+        has_ended[checkpoints.log.progress.step].set()
+        if checkpoints.writing and checkpoints.log.progress.step % 2:
+            checkpoints.writing.result()
+
+    before_call(monkeypatch, gpt.Checkpoints, "exchange", end_step)
     run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
     assert events == ["start", "clock"] and sorted(states) == [2, 4, 6]
     expected = {entry: rows.data_ptr() for entry, rows in made[0].copies.items()}

@@ -5,7 +5,6 @@ import copy
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -100,23 +99,6 @@ def test_validate_against_a_table_of_students_t(make_record, tool):
     assert tool(validate, folder, "--target=2.1")[0] == 0
 
 
-def test_one_seed_is_no_test(make_record, tool):
-    """One seed is neither a claim nor a failure. Other folders decide the status."""
-    one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
-    status, out, err = tool(validate, one, "--target=1.3", f"--baseline={three}")
-    assert (status, err) == (0, "") and "nan" not in out
-    first, second = out.splitlines()
-    assert first.startswith(f"{one}: n = 1, loss 1.0000, ")
-    assert first.endswith(" s, target 1.3, one seed: no test possible")
-    assert second.endswith(
-        "loss +0.0000 over 1 seed: no test possible, seconds +0.0 over 1 seed: no test possible"
-    )
-    status, out, _ = tool(validate, three)
-    assert status == 0 and out.endswith(", no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
-    assert tool(validate, one, three, "--target=1.05")[0] == 1
-    assert tool(validate, three, "--target=0")[0] == 1  # 0 counts as a target
-
-
 def test_paired_comparison(make_record, tool):
     """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484. Times: 0, -1, -2."""
     ours, theirs = make_record("ours", [1.0, 1.1, 1.2]), make_record("theirs", [1.2, 1.4, 1.6, 9.0])
@@ -179,32 +161,20 @@ def test_a_missing_package_is_named(tmp_path):
         "-r requirements-dev.txt\n")
 
 
-@pytest.mark.parametrize("tool, files", [
-    ("records/replay.py", ["records/laptop/notes.txt"]), ("benchmarks/step.py", ["records.py", "benchmarks/__init__.py"])])
-def test_tools_start_in_a_folder_with_their_names(tool, files, tmp_path):
-    """A folder or a package named records or benchmarks is not imported, also if PYTHONPATH names its parent."""
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text("raise SystemExit('imported')")
-    done = subprocess.run([sys.executable, ROOT / tool, "--help"], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(f"usage: {Path(tool).name} ")
-
-
-def test_runs_of_one_seed_count_once(make_record):
-    folder = make_record("again", [1.0, 1.1])
-    edit_json(folder, lambda result: (result.update(seed=0, final_val_loss=1.0), result["config"].update(seed=0)))
-    record = results.read_record(folder)
-    assert record.losses == {0: 1.0} and record.num_replays == 1
-
-
-def test_two_losses_of_a_seed_on_a_gpu_are_named(make_record, tool):
-    """On a CPU they are refused: test_folders_that_are_no_record."""
-    folder = make_record("again", [1.0, 1.1, 1.2], hardware=dict(device="cuda", ranks=1, gpu="a GPU"))
-    edit_json(folder, lambda result: (result.update(seed=0), result["config"].update(seed=0)))
-    status, out, err = tool(validate, folder)
-    assert status == 0 and "n = 2, 1 replays left out" in out
-    assert f"warning: {folder} has two losses of seed 0, 1.0 and 1.2: the first one counts" in err
+def test_one_seed_is_no_test(make_record, tool):
+    """One seed is neither a claim nor a failure. Runs of one seed count once. On a CPU they have equal losses."""
+    one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
+    status, out, err = tool(validate, one, "--target=1.3", f"--baseline={three}")
+    assert (status, err) == (0, "") and "nan" not in out and out.count("one seed: no test possible") == 1
+    assert out.count("over 1 seed: no test possible") == 2
+    status, out, _ = tool(validate, three)
+    assert status == 0 and out.endswith(", no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
+    assert tool(validate, one, three, "--target=1.05")[0] == 1
+    assert tool(validate, three, "--target=0")[0] == 1  # 0 counts as a target
+    again = make_record("again", [1.0, 1.1], hardware=dict(device="cuda", ranks=1, gpu="a GPU"))
+    edit_json(again, lambda result: (result.update(seed=0), result["config"].update(seed=0)))
+    status, out, err = tool(validate, again)
+    assert "n = 1, 1 replays left out" in out and "two losses of seed 0, 1.0 and 1.1: the first one counts" in err
 
 
 def test_resumed_and_guarded_runs_are_named(make_record, tool):
@@ -241,16 +211,6 @@ def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
     assert "of another machine (cpu was" in tool(plot, ours, machine, f"--out={tmp_path}/x")[2]
 
 
-def test_the_machine_of_a_record_in_words():
-    versions = dict(torch="2.13.0")
-    cpu = dict(device="cpu", ranks=1, cpu="a CPU", threads=2, simd="AVX2", activations="float32")
-    gpu = dict(device="cuda", ranks=8, cpu="a CPU", threads=2, simd="AVX2", gpu="NVIDIA H100")
-    assert results.format_machine(dict(hardware=cpu, versions=versions)) == "2 threads of a CPU, AVX2, float32, PyTorch 2.13.0"
-    choices = dict(dtype="bfloat16", fast=[], fp8=[], compile=True)
-    run = dict(hardware=gpu, versions=versions, choices=choices)
-    assert results.format_machine(run) == "8 x NVIDIA H100, bfloat16, PyTorch 2.13.0"
-
-
 def test_auto_dtypes_of_two_machines_forbid_a_comparison_of_times():
     """Both processors have one name, and the older results do not have their SIMD."""
     frontier, narrow = (results.read_record(results.RECORDS / "laptop" / name) for name in (
@@ -280,6 +240,8 @@ def test_results_of_old_and_new_scripts_are_identified(real_record, tmp_path, to
     first, last = ladder / "record_32", ladder / "tables"
     old, new = results.read_record(last).results[0], results.read_record(real_record).results[0]
     ours, theirs = results.identify(new), results.identify(old)
+    assert "activations" not in json.loads(next(last.glob("*.json")).read_text())["hardware"]  # only in the log
+    assert theirs["choices.dtype"] == "bfloat16" and results.format_machine(new).startswith("1 threads of ")
     assert "key" in new and (theirs["options.matrix_lr"], ours["options.matrix_lr"]) == (old["config"]["matrix_lr"], 0.05)
     assert ours["options.head_every"] == 1 and theirs["options.kernels"] and "options.derived" not in ours
     assert {"data", "script", "machine.cpu", "machine.torch", "choices.dtype"} <= ours.keys() & theirs.keys()
@@ -311,13 +273,6 @@ def test_equal_losses_are_no_evidence():
         dict(seed=seed, final_val_loss=seed + gap, train_time_ms=1, config={}) for seed in range(3)], 0) for gap in (1, 2)))
     assert effect[:2] == (3, -1) and math.isnan(effect.p) and math.isnan(effect.low)
     assert results.judge(effect, results.holm([effect])[0]) == "no test possible"
-
-
-def test_the_dtype_of_an_older_result_is_in_its_log():
-    """The dtype of activations affects bits, and only the log has it."""
-    folder = ROOT / "records" / "laptop" / "2026-11-22_frontier" / "tables"
-    assert "activations" not in json.loads(next(folder.glob("*.json")).read_text())["hardware"]
-    assert {r["hardware"]["activations"] for r in results.read_record(folder).results} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, (40, 9.0))])
@@ -375,12 +330,6 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
 
 
-def test_the_target_of_a_rung_does_not_depend_on_its_path(monkeypatch):
-    monkeypatch.chdir(run_ladder.LADDER.parent)
-    for folder in (run_ladder.LADDER / "yarn", Path(run_ladder.LADDER.name, "yarn")):
-        assert results.find_own_target(results.read_record(folder)) == (1.39, False)
-
-
 def test_the_record_that_sets_a_target_makes_no_claim(make_record):
     """Rounding up made it pass a test against itself: 1.1752 is below 1.18 with p = 7e-05."""
     curve = [[0, 5.0, 0], [8, 1.0, 1000]]
@@ -419,23 +368,18 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
     assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
 
 
-def test_pictures_are_reproducible(real_record, tmp_path):
+def test_pictures_of_records_and_of_telemetry(real_record, tmp_path, monkeypatch):
+    """They are reproducible. Steps measure the groups that they update. Of a step that a killed run repeats the last line
+    counts."""
     for name in ("a", "b"):
         plot.plot_curves([results.read_record(real_record)], 3.0, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     result = results.read_record(real_record).results[0]
     assert plot.count_tokens(real_record, result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
-
-
-TELEMETRY = dict(event="telemetry", step=2, loss_ema=1.0, groups=dict(matrix=dict(grad_norm=1.0, update_ratio=1.0)),
-                 seconds=dict(optimizer=1.0))
-
-
-def test_each_group_is_drawn_over_the_steps_that_measure_it(tmp_path, monkeypatch):
-    """Steps measure the groups that they update. Of a step that a killed run repeats the last line counts."""
     norms = {2: ("matrix", "embed"), 4: ("matrix",), 6: ("matrix", "ngram", "embed")}
-    lines = [TELEMETRY | dict(step=step, groups={name: dict(grad_norm=norm) for name in names})
+    lines = [dict(event="telemetry", step=step, loss_ema=1.0, seconds=dict(optimizer=1.0),
+                  groups={name: dict(grad_norm=norm) for name in names})
              for norm in (5.0, 1.0) for step, names in norms.items()]
     path, figures = tmp_path / "run.jsonl", []
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -443,22 +387,6 @@ def test_each_group_is_drawn_over_the_steps_that_measure_it(tmp_path, monkeypatc
     plot.plot_runs([path], tmp_path / "picture")
     drawn = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[1].get_lines()}
     assert drawn == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
-
-
-def test_runs_without_telemetry_are_left_out_of_a_picture(tmp_path, tool):
-    """A run that was stopped before its first validation is drawn."""
-    has, lacks, damaged = (tmp_path / f"{name}.jsonl" for name in ("has", "lacks", "damaged"))
-    has.write_text(json.dumps(TELEMETRY) + "\n")
-    lacks.write_text('{"event": "validation", "step": 2, "val_loss": 1.0}\n')
-    damaged.write_text("3\n")
-    status, out, err = tool(plot, lacks, has, f"--out={tmp_path}/x")
-    assert status == 0 and out == f"{tmp_path}/x.png and {tmp_path}/x.svg\n"
-    assert err == f"plot.py: left out: {lacks} has no telemetry: it is written with --telemetry_every\n"
-    status, out, err = tool(plot, lacks, f"--out={tmp_path}/y")
-    assert (status, out, err.count("\n")) == (2, "", 1) and not (tmp_path / "y.svg").exists()
-    assert f"{lacks}: no telemetry: give the jsonl of a run with --telemetry_every" in err
-    status, _, err = tool(plot, has, damaged, f"--out={tmp_path}/y")
-    assert status == 2 and err.count("\n") == 1 and "damaged.jsonl cannot be read as the jsonl of a run (TypeError" in err
 
 
 @pytest.mark.parametrize("folder, tokens", [("first", 480 * 4096), ("ladder/muon", 160 * 5120)])
@@ -525,28 +453,6 @@ def test_the_picture_shows_medians_of_all_seeds(picture):
         assert len(line.get_xdata()) == len(curve.record.results[0]["val_points"]) - 1  # without step 0
     marked = [line.get_ydata()[0] for line in published.get_lines()[2:]]
     assert marked == [31.4, 2.625, 1.23]
-
-
-def test_labels_do_not_overlap_curves(picture):
-    figure, _, _ = picture
-    figure.canvas.draw()
-    boxes = []
-    for panel in figure.axes:
-        points = []
-        for line in panel.get_lines():
-            drawn = plot.matplotlib.cbook.STEP_LOOKUP_MAP[line.get_drawstyle()](*line.get_data(orig=False))
-            path = line.get_transform().transform_path(plot.matplotlib.path.Path(list(zip(*drawn))))
-            points += [point for piece in path.interpolated(200).to_polygons(closed_only=False) for point in piece]
-        for band in panel.collections:
-            path = panel.transData.transform_path(band.get_paths()[0])
-            points += list(path.interpolated(200).vertices)
-            assert not [1 for text in panel.texts if path.contains_points(text.get_window_extent().corners()).any()]
-        found = [text.get_window_extent() for text in panel.texts if text.get_text()]
-        assert len(found) >= 3 and len(points) > 1000
-        assert not [point for point in points for box in found if box.contains(*point)]
-        boxes += [*found, panel.title.get_window_extent()]
-    assert all(figure.bbox.contains(*corner) for box in boxes for corner in box.corners())
-    assert not [1 for i, box in enumerate(boxes) for other in boxes[:i] if box.overlaps(other)]
 
 
 def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
@@ -711,73 +617,40 @@ def replayed(monkeypatch):
     return names
 
 
-def of_here(result):
-    """Give a result the thread count of this process."""
-    result["hardware"]["threads"] = torch.get_num_threads()
-
-
-def test_replaying_nothing_is_a_failure(make_record, tool, replayed):
-    """One line has the reason and the remedy, for folders and for a random choice without a fitting run."""
-    here, there = make_record("here", [1.0]), make_record("there", [1.0, 1.1])
-    edit_json(here, of_here)
+def test_what_is_replayed(make_record, tool, replayed, tmp_path, monkeypatch):
+    """Runs of this machine, or with --force all. --random adds runs that fit to the given folders. Nothing replayed and
+    another loss are failures."""
+    here, there = make_record("here", [1.0, 1.1]), make_record("there", [1.0, 1.1])
+    edit_json(here, lambda result: result["hardware"].update(threads=torch.get_num_threads()))  # seed 1 fits
     edit_json(there, lambda result: result["hardware"].update(cpu="another"), is_last=False)
-    status, out, err = tool(replay, there)
-    assert (status, out.count("passed over (cpu was another, here "), err.count("\n")) == (1, 2, 1)
-    assert "nothing was replayed: none of 2 runs fits this machine and its data (passed over (cpu was another, here" in err
-    assert "--force runs them on another machine" in err and not replayed
-    status, out, err = tool(replay, "--random=1", "--records_dir", make_empty(there))
-    assert status == 1 and "this machine can replay 0 of 2 runs in" in out and "--force" in err and not replayed
-    status, _, err = tool(replay, here, "--most_seconds=0")
-    assert status == 1 and "no run took at most 0 s: give more with --most_seconds" in err and not replayed
-    assert tool(replay, here, there)[0] == 0 and replayed == [(here.name, 0)]
-    assert tool(replay, there, "--force")[0] == 0 and replayed[1:] == [(there.name, 0), (there.name, 1)]
-
-
-def make_empty(folder):
-    """A folder of records with only this one."""
-    place = folder.parents[1] / "only"
-    shutil.copytree(folder, place / "laptop" / folder.name)
-    return place
-
-
-def test_random_chooses_among_what_can_be_replayed(make_record, tool, replayed):
-    """One of twelve runs fits this machine, so it is always chosen. --random adds to given folders."""
-    folder = make_record("mixed", [1.0 + seed for seed in range(11)], hardware=dict(device="cpu", ranks=1, cpu="another", threads=3))
-    here, own = make_record("here", [1.0]), make_record("own", [1.0])
-    edit_json(here, of_here), edit_json(own, of_here)
-    place = make_empty(folder)
-    shutil.copytree(here, place / "laptop" / here.name)
-    for _ in range(3):
-        assert tool(replay, "--random=1", f"--records_dir={place}")[0] == 0
-    assert replayed == [(here.name, 0)] * 3
-    status, out, _ = tool(replay, own, "--random=2", f"--records_dir={place}")
-    assert status == 0 and replayed[3:] == [(own.name, 0), (here.name, 0)]
-    assert f"--random=2: this machine can replay 1 of 12 runs in {place}" in out
-    assert tool(replay, "--all", f"--records_dir={place}")[1].count("passed over") == 11
-
-
-def test_a_replay_that_differs_is_a_failure(make_record, tool, monkeypatch):
-    folder = make_record("here", [1.0])
-    edit_json(folder, of_here)
+    edit_json(here, lambda result: result["hardware"].update(threads=torch.get_num_threads()), is_last=False)
+    for args in ([there], ["--random=1", "--records_dir", tmp_path / "none"], [here, "--most_seconds=0"]):
+        status, _, err = tool(replay, *args)
+        assert (status, err.count("\n")) == (1, 1) and "nothing was replayed" in err and not replayed
+    assert tool(replay, here, there)[0] == 0 and replayed == [(here.name, 0), (here.name, 1)]
+    assert tool(replay, there, "--force")[0] == 0 and replayed[2:] == [(there.name, 0), (there.name, 1)]
+    (tmp_path / "only").mkdir()
+    shutil.copytree(tmp_path / "laptop", tmp_path / "only/laptop")
+    (tmp_path / "only/laptop" / here.name / "1.json").unlink()
+    for _ in range(3):  # one of three runs fits this machine
+        del replayed[:]
+        assert tool(replay, there, "--random=2", f"--records_dir={tmp_path}/only")[0] == 0
+        assert replayed == [(here.name, 0)]
+    assert tool(replay, "--all", f"--records_dir={tmp_path}/only")[1].count("passed over") == 2
     monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (False, "another loss"))
-    assert tool(replay, folder)[0] == 1
+    assert tool(replay, here)[0] == 1
 
 
-def test_no_run_starts_after_a_failed_run(tmp_path):
+def test_runs_of_a_tool_end_with_the_first_failure(tmp_path, capsys):
+    """Runs of an earlier call are left out. Each finished run has a line with its number among all."""
+    runs, done = [(name, seed, []) for seed in range(2) for name in "ab"], lambda name: {0} if name == "a" else set()
+    results.run_missing(runs, done, b"", "x.py", tmp_path)
+    assert capsys.readouterr().err == ("1 of 4 runs are from an earlier call\nrun 2/4: b, seed 0\n"
+                                       "run 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
     source = b"import sys; open(sys.argv[1], 'w'); sys.exit(sys.argv[1] == 'b')"
     with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1: .*start x.py again"):
         results.run_missing([(name, 0, [name]) for name in "abcd"], lambda _: set(), source, "x.py", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-RUNS = [(name, seed, []) for seed in range(2) for name in "ab"]
-
-
-def test_a_finished_run_has_a_line(tmp_path, capsys):
-    """With its number among all runs. One of them was already done, which a line says."""
-    results.run_missing(RUNS, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
-    assert capsys.readouterr() == ("", "1 of 4 runs are from an earlier call\nrun 2/4: b, seed 0\n"
-                                       "run 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
 
 
 @pytest.fixture
@@ -807,14 +680,8 @@ def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
     helps, hurts = out.splitlines()[-2:]
     assert helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
     assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
-
-
-def test_an_ablation_uses_the_seeds_asked_for(make_ablation, tmp_path, tool):
-    """An earlier call left three."""
-    make_ablation(dict(nothing=1.0, softcap=2.0))
     args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
-    _, out, _ = tool(ablate, *args, "--seeds=2")
-    assert "over 2 seeds\n" in out and "| 2 | " in out.splitlines()[-1]
+    assert "over 2 seeds\n" in tool(ablate, *args, "--seeds=2")[1]  # of the three of an earlier call
     _, out, _ = tool(ablate, *args, "--seeds=1")
     assert "loss 1.0000 over 1 seed\n" in out and out.endswith("| softcap | +1.0000 |  | 1 |  | one seed: no test possible |\n")
 
@@ -950,20 +817,13 @@ def test_the_script_is_removed_from_a_log():
         run_ladder.strip_log(f"exit()\n{rule}{{}}{rule}", result)
 
 
-def test_the_plan_of_the_ladder(tmp_path):
+def test_the_plan_of_the_ladder():
     """Seed by seed over all rungs. The first and the last one have more seeds, or the marked ones of a ladder.toml."""
     ladder = list(results.load_script(run_ladder.LADDER).LADDER)
     plan = run_ladder.plan_runs(*run_ladder.read_presets(run_ladder.LADDER), 3, 8)
-    assert plan[:25] == [
-        ("target", "laptop_target", 0),
-        *((name.partition("_")[2], f"laptop_{name}", 0) for name in ladder),
-    ]
+    assert plan[:2] == [("target", "laptop_target", 0), (ladder[0][11:], f"laptop_{ladder[0]}", 0)]
     assert len(plan) == 3 * 25 + 5 * 2 and len(set(plan)) == len(plan)
     assert [(name, seed) for name, _, seed in plan[-2:]] == [("adamw_rotary", 7), ("sigmoid_skips", 7)]
-    rungs = '[low]\npreset = "laptop_32"\nchange = "a"\n[high]\npreset = "laptop"\nchange = "b"\nhas_more_seeds = true\n'
-    (tmp_path / "ladder.toml").write_text(rungs)
-    plan = run_ladder.plan_runs(*run_ladder.read_presets(tmp_path), 1, 2)
-    assert plan == [("low", "laptop_32", 0), ("high", "laptop", 0), ("high", "laptop", 1)]
 
 
 def test_a_ladder_that_lists_its_rungs(tmp_path):
@@ -977,6 +837,8 @@ def test_a_ladder_that_lists_its_rungs(tmp_path):
         toml += f'[{name}]\npreset = "a"\nchange = "of {name}"\nhas_more_seeds = true\n'
         toml += "sets_target = true\n" * (name == "adamw_rotary")
     (folder / "ladder.toml").write_text(toml)
+    assert run_ladder.plan_runs(*run_ladder.read_presets(folder), 0, 1) == [
+        ("adamw_rotary", "a", 0), ("sigmoid_skips", "a", 0)]
     records = results.read_track("laptop", tmp_path)
     found, blocks = make_leaderboard.read_blocks(records)
     assert found == folder and list(blocks) == ["adamw_rotary", "sigmoid_skips"]

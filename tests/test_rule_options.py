@@ -1,4 +1,4 @@
-"""Update rules of presets, and presets for a depth."""
+"""Preset muonh, and presets for a depth."""
 
 import json
 
@@ -7,11 +7,6 @@ import torch
 from conftest import ROOT, gpt, smoke_config
 
 from records import scale_by_depth as tool
-
-
-def options_of(preset: str, **overrides) -> dict:
-    """All options by name."""
-    return gpt.flatten_groups(vars(gpt.make_config({"preset": preset, **overrides})))
 
 
 @pytest.fixture
@@ -28,7 +23,7 @@ def config_of(tmp_path, monkeypatch):
 
 
 def test_gates_and_gains_have_adamw():
-    cfg = smoke_config(matrix_rule="normuonh", matrix_lr=0.02, norm_gain="on")
+    cfg = smoke_config(matrix_rule="normuonh", matrix_lr=0.02, gains="norm,output")
     rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
     matrices = {name for name in rules if name.endswith((".qk", ".v_proj", ".up_down"))}
     assert {name for name, rule in rules.items() if rule == "normuonh"} == matrices
@@ -38,10 +33,10 @@ def test_gates_and_gains_have_adamw():
 
 def test_the_muonh_preset():
     """The submission of 2026-02: gains 1 in, 0 out, non-zero projections of standard deviation 1/sqrt(D)."""
-    values = options_of("muonh")
-    expected = dict(matrix_rule="normuonh", orthogonalize="polar_express", matrix_lr=0.02, gain_lr=0.1,
-                    matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)
-    assert {name: values[name] for name in expected} == expected
+    cfg = gpt.make_config({"preset": "muonh"})
+    expected = dict(orthogonalize="polar_express", matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)
+    assert {name: getattr(cfg, name) for name in expected} == expected
+    assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr, cfg.groups["gain"].lr) == ("normuonh", 0.02, 0.1)
     small = dict(preset="muonh", vocab_size=257, num_layers=2, num_heads=2, model_dim=256)
     torch.manual_seed(0)
     block = gpt.GPT(gpt.make_config(small)).blocks[1]
@@ -94,12 +89,12 @@ def test_depth_scales_the_step_of_rules_that_keep_norms(config_of):
 
 def test_depth_with_the_muonh_recipe(config_of):
     """Gains and schedules are preset muonh's."""
-    recipe, cfg = gpt.find_preset("muonh")[1], config_of(24, rule="normuonh")
-    values, scaled = gpt.flatten_groups(vars(cfg)), ("matrix_lr", "embed_lr", "value_embed_lr", "ngram_lr", "head_lr")
-    assert all(values[name] == value for name, value in recipe.items() if name not in scaled)
-    assert (cfg.momentum_end, cfg.momentum_warmup_steps, cfg.lr_warmup_frac) == (0.95, 300, 0)
-    assert values["matrix_lr"] == pytest.approx(0.02 * 2**0.5 / 2)
-    assert values["head_lr"] == pytest.approx(0.004 * 2**0.5 * 2**-0.5)  # twice the batch, twice the width
+    recipe, cfg = gpt.make_config({"preset": "muonh"}), config_of(24, rule="normuonh")
+    names = "init_std gains orthogonalize adam_eps cooldown_frac matrix_cooldown_frac final_lr_frac".split()
+    assert all(getattr(cfg, name) == getattr(recipe, name) for name in names)
+    assert (cfg.momentum, cfg.momentum_warmup_steps, cfg.lr_warmup_frac) == ((0.85, 0.95), 300, 0)
+    assert cfg.groups["matrix"].lr == pytest.approx(0.02 * 2**0.5 / 2)
+    assert cfg.groups["head"].lr == pytest.approx(0.004 * 2**0.5 * 2**-0.5)  # twice the batch, twice the width
 
 
 def test_depth_with_other_rules_and_batches(config_of):
@@ -108,7 +103,7 @@ def test_depth_with_other_rules_and_batches(config_of):
     assert (cfg.num_iterations, cfg.groups["matrix"].lr) == (16704, pytest.approx(0.02))
     assert cfg.groups["matrix"].weight_decay == pytest.approx(0.060 / 2**0.5, abs=6e-4)
     adam = config_of(12, rule="adamw")
-    assert (cfg.mlp_up_lr_mul, adam.mlp_up_lr_mul) == (2, 1)
+    assert (cfg.mlp_lr_mul, adam.mlp_lr_mul) == ((2, 1), (1, 1))
     matrix = adam.groups["matrix"]
     assert (matrix.lr, matrix.weight_decay) == (pytest.approx(0.0018), 0)
     assert adam.adam_eps == pytest.approx(1e-10 * 49_152)
@@ -118,6 +113,7 @@ def test_depth_with_other_rules_and_batches(config_of):
 def test_the_presets_in_the_repository(depth, tmp_path, monkeypatch, capsys):
     """The tool writes each again."""
     (tmp_path / "records/presets").mkdir(parents=True)
+    (tmp_path / "records/presets/muonh.json").write_text((ROOT / "records/presets/muonh.json").read_text())
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     assert tool.main([str(depth)]) == 0
     name = f"records/presets/d{depth}.json"

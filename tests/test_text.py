@@ -186,8 +186,8 @@ def test_what_is_skipped(tmp_path, capsys):
     os.mkfifo(texts / "pipe")
     with at_most(300):
         said = make(capsys, texts, book, "--out", tmp_path / "mine")
-    assert said.startswith("files and folders skipped: 5 hidden or node_modules, 1 links to folders, 2 given twice, 2 not "
-                           "regular, 1 empty, 1 with a NUL byte\n"), said
+    assert said.startswith("files and folders skipped: 5 hidden or node_modules, 1 links to folders, 2 not regular, "
+                           "2 given twice, 1 empty, 1 with a NUL byte\n"), said
     assert "latin.txt: 2 bytes are not UTF-8 and kept" in said
     found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
     assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10
@@ -352,6 +352,20 @@ def test_the_next_call_removes_the_partial_folder_of_a_killed_one(tmp_path, caps
     (out / "tmp.partial").mkdir()
     make(capsys, book, "--out", out)
     assert list(out.glob("*.partial")) == [out / "tmp.partial"]
+
+
+def test_a_second_call_waits_for_the_first(tmp_path):
+    """The partial folder of a call that still runs is not removed."""
+    book, out = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine"
+    with at_most(300):
+        with text.lock_folder(out):
+            (out / "tmpabcdefgh.partial").mkdir()
+            command = [sys.executable, ROOT / "data/text.py", book, "--out", out]
+            second = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            assert second.stderr.readline() == f"text.py: waiting for another process, which writes {out}\n"
+            assert sorted(out.iterdir()) == [out / "tmpabcdefgh.partial"]
+        assert second.communicate() == (None, "") and second.returncode == 0
+    assert sorted(read_shards(out)) == ["train_000000.bin", "val_000000.bin"]
 
 
 # ---- the embedded corpus --------------------------------------------------------------------------------------------
