@@ -232,9 +232,9 @@ def format_row(name: str, part: dict) -> str:
             cells.append(f"`{' '.join(row['words'])}` {row['verdict']}{ratio}")
         cells.append(part["report"].splitlines()[-1])
     else:
-        for name, curve in part["curves"].items():
+        for kind, curve in part["curves"].items():
             losses = ", ".join(f"{loss:.4f} at step {step}" for step, loss, _ in curve["val_points"])
-            cells.append(f"{name} our kernels: {losses}, {curve['train_time_ms'] / 1000:.1f} s, compilation "
+            cells.append(f"{kind} our kernels: {losses}, {curve['train_time_ms'] / 1000:.1f} s, compilation "
                          f"{curve['compile_time_s']:.0f} s")
         cells.append(f"differences {', '.join(f'{value:+.4f}' for value in part['differences'].values())}")
     if "product_tflops" in part:

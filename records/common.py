@@ -139,9 +139,10 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
     except Exception as error:
         if not hasattr(error, "status"):
             raise
-        if int(os.environ.get("RANK", 0)):  # rank 0 prints, and torchrun then ends this rank
-            time.sleep(3)
-        warn(f"error: {error}")
-        return error.status
+        line, status = f"error: {error}", error.status
     finally:
         signal.signal(signal.SIGTERM, old)
+    if int(os.environ.get("RANK", 0)):  # rank 0 prints, and torchrun then ends this rank
+        time.sleep(3)
+    warn(line)
+    return status

@@ -74,26 +74,27 @@ def die_in(what: str, count: int) -> None:
 def live(number: int, argv: list[str], num_ranks: int, what: str, victim: int | None, lines: int, seconds: float) -> list:
     """Run one life, with its console in life_NUMBER.txt. Returns the exit statuses of its ranks.
 
-    victim: rank that is killed in its lines-th call of `what`. With what="moment" it is killed `seconds` after the
-    console has this number of lines of steps, and None means all ranks. what="" means no kill.
+    victim: rank that is killed in its lines-th call of `what`. With what="moment" it is killed `seconds` after this
+    number of steps, and None means all ranks. what="" means no kill.
     """
-    console = Path(f"life_{number}.txt")
+    console, count_steps = Path(f"life_{number}.txt"), lambda: sum(
+        path.read_text().count("train_loss:") for path in Path("logs").glob("*.txt"))
     console.touch()
+    lines += count_steps() if what == "moment" else 0
 
     def run() -> int:
         output = os.open(console, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         torch.set_num_threads(1)
-        gpt.RunLog.PROGRESS_LINES = 10**6
         if what in WRITES and int(os.environ["RANK"]) == victim:
             die_in(what, lines)
         return gpt.main([*argv, "--resume=auto"])
 
     pids, deadline, ends = start_ranks(num_ranks, run), time.monotonic() + 300, {}
     if what == "moment":
-        while len(re.findall(r"^step \d", console.read_text(), re.M)) < lines:
-            assert time.monotonic() < deadline, console.read_text()
+        while count_steps() < lines:
+            assert time.monotonic() < deadline and "result:" not in (text := console.read_text()), text
             time.sleep(0.001)
         time.sleep(seconds)
         for pid in pids if victim is None else [pids[victim]]:
@@ -113,7 +114,7 @@ def main() -> None:
         if what in ("rename", "remove"):  # done by rank 0
             victim = 0
         is_start = what == "moment" and choice.random() < 0.3
-        lines = 0 if is_start else choice.randint(1, 12)
+        lines = 0 if is_start else choice.randint(1, 12 if what == "moment" else 5)
         if is_start:  # a rank that waits for the others to start waits long. Launchers end it
             victim = None
         start = time.monotonic()

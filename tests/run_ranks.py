@@ -144,7 +144,9 @@ def note_overlap(trainer: gpt.Trainer, last_step: int) -> dict:
 def copy_parameters(trainer: gpt.Trainer) -> dict[str, torch.Tensor]:
     """Copies of all parameters by name, with the rows of all ranks of a sharded table."""
     params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-    return params | {table.name: table.full_tensor("").clone() for table in trainer.optimizer.tables}
+    comm = trainer.rt.comm
+    return params | {table.name: comm.gather_shards(params[table.name][:-1])[: table.sparse.num_rows]
+                     for table in trainer.optimizer.tables}  # fmt: skip
 
 
 def equality(out: str, cases: str, num_threads: str = "1") -> None:

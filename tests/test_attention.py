@@ -2,14 +2,12 @@
 
 import dataclasses
 import math
-import re
 import shutil
 
 import pytest
 import torch
-from conftest import AT_THE_END, before_call, gpt, make_runtime, run, smoke_config
+from conftest import gpt, make_runtime, smoke_config
 from torch.nn.attention.flex_attention import flex_attention
-from torch.overrides import TorchFunctionMode
 
 CASES = [
     (256, 1, 40),
@@ -267,7 +265,7 @@ def test_small_rotary_tables_equal_the_expanded_ones(pairs, form):
     cfg = smoke_config(rotary_pairs=pairs, qk_norm="off", **shape)
     rt = make_runtime(dtype=torch.float64, fast=frozenset({form} - {"plain"}))
     state, model = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.GPT(cfg, rt)
-    assert state.rope["long"].softmax_scale != cfg.attention_scale
+    assert state.rope["long"].softmax_scale != cfg.attention_scale[0]
     small, large = (
         gpt.make_step_inputs(state, 96, 48, dataclasses.replace(rt, use_compile=is_compiled), cfg)
         for is_compiled in (True, False)
@@ -319,124 +317,3 @@ def test_narrow_heads_of_short_layers_rotate_whole(is_compiled, is_paired):
     z = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.exp(-1j * angle)[:, None, None]
     expected = torch.view_as_real(z).flatten(-2) * torch.tensor([0.3, 1.0]).double().view(2, 1, 1, 1)
     assert torch.allclose(ours, expected, rtol=0, atol=1e-7)  # 0.3 is rounded to float32
-
-
-# ---- choice of attention -------------------------------------------------------------------------------------------
-
-
-class CudaIsTheCPU(TorchFunctionMode):
-    """Make tensors on the CPU if the device is CUDA."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if getattr(kwargs.get("device"), "type", None) == "cuda":
-            kwargs["device"] = torch.device("cpu")
-        return function(*args, **kwargs)
-
-
-def attend_by_pairs(q, k, v, mask, spoil=lambda y: y):
-    """Attention from the mask function of a block mask. FlexAttention is not differentiable on a CPU."""
-    at = torch.arange(len(q))
-    scores = q.transpose(0, 1) @ k.permute(1, 2, 0)  # (H, T, T)
-    scores = scores.masked_fill(~mask.mask_mod(0, 0, at[:, None], at), -math.inf)
-    return spoil(scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
-
-
-class WrongGradient(torch.autograd.Function):
-    """y, and a gradient that is 5 % too large."""
-
-    @staticmethod
-    def forward(ctx, y):
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 1.05
-
-
-def refuse(*_):
-    raise RuntimeError("no such\ninstruction here")
-
-
-def refuse_backward(y):
-    y.register_hook(refuse)
-    return y
-
-
-FAILS = "it fails on this cuda device: no such instruction here"
-
-
-ATTENTION = {  # a stand-in for attend_flex(), and the reason against it
-    "right": (attend_by_pairs, ""),
-    "raises": (refuse, FAILS),
-    "backward raises": (lambda *args: attend_by_pairs(*args, refuse_backward), FAILS),
-    "wrong": (
-        lambda *args: attend_by_pairs(*args, lambda y: y * 1.05), "it differs from its plain form by 0.05"
-    ),
-    "not a number": (
-        lambda *args: attend_by_pairs(*args, lambda y: y * math.nan), "it differs from its plain form by nan"
-    ),
-    "gradient wrong": (
-        lambda *args: attend_by_pairs(*args, WrongGradient.apply), "it differs from its plain form by 0.05"
-    ),
-}
-
-
-def replace_flex(monkeypatch, attend_flex) -> None:
-    """Replace attend_flex() in the table of fast forms, and keep only forms of attention."""
-    rows = gpt.list_fast_forms()
-    rows = {name: rows[name] for name in ATTENTION_FORMS}
-    flex = rows["flex_attention"]
-    rows["flex_attention"] = flex._replace(fast={**flex.fast, "attention": attend_flex})
-    monkeypatch.setattr(gpt, "list_fast_forms", lambda: rows)
-
-
-def choose_as_on_cuda(cfg, monkeypatch, dtype) -> tuple[frozenset, list[str]]:
-    """choose_fast_forms() of a compiled run on a GPU, in eager mode on the CPU."""
-    with CudaIsTheCPU(), monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", lambda fn, **_: fn)
-        return gpt.choose_fast_forms(cfg, torch.device("cuda"), dtype, True)
-
-
-@pytest.mark.parametrize("case", ATTENTION)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_flex_attention_is_compared_before_it_is_used(case, dtype, monkeypatch):
-    """Forward and backward. The replacement is right, wrong or fails."""
-    torch.manual_seed(0)
-    attend_flex, told = ATTENTION[case]
-    replace_flex(monkeypatch, attend_flex)
-    fast, (first, *lines) = choose_as_on_cuda(smoke_config(), monkeypatch, dtype)
-    (name,) = fast
-    assert name == ("flex_attention" if case == "right" else "block_attention")
-    assert first == f"fast forms: {name}" and len(lines) == (case != "right")
-    for line in lines:
-        if dtype == torch.float32 or "differs" not in told:
-            assert line == f"fast form flex_attention: off ({told})"
-        else:  # rounded, so the last digits differ
-            start = told.partition(" by ")[0]
-            assert line.startswith(f"fast form flex_attention: off ({start}") and "\n" not in line
-
-
-@pytest.mark.parametrize("case", [case for case in ATTENTION if case != "right"])
-def test_flex_attention_by_name_must_work(case, monkeypatch):
-    """The run ends with the reason."""
-    attend_flex, told = ATTENTION[case]
-    replace_flex(monkeypatch, attend_flex)
-    with pytest.raises(gpt.RunError, match=f"--fast=flex_attention.*{re.escape(told)}"):
-        choose_as_on_cuda(smoke_config(fast="flex_attention"), monkeypatch, torch.float32)
-
-
-def test_a_run_uses_blocks_if_flex_attention_fails(shards, here, monkeypatch, capsys):
-    """The choices are of a compiled run on a GPU."""
-    blocks = []
-    before_call(monkeypatch, gpt, "choose_blocks", lambda *args: blocks.append(args))
-    with monkeypatch.context() as patch:
-        replace_flex(patch, refuse)
-        chosen = choose_as_on_cuda(smoke_config(), patch, torch.float32)
-    blocks.clear()
-    monkeypatch.setattr(gpt, "choose_fast_forms", lambda *_: chosen)
-    result = run(shards, "--num_iterations=2", AT_THE_END)
-    assert math.isfinite(result["final_val_loss"]) and blocks
-    lines = [line for line in capsys.readouterr().out.splitlines() if "attention" in line]
-    assert lines[0].endswith(", fast forms: block_attention")
-    assert lines[1:] == [f"fast form flex_attention: off ({FAILS})"]

@@ -442,23 +442,6 @@ def list_downloads(folder: Path) -> set[str]:
 SHARD_NAMES = {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
 
 
-def test_a_download_continues_after_two_broken_connections(tmp_path, hub):
-    """The server closes both in the middle of a shard of 24 MB. The client keeps chunks of 10 MiB."""
-    (path,) = (path for path in hub.files if "_val_" in path)
-    hub.breaks[path] = [(15_000_000, "closed"), (12_000_000, "closed")]
-    (tmp_path / "vocab.json").write_text("mine")  # not the vocabulary: its file has another name
-    done = download(hub, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert hub.starts[path] == [0, 10 << 20, 20 << 20]
-    assert list_downloads(tmp_path) == {"vocab.json", "gpt2_vocab.json", *SHARD_NAMES}
-    assert (tmp_path / "vocab.json").read_text() == "mine"
-    assert (tmp_path / "gpt2_vocab.json").read_bytes() == b'{"a": 0}'
-    for path, content in hub.files.items():
-        assert path.endswith("vocab.json") or (tmp_path / "shards" / Path(path).name).read_bytes() == content
-    done = download(hub, tmp_path)
-    assert done.returncode == 0 and sorted(map(len, hub.starts.values())) == [1, 1, 3]
-
-
 def test_a_repeated_command_keeps_complete_files(tmp_path, hub):
     """Connections that are reset end the command. It leaves only complete files, and its next run fetches the rest."""
     val, train, vocabulary = hub.files
@@ -475,21 +458,3 @@ def test_a_repeated_command_keeps_complete_files(tmp_path, hub):
     for path in (val, train):
         assert (tmp_path / "shards" / Path(path).name).read_bytes() == hub.files[path]
     assert (tmp_path / "gpt2_vocab.json").read_bytes() == hub.files[vocabulary]
-
-
-@pytest.mark.parametrize("missing, complete", [
-    ("fineweb_val_000000.bin", set()),
-    ("fineweb_train_000001.bin", {"fineweb_val_000000.bin"}),
-    ("vocab.json", SHARD_NAMES),
-])  # fmt: skip
-def test_a_file_that_the_hub_does_not_have(tmp_path, hub, missing, complete):
-    """One line with its name. Only complete files are left."""
-    (path,) = (path for path in hub.files if path.endswith(missing))
-    del hub.files[path]
-    done = download(hub, tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr[-2000:]
-    repository = "openai-community/gpt2" if missing == "vocab.json" else "kjj0/fineweb10B-gpt2"
-    assert f"error: {missing} does not exist in {repository} on the hub (404)" in done.stderr
-    assert ("Its training shards are 1 to 103: ask for fewer" in done.stderr) == (missing != "vocab.json")
-    assert "check the network" not in done.stderr
-    assert list_downloads(tmp_path) == complete

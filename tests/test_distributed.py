@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import shlex
 import shutil
 import signal
 import socket
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from conftest import (
     ROOT,
-    TINY,
     data_args,
     gpt,
     launch,
@@ -32,14 +30,13 @@ NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-ADAM_GROUPS = ("embed", "value_embed", "head", "scalar")  # of preset smoke
 CASES = {
-    "exact": {f"{group}_every": 2 for group in ADAM_GROUPS},
-    "tied": dict(tie_head="on", embed_std=0.02, head_lr=0.0036, matrix_every=2),
+    "exact": dict(groups={group: {"every": 2} for group in ("embed", "value_embed", "head", "scalar")}),
+    "tied": dict(tie_head="on", embed_std=(0.02, 0.01), head_lr=0.0036, groups={"matrix": {"every": 2}}),
     "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
     "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
 }
-RULES_AND_CASES = [(rule, "exact") for rule in gpt.OPTIONS["matrix_rule"].choices] + [
+RULES_AND_CASES = [(rule, "exact") for rule in gpt.RULES if rule != "row_adam"] + [
     (rule, case) for rule in ("muon", "adamw") for case in ("tied", "bfloat16", "rounded")
 ]
 FEW = [(rule, case) for rule, case in RULES_AND_CASES if rule in ("muon", "adamw") or rule == "normuonh"]
@@ -57,13 +54,14 @@ def equality(shards, tmp_path_factory, request):
     rows = dict(seq_len=128, tokens_per_step=3072, micro_batch_tokens=128, **files)
     common = dict(
         preset="smoke", num_layers=3, model_dim=32, num_heads=2, head_dim=16, num_iterations=8,
-        adam_eps=1.0, mlp_up_lr_mul=2.0, comm_bucket_mb=0.03, **rows,
+        adam_eps=1.0, mlp_lr_mul=(2.0, 1.0), comm_bucket_mb=0.03, **rows,
     )  # fmt: skip
     cases = {"laptop": dict(rows, preset="laptop_32", dtype="float32", micro_batch_tokens=3072, num_iterations=4)}
     for rule, case in RULES_AND_CASES if "slow" in request.config.option.markexpr else FEW:
         decay = 0.0 if gpt.RULES[rule].keeps_norm else 0.1
         lr = dict(muonh=0.02, normuonh=0.02, adamh=0.005, adamw=0.0018).get(rule, 0.05)
         options = dict(matrix_rule=rule, matrix_lr=lr, matrix_weight_decay=decay)
+        options["gains"] = ["output"] if gpt.RULES[rule].keeps_norm else []
         cases[f"{rule} {case}"] = {**common, **options, **CASES[case]}
     folder = tmp_path_factory.mktemp("equality")
 
@@ -133,7 +131,7 @@ def test_bytes_sent_are_few_and_known(equality, num_ranks):
     for case in ("laptop", "adamw exact", "adamw tied"):
         cfg = smoke_config(**CASES.get(case.removeprefix("adamw "), {}))
         params = {name: p.nbytes for name, p in equality[1][case]["params"].items()}
-        params["embed"] *= cfg.tie_head == "off"
+        params["embed"] *= not cfg.tie_head
         every = {name: cfg.groups[groups[name]].every if case != "laptop" else 1 for name in params}
         tables = [name for name in params if name.startswith("value_embeds.")]
         due = sum((2 - (name in tables)) * nbytes / every[name] for name, nbytes in params.items())
@@ -192,7 +190,8 @@ def test_a_sharded_table_has_the_bits_of_one_rank(shards, tmp_path, num_ranks):
     """
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     options = dict(preset="smoke", num_iterations=12, seq_len=128, tokens_per_step=3072, micro_batch_tokens=128, adam_eps=1.0)
-    table = dict(ngram_rows=202, ngram_order=3, ngram_rule="row_adam", ngram_every=2, ngram_late_every=4, late_start=0.4)
+    table = dict(ngram_rows=202, ngram_order=3, late_start=0.4,
+                 groups={"ngram": {"rule": "row_adam", "every": 2, "late_every": 4}})  # fmt: skip
     results = []
     for ranks in (1, num_ranks):
         path = tmp_path / f"{ranks}.pt"
@@ -213,8 +212,9 @@ def test_gradients_do_not_depend_on_the_segments(dtype, num_segments):
     learned scale, and several ranks have more segments than one."""
     gradients = []
     for segments in (1, num_segments):
-        cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu", grad_grid=0.0, segments=segments))
+        cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu", grad_grid=0.0))
         trainer = gpt.Trainer(cfg, make_runtime(dtype=dtype))
+        trainer.model.split_layers(segments)
         model, tokens = trainer.model, torch.arange(512) ** 2 % 257
         assert len(model.segments) == segments
         torch.manual_seed(1)
@@ -240,22 +240,6 @@ def test_round_to_grid_makes_sums_exact():
         for row in x.flip(0):
             backwards += row
         assert torch.equal(sequential, x.double().sum(0).to(dtype)) and torch.equal(sequential, backwards)
-
-
-@pytest.mark.slow
-def test_torchrun_gives_the_same_loss_to_the_last_bit(shards, tmp_path):
-    losses = {}
-    for nproc in (1, 2, 4):
-        folder = tmp_path / str(nproc)
-        folder.mkdir()
-        result = smoke_run(
-            shards, folder, "--seed=3", "--micro_batch_tokens=512", nproc=nproc
-        )
-        losses[nproc] = [loss for _, loss, _ in result["val_points"]]
-        assert len(list((folder / "logs").iterdir())) == 3  # one log, one json, the script
-        assert result["config"]["derived"]["ranks"] == nproc and result["stdout"].count("val_loss") == 3
-    assert losses[2] == losses[1] and losses[4] == losses[1]
-    assert losses[1][-1] < losses[1][0] - 1
 
 
 @pytest.mark.slow
@@ -292,18 +276,16 @@ def find_port() -> int:
 
 
 def start_agents(shards, folder, *options, second: tuple = ()) -> list[subprocess.Popen]:
-    """torchrun --nnodes=2, each agent in another folder. second: further options of the second agent."""
+    """torchrun --nnodes=2, each agent in its own folder. second: further options of the second agent."""
     args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards), *options]
     command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     command += [f"--rdzv_endpoint=localhost:{find_port()}", str(ROOT / "train_gpt.py"), *args]
     agents = []
     for node in ("a", "b"):
-        command = [*command, *(second if node == "b" else ())]
         (folder / node).mkdir()
-        agents.append(
-            subprocess.Popen(command, cwd=folder / node, stderr=subprocess.PIPE, text=True,
-                             env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"})
-        )
+        words = [*command, *(second if node == "b" else ())]
+        env = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+        agents.append(subprocess.Popen(words, cwd=folder / node, stderr=subprocess.PIPE, text=True, env=env))
     return agents
 
 
@@ -313,7 +295,7 @@ def test_two_agents_make_one_job(shards, tmp_path):
     for agent in start_agents(shards, tmp_path):
         _, errors = agent.communicate(timeout=3000)
         assert agent.returncode == 0, errors[-2000:]
-    (path,) = tmp_path.rglob("*.json")
+    (path,) = tmp_path.rglob("*_seed0_*.json")
     result = json.loads(path.read_text())
     assert result["hardware"]["ranks"] == 2
     (tmp_path / "one").mkdir()
@@ -323,56 +305,44 @@ def test_two_agents_make_one_job(shards, tmp_path):
 
 @pytest.mark.slow
 def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
-    """SIGTERM to one agent. Rank 0 writes the checkpoint, and one line names it."""
-    first, second = start_agents(shards, tmp_path, "--num_iterations=100")
+    """SIGTERM to one agent. Both ranks write into the shared folder, and one line names the checkpoint."""
+    first, second = start_agents(shards, tmp_path, "--num_iterations=100", f"--out={tmp_path}/shared")
     while not any("step:3/" in path.read_text() for path in tmp_path.rglob("*_seed0_*.txt")):
         time.sleep(0.1)
         assert first.poll() is None and second.poll() is None
     second.send_signal(signal.SIGTERM)
     errors = [agent.communicate(timeout=3000)[1] for agent in (first, second)]
-    (path,) = tmp_path.rglob("*.pt")
-    start = "train_gpt.py: stopped by SIGTERM after step "
-    lines = [line for text in errors for line in text.splitlines() if start in line]
-    assert len(lines) == 1 and lines[0].endswith(f" --resume={path.relative_to(path.parents[2])}")
+    (step,) = tmp_path.rglob("step_*")
+    assert sorted(path.name for path in step.iterdir()) == ["rank0.pt", "rank1.pt", "state.json"]
+    lines = [line for text in errors for line in text.splitlines() if "train_gpt.py: stopped by SIGTERM after step " in line]
+    assert len(lines) == 1 and str(step) in lines[0]
     assert first.returncode and second.returncode
 
 
-RANK_CHANGES = {  # difference of rank 1: (further options, words of the error line)
-    "option": (["--matrix_lr=1.0"], "matrix_lr was 0.05, here 1.0"),
-    "seed": (["--head_lr=1.0", "--seed=5"], "seed was 0, here 5, head_lr was 0.008, here 1.0"),
-    "data": ([], "other data"),
-    "script": ([], "other script"),
-    "torch": ([], "torch was "),
-}
+@pytest.mark.slow
+def test_a_folder_that_nodes_do_not_share_is_refused(shards, tmp_path):
+    agents = start_agents(shards, tmp_path, "--checkpoint_every=4")
+    errors = [agent.communicate(timeout=3000)[1] for agent in agents]
+    assert all(agent.returncode for agent in agents) and any("is not shared by all nodes" in text for text in errors)
 
 
-@pytest.mark.parametrize("what", slow_but(RANK_CHANGES, "data"))
-def test_ranks_that_differ_do_not_train(shards, tmp_path, what):
-    """All ranks end with status 2 and one line. Without the comparison a record of mixed ranks had status 0."""
+@pytest.mark.parametrize("what, options", slow_but(
+    [("option", "--matrix_lr=1.0"), ("seed", "--seed=5"), ("data", ""), ("script", "")], ("data", "")))  # fmt: skip
+def test_ranks_that_differ_do_not_train(shards, tmp_path, what, options):
+    """All ranks end with status 2 and a line."""
     args = ["--preset=smoke", "--device=cpu", "--record=mixed", *data_args(shards)]
     shutil.copytree(shards, tmp_path / "other")
     data = bytearray((tmp_path / "other/train_1.bin").read_bytes())
     data[-2] = 98  # a token of the last document
     (tmp_path / "other/train_1.bin").write_bytes(data)
-    options, words = RANK_CHANGES[what]
-    ends, _, errors = run_ranks("train_mixed", 2, what, tmp_path / "other", shlex.join(options), *args, cwd=tmp_path)
+    ends, _, errors = run_ranks("train_mixed", 2, what, tmp_path / "other", options, *args, cwd=tmp_path)
     assert [status for status, _ in ends] == [2, 2], errors
-    assert f"error: rank 1 differs from rank 0 ({words}" in errors and errors.count("\n") == 1
+    assert "error: rank 1 has another " in errors and "Traceback" not in errors
     assert not list(tmp_path.rglob("*_seed*"))
-
-
-@pytest.mark.slow
-def test_agents_with_other_options_do_not_train(shards, tmp_path):
-    """Two nodes with different command lines."""
-    agents = start_agents(shards, tmp_path, second=("--head_lr=1.0",))
-    errors = [agent.communicate(timeout=3000)[1] for agent in agents]
-    assert all(agent.returncode for agent in agents)
-    assert all("error: rank 1 differs from rank 0 (head_lr was 0.008, here 1.0)" in text for text in errors)
 
 
 FAILURES = {  # (how, which rank): exit status of this rank, without a launcher
     ("raise", 1): 1,
-    ("memory", 1): 2,
     ("kill", 0): -signal.SIGKILL,
     ("kill", 1): -signal.SIGKILL,
     ("freeze", 0): -signal.SIGSTOP,
@@ -385,21 +355,13 @@ def failing_args(shards, **changes):
     return ["--device=cpu", *data_args(shards), *(f"--{name}={value}" for name, value in options.items())]
 
 
-def check_lines(how: str, num_ranks: int, errors: str) -> None:
-    """The failed rank reports its reason once, if it can. Each remaining rank leaves with the traceback of a collective."""
-    assert errors.count("Traceback (most recent call last)") >= num_ranks - 1 + (how == "raise")
-    assert errors.count("ValueError: one step too many\n") == (how == "raise")
-    assert errors.count("error: out of memory with --micro_batch_tokens=1024: try") == (how == "memory")
-    assert errors.count("train_gpt.py: error: ") == (how == "memory")
-
-
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("raise", 1), ("kill", 0)))
 def test_all_leave_when_one_rank_fails(shards, tmp_path, how, rank):
-    """The ranks are forks without a launcher. A frozen rank is detected after 20 s."""
+    """The ranks are forks without a launcher. A frozen rank is detected after 20 s, and all others end within 60 s."""
     ends, _, errors = run_ranks("fail", 3, how, rank, *failing_args(shards), cwd=tmp_path)
     assert [status for status, _ in ends] == [FAILURES[how, rank] if i == rank else 1 for i in range(3)], errors
-    check_lines(how, 3, errors)
-    assert not list(tmp_path.rglob("*.json"))
+    assert max(seconds for _, seconds in ends) < 60 and not list(tmp_path.rglob("*_seed*.json"))
+    assert errors.count("ValueError: one step too many\n") == (how == "raise")
 
 
 def running(marker) -> list[str]:
@@ -410,27 +372,14 @@ def running(marker) -> list[str]:
 @pytest.mark.parametrize("how, rank", slow_but(FAILURES, ("kill", 1)))
 def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
     """torchrun ends with a status, and no process is left. It kills a frozen rank after another 30 s."""
-    args = failing_args(shards, logs_dir=tmp_path)
+    args = failing_args(shards, out=tmp_path)
     done = launch([str(RANKS), "fail", "2", how, str(rank), *args], tmp_path, nproc=2, env=ENVIRONMENT)
-    assert done.returncode != 0 and running(tmp_path) == []
-    check_lines(how, 2, done.stderr)
-
-
-def test_a_rank_without_a_gpu_says_so(monkeypatch, capsys):
-    """The rank without a GPU ends with a line. Rank 0 would otherwise wait for it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    variables = dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=1)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    assert gpt.main(["--preset=smoke"]) == 2
-    assert "error: local rank 1 has no GPU: start at most 1 processes" in capsys.readouterr().err
+    assert done.returncode != 0 and running(f"out={tmp_path}") == []
 
 
 def test_ranks_that_cannot_share_a_step_end_with_one_line(shards, tmp_path):
     done = run_script(["--preset=smoke", "--tokens_per_step=512", *data_args(shards)], tmp_path, nproc=2)
-    assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1
-    assert "1 packed sequences of seq_len=512, which 2 ranks cannot share\n" in done.stderr
+    assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1 and "512" in done.stderr
 
 
 def test_the_timeout_is_set_for_both_groups_of_a_step():
@@ -443,27 +392,3 @@ def test_the_timeout_is_set_for_both_groups_of_a_step():
     finally:
         dist.destroy_process_group()
     assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7]
-
-
-def test_an_address_that_does_not_exist(shards, here, monkeypatch):
-    """An error at once, before init_process_group() would retry for an hour."""
-    monkeypatch.setattr(gpt.dist, "init_process_group", lambda *_, **__: pytest.fail("it joins the group"))
-    monkeypatch.setattr(gpt.ctypes, "CDLL", refuse_library)
-    address = dict(MASTER_ADDR="node7.invalid", MASTER_PORT="1", RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
-    for name, value in address.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(socket.gaierror):
-        gpt.main([*TINY, *data_args(shards), "--tokens_per_step=1024"])
-
-
-def refuse_library(name):
-    """Without libc this process does not request a signal for the end of its parent."""
-    raise OSError(name)
-
-
-def test_an_interface_that_is_not_there(shards, tmp_path, monkeypatch):
-    """Two ranks of one node."""
-    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "nosuchif")
-    args = [*TINY, *data_args(shards), "--tokens_per_step=1024"]
-    ends, _, errors = run_ranks("fail", 2, "none", 0, *args, cwd=tmp_path)
-    assert [status for status, _ in ends] == [1, 1] and "nosuchif" in errors, errors[-2000:]

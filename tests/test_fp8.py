@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import AT_THE_END, data_args, gpt, make_runtime, make_trainer, run, smoke_config, smoke_run
+from conftest import AT_THE_END, gpt, make_runtime, make_trainer, run, smoke_config, smoke_run
 from run_ranks import run_ranks
 
 CAP = gpt.Softcap(30.0, 0.0, 7.5)

@@ -337,17 +337,6 @@ def test_ranks_share_a_table_that_does_not_divide(tmp_path):
     assert dense[0].any() and dense[36].any() and is_fetched.tolist() == [1, 1, 1]
 
 
-def test_a_table_refuses_an_ordinary_gradient(shards):
-    """The optimizer would not read the gradient of an ordinary lookup."""
-    trainer, step, close = make_trainer(shards, num_layers=2)
-    assert trainer.optimizer.bucket_of["value_embeds.0"].sparse
-    step()
-    trainer.model.ops = trainer.model.ops._replace(embedding=gpt.embedding)
-    with pytest.raises(AssertionError, match=r"value_embeds.0 has a dense gradient: read it only with ops.embedding\(\)"):
-        step()
-    close()
-
-
 def test_without_the_fast_form_a_table_has_an_ordinary_gradient(shards):
     """On one rank it trains bit for bit like the fast form, because both add in one order."""
     params = []
@@ -400,35 +389,3 @@ def test_an_average_that_begins_late_copies_its_first_value(shards):
     for key, average, selected in averages.rows:
         for bucket in set(selected) & set(updated) if average.num_last == 2 else ():
             assert torch.equal(bucket.state[key], bucket.read_shard()) and bucket.state[key].any()
-
-
-# ---- tied tables ---------------------------------------------------------------------------------------------------
-
-
-def test_a_tied_head_takes_both_gradients_and_stays_equal(shards):
-    """A tied model reads one tensor, and its gradient is the sum of both. Its update is the update of an untied head
-    with this sum, and the embedding gets the values."""
-    grads, moved = {}, {}
-    for is_tied in ("on", "off"):
-        torch.manual_seed(0)
-        cfg = smoke_config(shards, tie_head=is_tied, zero_init="off", head_lr=0.008)
-        model, schedule = gpt.GPT(cfg), gpt.Schedule(cfg)
-        head, embed = model.head.weight, model.embed
-        head.data.copy_(embed.data)
-        batch = gpt.TrainData(cfg, schedule).batch(range(2))
-        step_inputs = gpt.make_step_inputs(schedule.at(0), 1024, 512, make_runtime(), cfg)
-        model(*batch[:3], step_inputs).backward()
-        grads[is_tied] = head.grad, embed.grad
-        model.zero_grad()
-
-        optimizer, before = gpt.Optimizer(model, cfg, make_runtime()), head.detach().clone()
-        first, second = torch.randn(2, *head.shape, generator=torch.Generator().manual_seed(1))
-        head.grad, embed.grad = first + second, None if is_tied == "on" else second.clone()
-        optimizer.step(schedule.at(0))
-        optimizer.finish()
-        assert torch.equal(head, embed) == (is_tied == "on") and not torch.equal(embed, before)
-        moved[is_tied] = head.detach() - before
-    (both, none), (of_head, of_embed) = grads["on"], grads["off"]
-    assert none is None and of_head.norm() > 0 and of_embed.norm() > 0
-    assert torch.allclose(both, of_head + of_embed, rtol=1e-4, atol=1e-4 * both.abs().max())
-    assert moved["on"].abs().max() > 1e-3 and torch.allclose(moved["on"], moved["off"], atol=1e-6)

@@ -14,13 +14,6 @@ def schedule():
     return gpt.Schedule(gpt.make_config({"preset": "track_1"}))
 
 
-def test_stage_of_every_step_is_the_records(schedule):
-    for step in range(1670):
-        assert schedule.at(step).stage_index == int(3 * step / 1671)
-    assert schedule.at(1670).stage_index == 3  # final validation
-    assert schedule.at(1670).stage == schedule.cfg.full_stages[2]
-
-
 def factor(schedule, step, group="embed"):
     """The learning rate of a group at a step, divided by its option."""
     return schedule.at(step).lr[group] / schedule.cfg.groups[group].lr
@@ -34,11 +27,6 @@ def test_the_last_validation_has_windows_of_its_own_or_those_of_the_last_stage(s
     for kind in ("long", "short"):
         assert final.rope[kind].softmax_scale == last.rope[kind].softmax_scale
         assert np.array_equal(final.rope[kind].frequencies, last.rope[kind].frequencies)
-
-
-def test_windows_are_the_records(schedule):
-    windows = [(long // 128, short // 128) for long, short in schedule.windows]
-    assert windows == [(3, 1), (7, 3), (11, 5), (13, 6)]
 
 
 def test_softmax_scale_grows_as_published(schedule):
@@ -75,23 +63,6 @@ def test_yarn_of_narrow_heads_by_hand():
         assert setting["long"].softmax_scale == 0.1 and setting["long"].frequencies.shape == (16,)
 
 
-@pytest.mark.parametrize(
-    "step, expected",
-    [
-        (0, 1),
-        (835, 1),  # half of the steps remain: the fall begins
-        (836, (834 + 0.1) / 835),  # 834 of the 835 steps of the fall remain
-        (1253, (417 + 418 * 0.1) / 835),
-        (1669, (1 + 834 * 0.1) / 835),
-        (1670, 0.1),
-    ],
-)
-def test_learning_rate(schedule, step, expected):
-    """A step early or late is off by 0.9 / 835 = 1e-3."""
-    for group in schedule.cfg.groups:
-        assert factor(schedule, step, group) == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_first_steps_of_a_fall_of_its_own():
     """12 steps: rates of matrices fall over 9 steps from step 3 on, others over 6 steps from step 6 on, to 0.1."""
     cfg = gpt.make_config({"preset": "smoke", "cooldown_frac": 0.5, "matrix_cooldown_frac": 0.75})
@@ -108,11 +79,6 @@ def test_rise_and_fall():
     )
     factors = [factor(gpt.Schedule(cfg), step) for step in range(13)]
     assert factors == pytest.approx([1 / 3, 2 / 3, *[1] * 8, 2 / 3, 1 / 3, 0])
-
-
-@pytest.mark.parametrize("step, momentum", [(0, 0.85), (150, 0.90), (300, 0.95), (1669, 0.95)])
-def test_momentum(schedule, step, momentum):
-    assert schedule.at(step).momentum == pytest.approx(momentum)
 
 
 def test_momentum_that_rises_and_falls_at_one_time():
@@ -204,34 +170,6 @@ def test_every_step_is_the_formula(preset):
         assert math.isclose(state.momentum, momentum, rel_tol=1e-12), step
         assert len(state.loss_weights) == len(loss_weights), step
         assert all(math.isclose(*pair, rel_tol=1e-12, abs_tol=1e-12) for pair in zip(state.loss_weights, loss_weights)), step
-
-
-def test_frontier_at_known_steps():
-    """By hand. The fall begins at step 1174 - 940 = 234 and takes 940 steps."""
-    cfg = gpt.make_config({"preset": "frontier"})
-    at, late = gpt.Schedule(cfg).at, cfg.step_at(cfg.late_start)
-    assert late == 336
-
-    def names_due(step):
-        return [name for name, group in cfg.groups.items() if group.is_due(step, late)]
-
-    tables = ["value_embed", "ngram"]
-    assert names_due(334) == names_due(700) == ["matrix"] and names_due(335) == names_due(703) == list(cfg.groups)
-    assert names_due(701) == [name for name in cfg.groups if name not in tables]
-    assert at(0).lr["head"] == 0.008 and at(234).lr["head"] == pytest.approx(0.008, rel=1e-12)
-    for step, peak in ((319, 1), (320, 1.52), (701, 1.73), (1107, 1.73 * (5 / 6) ** 0.5)):
-        t = (1174 - step) / 940
-        for name, lr in (("head", 0.008), ("embed", 0.008), ("value_embed", 0.56), ("ngram", 0.56), ("matrix", 0.023)):
-            assert at(step).lr[name] == pytest.approx(lr * (peak * t + 0.3 * (1 - t)), rel=1e-12)
-    assert at(701).lr["head"] == pytest.approx(0.00815651064, rel=1e-6)
-    t = (1174 - 701) / 940
-    assert at(701).weight_decay["head"] == pytest.approx(0.006 * (1.73 * t + 0.3 * (1 - t)), rel=1e-12)
-    assert [at(step).lr["head"] for step in (1174, 1193, 1194)] == [0.008 * 0.3] * 3
-    assert [at(step).loss_weights[2] for step in (320, 410, 411, 500, 501, 590, 591, 680)] == [
-        0.2, 0.2, 0.15, 0.15, 0.1, 0.1, 0.05, 0.05]
-    assert at(500).loss_weights[:2] == pytest.approx((1, 0.5 * (681 - 500) / 361))
-    assert [at(step).stage.num_classes for step in (0, 680, 681, 964, 965, 1106, 1107, 1174)] == [
-        10_240, 10_240, 14_336, 14_336, 24_576, 24_576, None, None]
 
 
 def test_adam_groups_of_frontier_are_updated_in_odd_steps():

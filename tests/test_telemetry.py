@@ -230,33 +230,6 @@ def test_two_ranks_report_the_numbers_of_one_rank(shards, measured, here):
         assert one["seconds"]["communication"] > 0
 
 
-@pytest.mark.slow
-def test_telemetry_does_not_change_the_graphs_of_training(shards, monkeypatch):
-    """The inspection of the head uses the same graphs of the layers, without gradients. All others are equal."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph.code)
-        return graph.forward
-
-    for every in (0, 1):
-        torch._dynamo.reset()
-        rt = make_runtime()
-        monkeypatch.setattr(type(rt), "compile", lambda self, f: torch.compile(f, backend=backend, dynamic=False))
-        trainer = gpt.Trainer(smoke_config(shards, telemetry_every=every), rt)
-        telemetry, batches = gpt.Telemetry(trainer, make_log(trainer, [])), start_prefetcher(trainer)
-        for step in range(2):
-            if every:
-                telemetry.start_step()
-            trainer.train_step(batches, trainer.schedule.at(step))
-        batches.executor.shutdown(cancel_futures=True)
-        graphs.append("end")
-    half = graphs.index("end")
-    without, measured = graphs[:half], graphs[half + 1 : -1]
-    assert without and [graph for graph in measured if graph in without][-len(without) :] == without
-    assert len(measured) <= len(without) + 1
-
-
 def test_telemetry_costs_no_time_when_off(shards, here, monkeypatch):
     """Nothing is measured."""
     monkeypatch.setattr(gpt.Telemetry, "inspect", None)

@@ -47,7 +47,7 @@ def test_alternatives_are_timed_refused_and_named(shards, tmp_path):
     assert halves["loss"] == pytest.approx(result["loss"], rel=1e-3)  # 4e-4: sums in another order
     assert abs(other["loss"] / result["loss"] - 1) > tune.TOLERANCE["float32"]
     assert other["verdict"] == "refused" and "rounding makes at most" in other["reason"] and "ratio" not in other
-    assert failed["verdict"] == "failed" and "is less than one packed sequence" in failed["reason"]
+    assert failed["verdict"] == "failed" and "--micro_batch_tokens=128" in failed["reason"]
     assert result["chosen"] in ([], ["--micro_batch_tokens=512"]) and result["data"] == "real shards"
     assert [line.split(" | ")[0] for line in report.splitlines() if line.startswith("| ")][:5] == [
         "| alternative", "| plain", "| `--micro_batch_tokens=512`", "| `--embed_lr=0.1`",

@@ -356,14 +356,6 @@ def test_decay_in_its_forms(rule, at_rest):
         assert torch.allclose(ours, decayed - 0.1 * update)
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (8, 8), (32, 8)], ids=str)
-def test_a_step_of_tall_matrices_is_longer(shape):
-    """Times the square root of rows / columns if there are more rows than columns."""
-    weight, update = torch.randn(2, 1, *shape)
-    moved = weight - gpt.spectral_step(weight, update, make_args(0.1))
-    assert torch.allclose(moved, 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * update, atol=1e-6)
-
-
 def test_bfloat16_parameters_are_updated_in_float32():
     param, rule = torch.ones(64, dtype=torch.bfloat16), gpt.RULES["adamw"]
     state = rule.init_state(param)
