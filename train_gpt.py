@@ -4106,11 +4106,9 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
 
 def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
     """Return whether to compile, and a line for the log. auto: with CUDA, Triton and capability 7.0."""
-    is_cuda = device.type == "cuda"
-    can_compile = not is_cuda or triton is not None and torch.cuda.get_device_capability(device) >= (7, 0)
-    if cfg.compile == "on" and not can_compile:
-        raise RunError("--compile=on needs Triton and a GPU of capability 7.0: use --compile=auto", 2)
-    use_compile = can_compile and (cfg.compile == "on" or cfg.compile == "auto" and is_cuda)
+    use_compile = cfg.compile == "on"
+    if cfg.compile == "auto" and device.type == "cuda" and triton is not None:
+        use_compile = torch.cuda.get_device_capability(device) >= (7, 0)
     return use_compile, f"torch.compile {'on' if use_compile else 'off'}"
 
 
@@ -4919,15 +4917,12 @@ def find_result_folder(cfg: Config) -> Path:
 
 def check_record(cfg: Config, run: dict) -> str:
     """The reason why this run does not fit its record's newest result, or ""."""
-    results = sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))
-    for path in results[-1:] if cfg.record else ():
-        result, other = json.loads(path.read_text()), ""
-        if result["hardware"] != run["hardware"]:
-            other = "hardware"
-        if "key" not in result or make_key(result, "seed") != make_key(run, "seed"):
-            other = "script, config or data"
-        if other:
-            return f"--record={cfg.record} has a result of another {other} ({path}): choose another name"
+    for path in sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
+        result = json.loads(path.read_text())
+        has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
+        if not has_key or result["hardware"] != run["hardware"]:
+            return (f"--record={cfg.record} has a result of another script, config, data or hardware "
+                    f"({path}): choose another name")
     return ""
 
 
@@ -4974,13 +4969,6 @@ class LossHistory:
             self.pending, self.losses = (steps, HostCopy(mean)), []
 
 
-def describe_sizes(run: dict) -> str:
-    derived, hardware = run["config"]["derived"], run["hardware"]
-    return (f"preset {run['config']['preset']}: {derived['num_params'] / 1e6:.2f} M parameters, "
-            f"{hardware['ranks']} x {hardware['device']}, {derived['train_tokens'] / 1e6:.2f} M training "
-            "tokens")
-
-
 def measure_run(trainer: Trainer, run: dict) -> dict:
     """Speed and memory of a finished run, for its result."""
     rt, progress = trainer.rt, trainer.progress
@@ -5010,8 +4998,7 @@ class RunLog:
         for suffix in suffixes if self.rt.is_main else ():
             self.files[suffix] = open(Path(self.cfg.out, "logs", self.run["run_id"] + suffix), "ab")
         if self.files and not self.files[".txt"].tell():
-            lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in self.run.items()]
-            self.print("{\n" + ",\n".join(lines) + f"\n}}\n{'=' * 100}", to_console=False)
+            self.print(f"{json.dumps(self.run)}\n{'=' * 100}", to_console=False)
         if self.rt.is_main and self.cfg.tracker != "off":
             self.tracker = importlib.import_module(self.cfg.tracker)  # wandb and trackio have one interface
             self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
@@ -5090,7 +5077,7 @@ class RunLog:
         self.losses.flush()
         self.log_losses()
 
-    def finish(self, measured: dict, model: Path | None) -> None:
+    def finish(self, measured: dict) -> None:
         """Write the script and the result, and print a summary. RunError if they cannot be written."""
         if not self.rt.is_main:
             return
@@ -5112,8 +5099,6 @@ class RunLog:
         names = ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
                  "mfu", "peak_memory_mib")
         card = {name: result[name] for name in names} | {"result": path}
-        if model:
-            card["sample"] = f"records/sample.py {model} --prompt=..."
         if self.bar is not None:
             self.bar.close()
         print0("\n".join(f"{name + ':':<17}{value}" for name, value in card.items()), self.rt)
@@ -5158,11 +5143,14 @@ def list_files(step: Path) -> list[Path]:
 
 
 def is_whole(step: Path, rt: Runtime) -> bool:
-    """Whether this rank's part of the files of a checkpoint fits its checksums."""
+    """Whether this rank's part of the files of a checkpoint can be read and fits its checksums."""
     try:
-        files = list_files(step)[rt.rank :: rt.world_size]
-        return not any(zipfile.ZipFile(path).testzip() for path in files)
-    except (RunError, OSError, zipfile.BadZipFile, EOFError):
+        for path in list_files(step)[rt.rank :: rt.world_size]:
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            if zipfile.ZipFile(path).testzip():
+                return False
+        return True
+    except Exception:  # damage can raise any error
         return False
 
 
@@ -5176,8 +5164,8 @@ def open_tensors(step: Path) -> dict[str, list[tuple[int, Tensor]]]:
     return entries
 
 
-def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO:
-    """Lock the folder of a run until the process ends. RunError if another process keeps the lock."""
+def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO | None:
+    """Lock the folder of a run until the process ends. None if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
     for _ in range(seconds):
         try:
@@ -5185,7 +5173,13 @@ def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO:
             return file
         except BlockingIOError:
             time.sleep(1)
-    raise RunError(f"{folder} is in use by another process: wait for its end", 2)
+    return None
+
+
+def remove_step(folder: Path) -> None:
+    """Remove a checkpoint. If this is interrupted, the rest is a .partial folder, which start() removes."""
+    if folder.exists():
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}_old.partial")))
 
 
 def find_key_folder(cfg: Config, run: dict) -> Path:
@@ -5193,27 +5187,32 @@ def find_key_folder(cfg: Config, run: dict) -> Path:
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
-def find_start(cfg: Config, run: dict, rt: Runtime) -> tuple[Path | None, str]:
-    """Find the checkpoint to continue from. Returns (its folder, log line). All ranks must call it.
+def find_start(cfg: Config, run: dict, rt: Runtime) -> tuple[Path | None, typing.BinaryIO | None, str]:
+    """Find the checkpoint to continue from. Returns (its folder, lock of its run, log line).
 
     It is the newest step of the newest run with this key whose files are whole on all ranks. Without one it
-    is --resume=PATH, or None.
+    is --resume=PATH, or None. Only rank 0 has the lock. All ranks must call it.
     """
-    folder = find_key_folder(cfg, run)
+    folder, lock = find_key_folder(cfg, run), None
     if not cfg.resume:
-        return None, ""
+        return None, None, ""
     runs = sorted((path for path in folder.glob("*") if RUN_ID.fullmatch(path.name)), reverse=True)
-    steps = next(filter(None, map(list_steps, runs)), [])
+    newest = next(filter(list_steps, runs), None)
+    if newest and rt.is_main:
+        lock = lock_run(newest)
+    is_locked = not newest or not rt.is_main or lock
+    share_problem("" if is_locked else f"{newest} is in use by another process: wait for its end", rt)
+    steps = list_steps(newest) if newest else []
     for step in [*steps, *([Path(cfg.resume)] if cfg.resume != "auto" else [])]:
         if all(rt.comm.gather_objects(is_whole(step, rt))):
-            return step, f"resumed {step}"
-    pattern = f"{cfg.preset}_seed{cfg.seed}_*/*/step_*/state.json"
-    others = sorted(folder.parent.glob(pattern), key=os.path.getmtime)
-    hint = f". The newest one of another script or config is --resume={others[-1].parent}" if others else ""
+            return step, lock, f"resumed {step}"
     if steps or cfg.resume != "auto":
         raise RunError(f"{steps[0] if steps else cfg.resume} is damaged: give another --resume=PATH, or "
                        "start without it", 2)
-    return None, f"starting anew: no checkpoint in {folder}{hint}"
+    pattern = f"{cfg.preset}_seed{cfg.seed}_*/*/step_*/state.json"
+    others = sorted(folder.parent.glob(pattern), key=os.path.getmtime)
+    hint = f". The newest one of another script or config is --resume={others[-1].parent}" if others else ""
+    return None, None, f"starting anew: no checkpoint in {folder}{hint}"
 
 
 def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
@@ -5271,9 +5270,9 @@ class Checkpoints:
     PIECE_BYTES = 2 * 10**9  # larger entries are written from the device, while training waits
     MODEL_BYTES = 10**9  # limit of model.pt
 
-    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int):
+    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int, lock: typing.BinaryIO | None):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
-        self.log, self.rt, self.bos, self.lock, self.is_started = log, rt, bos, None, False
+        self.log, self.rt, self.bos, self.lock, self.is_started = log, rt, bos, lock, False
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.metadata: dict | None = None  # of the step that is being written
         self.is_fresh = False  # all ranks have exchanged their states since the write began
@@ -5292,7 +5291,7 @@ class Checkpoints:
         self.is_started = True
         if self.rt.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_run(self.folder)
+            self.lock = self.lock or lock_run(self.folder)
             for partial in self.folder.glob(".step_*.partial"):
                 shutil.rmtree(partial)
         self.rt.comm.barrier()
@@ -5317,36 +5316,38 @@ class Checkpoints:
         if not self.is_started:
             self.start(trainer)
         folder = self.folder / f".step_{step:06d}.partial"
-        folder.mkdir(parents=True, exist_ok=True)
         copies, large = {}, []
         for entry, rows in collect_rows(trainer).items():
-            if entry in self.copies or rows.nbytes <= self.PIECE_BYTES:
-                copies[entry] = HostCopy(rows, self.copies.get(entry))
+            if entry in self.copies:
+                copies[entry] = HostCopy(rows, self.copies[entry])
             else:
                 name, _, first = entry.rpartition("/")
                 size = max(1, self.PIECE_BYTES // rows[0].nbytes)
                 large += [(f"{name}/{int(first) + start}", rows[start : start + size])
                           for start in range(0, len(rows), size)]
         files = [f"rank{rt.rank}.pt", *(f"rank{rt.rank}_{i}.pt" for i in range(len(large)))]
-        for name, (entry, rows) in zip(files[1:], large):
-            write_atomic(folder / name, functools.partial(torch.save, {entry: rows.cpu()}))
+        problem = self._write(zip(map(folder.__truediv__, files[1:]), ({x: y} for x, y in large)))
         self.metadata = dict(
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
             optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
             train_points=self.log.losses.points, files=sum(rt.comm.gather_objects(files), []))
         self.metadata = json.loads(json.dumps(self.metadata))  # a copy
-        self.writing, self.is_fresh = self.executor.submit(self._write, folder / files[0], copies), False
+        self.writing = self.executor.submit(self._write, [(folder / files[0], copies)], problem)
+        self.is_fresh = False
         if must_write:
             self.wait()
 
-    def _write(self, path: Path, copies: dict[str, HostCopy]) -> str:
-        """Write this rank's file in the background. Returns the problem, or ""."""
+    def _write(self, files: Iterable[tuple[Path, dict]], problem: str = "") -> str:
+        """Write tensors, or HostCopies, by name to files. Returns this or an earlier problem, or ""."""
         try:
-            tensors = {entry: copy.read() for entry, copy in copies.items()}
-            write_atomic(path, functools.partial(torch.save, tensors))
+            for path, entries in files:
+                tensors = {entry: x.read() if isinstance(x, HostCopy) else x.cpu()
+                           for entry, x in entries.items()}
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, functools.partial(torch.save, tensors))
         except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
-            return str(error).splitlines()[0]
-        return ""
+            problem = problem or str(error).splitlines()[0]
+        return problem
 
     def exchange(self, stop: Stop) -> int:
         """Agree with all ranks after a step. Returns the exit status to stop with, or 0."""
@@ -5377,12 +5378,11 @@ class Checkpoints:
             if not is_written:
                 raise OSError(problem or "another rank failed")
             write_atomic(partial / "state.json", json.dumps(metadata).encode())
-            if folder.exists():  # a run that was continued from an older step
-                shutil.rmtree(folder)
+            remove_step(folder)  # of a run that was continued from an older step
             partial.rename(folder)
             sync_folder(self.folder)
             for old in list_steps(self.folder)[self.KEPT :]:
-                shutil.rmtree(old)
+                remove_step(old)
             self.log.write_event("checkpoint", step, path=str(folder))
         except OSError as error:
             self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({error})")
@@ -5397,8 +5397,8 @@ class Checkpoints:
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         raise RunError(f"stopped by {cause} after step {step} of {num_iterations}: {saved}", status)
 
-    def write_model(self, trainer: Trainer) -> Path | None:
-        """Write model.pt: config and parameters, if they are small. Returns its path on rank 0."""
+    def write_model(self, trainer: Trainer) -> None:
+        """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         tensors = {}
         for bucket in trainer.optimizer.buckets:
             for name, param in bucket.params.items():
@@ -5406,12 +5406,12 @@ class Checkpoints:
                     param = trainer.rt.comm.gather_shards(param[:-1])[: bucket.sparse.num_rows]
                 tensors[name] = param.detach().cpu()
         if not self.rt.is_main or sum(tensor.nbytes for tensor in tensors.values()) > self.MODEL_BYTES:
-            return None
-        self.folder.mkdir(parents=True, exist_ok=True)
+            return
+        path = self.folder / "model.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
         metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
-        content = dict(metadata=metadata, tensors=tensors)
-        write_atomic(self.folder / "model.pt", functools.partial(torch.save, content))
-        return self.folder / "model.pt"
+        write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
+        print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
 
 
 def list_tensors(trainer: Trainer) -> list[Tensor]:
@@ -5461,13 +5461,12 @@ class StepTimer:
     """Measures the seconds of each part of a step, and sums of squares by parameter group."""
 
     PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
-    SUMS = ("grad", "weight", "update", "momentum")
 
     def __init__(self, groups: Iterable[str], rt: Runtime, is_full: bool = False):
         """groups: without any nothing is measured. is_full: measure everything, not only gradients. This
         synchronizes the device at each part."""
         self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
-        self.sums = torch.zeros(len(self.rows), len(self.SUMS), device=rt.device)
+        self.sums = torch.zeros(len(self.rows), 4, device=rt.device)  # of grad, weight, update, momentum
         self.updated: set[str] = set()  # groups with an update in this step
         self.measured: set[str] = set()  # of these, groups with more than gradients measured
         self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
@@ -5673,7 +5672,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - setup_start, 2)
     share_problem((check_writable(cfg) or check_record(cfg, run)) if rt.is_main else "", rt)
-    step, resume_line = find_start(cfg, run, rt)
+    step, lock, resume_line = find_start(cfg, run, rt)
     saved = read_metadata(step) if step else {}
     is_continued = saved.get("key") == run["key"]
     if is_continued:
@@ -5692,11 +5691,15 @@ def train(cfg: Config, argv: list[str]) -> None:
 
     # 2. Log, checkpoints and model
     log = RunLog(cfg, rt, run, saved)
-    checkpoints, stop, trainer = Checkpoints(cfg, log, rt, train_data.bos), Stop(rt), Trainer(cfg, rt)
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, lock)
+    stop, trainer = Stop(rt), Trainer(cfg, rt)
     if saved:
         load_state(trainer, step, saved)
     with log, checkpoints:
-        for line in filter(None, (describe_sizes(run), *rt.notes, resume_line)):
+        derived = run["config"]["derived"]
+        sizes = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
+                 f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
+        for line in filter(None, (sizes, *rt.notes, resume_line)):
             log.print(line)
 
         # 3. Warm-up off the clock, and memory for checkpoints
@@ -5714,8 +5717,8 @@ def train(cfg: Config, argv: list[str]) -> None:
             rt.comm.set_timeout(STEP_TIMEOUT)
             trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
             stop.collect()
-            model = checkpoints.write_model(trainer)
-            log.finish({**setup, **measure_run(trainer, run)}, model)
+            log.finish({**setup, **measure_run(trainer, run)})
+            checkpoints.write_model(trainer)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -52,7 +52,11 @@ def test_layers_of_the_medium_track():
     """Record 18 of this track."""
     cfg = gpt.make_config({"preset": "track_2"})
     assert [s.value_embed for s in cfg.layers] == [0, 1, 2, 3, 4, *[None] * 6, 0, 1, 2, 3, 4]
-    assert {i: s.skip_from for i, s in enumerate(cfg.layers) if s.skip_from is not None} == {9: 6, 10: 4, 11: 2}
+    assert {i: s.skip_from for i, s in enumerate(cfg.layers) if s.skip_from is not None} == {
+        9: 6,
+        10: 4,
+        11: 2,
+    }
     assert all(spec.mlp and spec.attention != "none" for spec in cfg.layers)
     assert [i for i, spec in enumerate(cfg.layers) if spec.attention == "long"] == [0, 4, 11, 15]
     scales = [ropes["long"].softmax_scale for ropes in gpt.Schedule(cfg).ropes]
@@ -109,7 +113,8 @@ def test_groups_change_the_given_fields(tmp_path):
     base = gpt.make_config({"preset": "muonh"})
     expected = base.groups | dict(
         head=dataclasses.replace(base.groups["head"], lr=0.5, every=2),
-        embed=dataclasses.replace(base.groups["embed"], betas=(0.5, 0.6)))
+        embed=dataclasses.replace(base.groups["embed"], betas=(0.5, 0.6)),
+    )
     for groups in (given, json.dumps(given), str(path)):
         cfg = gpt.make_config({"preset": "muonh", "head_lr": 0.5, "groups": groups})
         assert cfg.groups == expected and (cfg.adam_every, base.adam_every) == (2, 1)
@@ -127,7 +132,9 @@ def test_a_preset_file(tmp_path):
 
 def test_a_result_as_a_preset_repeats_its_config(shards, here):
     """Without record, resume and out. A result without a key is of an older script."""
-    result = run(shards, "--num_iterations=2", "--seed=3", "--without=softcap", "--groups={\"head\": {\"every\": 2}}")
+    result = run(
+        shards, "--num_iterations=2", "--seed=3", "--without=softcap", '--groups={"head": {"every": 2}}'
+    )
     path = f"logs/{result['run_id']}.json"
     asked = gpt.config_from_dict(result["config"])
     assert gpt.make_config(gpt.parse_argv([f"--preset={path}"])) == asked
@@ -144,7 +151,10 @@ def test_a_result_as_a_preset_repeats_its_config(shards, here):
 
 
 def test_a_tied_head_is_counted_once():
-    both, once = (gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8) for tie in ("off", "on"))
+    both, once = (
+        gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8)
+        for tie in ("off", "on")
+    )
     assert both["num_params"] - once["num_params"] == 50_304 * 768
     assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies in both cases
 
@@ -276,10 +286,14 @@ def test_help_names_every_option(capsys):
 def test_ranks_that_cannot_share_the_sequences():
     """Every stage is checked, and the error has the numbers of that stage."""
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512), gpt.Stage(1, 64, 64))
-    for cfg, tokens, sequences in ((gpt.make_config({"preset": "smoke"}), 2048, 4),
-                                   (gpt.make_config({"preset": "smoke", "stages": stages}), 512, 1)):
+    for cfg, tokens, sequences in (
+        (gpt.make_config({"preset": "smoke"}), 2048, 4),
+        (gpt.make_config({"preset": "smoke", "stages": stages}), 512, 1),
+    ):
         for refuse in (gpt.check_world_size, gpt.derived_numbers):
-            with pytest.raises(gpt.RunError, match=f"--tokens_per_step={tokens} is {sequences} packed .* 3 ranks cannot"):
+            with pytest.raises(
+                gpt.RunError, match=f"--tokens_per_step={tokens} is {sequences} packed .* 3 ranks cannot"
+            ):
                 refuse(cfg, 3)
     assert gpt.check_world_size(cfg, 1) == (2, 2)  # of the last stage
 

@@ -6,7 +6,9 @@ import math
 import pytest
 from conftest import gpt, make_runtime, smoke_config
 
-OPTIONS = {field.name: field.metadata["off"] for field in dataclasses.fields(gpt.Config) if "off" in field.metadata}
+OPTIONS = {
+    field.name: field.metadata["off"] for field in dataclasses.fields(gpt.Config) if "off" in field.metadata
+}
 SEVERAL = {"muon", "variance", "row_adam", "untied_head"}  # parts of several options or fields
 SPECIAL = {  # a part that is not one option: (preset, place, field, its values in all rows)
     "adam_odd_steps": ("frontier", "groups", "every", {1}),
@@ -17,8 +19,14 @@ SPECIAL = {  # a part that is not one option: (preset, place, field, its values 
     "multi_token": ("frontier", "stages", "loss_weights", {((1, 1),)}),
     "window_warmup": ("track_1", "stages", "window_long", {1408}),
     "batch_warmup": ("frontier", "stages", "tokens_per_step", {None}),
-    **{part: ("frontier", "layers", part, {False}) for part in ("gate", "key_offset", "second_mlp", "paired", "xsa")},
-    **{part: ("frontier", "layers", part, {None}) for part in ("skip_from", "v_dim", "attention_from", "gates_from")},
+    **{
+        part: ("frontier", "layers", part, {False})
+        for part in ("gate", "key_offset", "second_mlp", "paired", "xsa")
+    },
+    **{
+        part: ("frontier", "layers", part, {None})
+        for part in ("skip_from", "v_dim", "attention_from", "gates_from")
+    },
     **{part: ("frontier", "layers", part, {()}) for part in ("mudd_in", "mudd_out")},
     "prefix_weight": ("frontier", "stages", "prefix_weight", {()}),
     "num_classes": ("frontier", "stages", "num_classes", {None}),
@@ -31,7 +39,9 @@ PARTS = {preset: sorted(gpt.list_parts(gpt.make_config({"preset": preset}))) for
 
 def without(part: str, preset: str) -> tuple[gpt.Config, gpt.Config]:
     """A preset, and the preset without a part."""
-    return tuple(gpt.make_config(dict(preset=preset, device="cpu", **extra)) for extra in ({}, dict(without=part)))
+    return tuple(
+        gpt.make_config(dict(preset=preset, device="cpu", **extra)) for extra in ({}, dict(without=part))
+    )
 
 
 def list_changes(before: gpt.Config, after: gpt.Config) -> dict:
@@ -40,7 +50,9 @@ def list_changes(before: gpt.Config, after: gpt.Config) -> dict:
 
 
 def test_every_part_is_tested():
-    assert {*OPTIONS, *SPECIAL, *SEVERAL, "polar_express"} >= {part for parts in PARTS.values() for part in parts}
+    assert {*OPTIONS, *SPECIAL, *SEVERAL, "polar_express"} >= {
+        part for parts in PARTS.values() for part in parts
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,7 +76,9 @@ def test_parts_of_several_options():
     assert list_changes(before, after).keys() == {"groups"}
     matrix = after.groups["matrix"]
     assert (matrix.rule, matrix.lr, matrix.betas, matrix.weight_decay) == ("adamw", 0.0018, (0.9, 0.95), 0.1)
-    rules = {name: without("variance", name)[1].groups["matrix"].rule for name in ("frontier", "muonh", "laptop")}
+    rules = {
+        name: without("variance", name)[1].groups["matrix"].rule for name in ("frontier", "muonh", "laptop")
+    }
     assert rules == dict(frontier="muon", muonh="muonh", laptop="muon")
     assert without("row_adam", "frontier")[1].groups["ngram"].rule == "adamw"
     assert list_changes(*without("polar_express", "frontier")) == dict(orthogonalize="newton_schulz")
@@ -79,7 +93,9 @@ def test_without_a_part_it_is_gone_and_training_goes_on(part, shards):
     cfg = smoke_config(shards, num_layers=6, tokens_per_step=512, num_iterations=4, without=part)
     assert part not in gpt.list_parts(cfg)
     trainer = gpt.Trainer(cfg, make_runtime())
-    batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 4), trainer.rt.device)
+    batches = gpt.Prefetcher(
+        gpt.TrainData(cfg, trainer.schedule).batches(trainer.rt, 0, 4), trainer.rt.device
+    )
     losses = []
     for step in range(4):
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())

@@ -140,7 +140,7 @@ def test_whole_run(case, fast, nproc, tmp_path):
     assert val_steps == expected_val_steps
     assert losses == pytest.approx(expected["train_losses"], abs=1e-9)
     assert val_losses == pytest.approx(expected_val_losses, abs=1e-9)
-    assert bool(result["choices"]["fast"]) == (fast == "auto")
+    assert (result["choices"]["fast"] == ["off"]) == (fast == "off")
     found = name_parameters(result["config"], tensors)
     deviations = {name: float((found[name] - value).abs().max()) for name, value in params.items()}
     assert deviations == pytest.approx(dict.fromkeys(params, 0.0), abs=1e-9)
