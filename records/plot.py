@@ -149,7 +149,7 @@ def plot_runs(paths: list[Path], out: Path) -> None:
             panel.sharey(start)
         measured, validations = events[path]["telemetry"], events[path]["validation"]
         steps = [event["step"] for event in measured]
-        losses.plot(steps, [event["loss_ema"] for event in measured], color=BLUE, label="training")
+        losses.plot(steps, [event["loss"] for event in measured], color=BLUE, label="training")
         losses.plot([event["step"] for event in validations], [event["val_loss"] for event in validations],
                     ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):

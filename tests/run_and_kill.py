@@ -53,9 +53,10 @@ def die_in(what: str, count: int) -> None:
         is_last = is_due(path)
         if is_last and count % 2:
             die()
-        rename(path, target)
+        renamed = rename(path, target)
         if is_last:
             die()
+        return renamed
 
     def remove_one(path, *more, **options):
         if is_due(Path(path)):

@@ -62,6 +62,13 @@ def forget(step: int | None = None) -> None:
         shutil.rmtree(find_saved(step))
 
 
+@pytest.fixture(autouse=True)
+def write_in_time(request, monkeypatch):
+    """A slow disk skips no save, so that the saved steps are known. One test is about skipped saves."""
+    if "skipped" not in request.node.name:
+        before_call(monkeypatch, gpt.Checkpoints, "exchange", lambda self, _: self.writing and self.writing.result())
+
+
 def list_saved(folder: str = "checkpoints") -> list[str]:
     return sorted(path.name for path in Path(folder).rglob("*step_*"))
 
@@ -78,7 +85,6 @@ VARIANTS = {
     "warm-up": ["--warmup_iterations=2"],
     "adamw": ["--matrix_rule=adamw", "--matrix_lr=0.005"],
     "hyperball": ["--matrix_rule=normuonh", "--gains=norm,output"],  # momentum, second momentum, radius
-    "hyperball, Adam": ["--matrix_rule=adamh", "--gains=output"],
     "bfloat16": ["--dtype=bfloat16", "--embed_dtype=bfloat16"],
     "no grid": ["--grad_grid=0"],
     "every": ['--groups={"embed":{"every":3},"value_embed":{"every":3},"head":{"every":3},"scalar":{"every":3}}'],
@@ -648,10 +654,10 @@ def test_one_bit_anywhere(tmp_path):
 
 
 def test_code_in_an_archive_is_not_executed(shards, saved, here):
-    """The file is whole, so it is read, and refused by PyTorch."""
+    """The archive fits its checksums, but PyTorch refuses to read it. So the step before is used."""
     shutil.copytree(saved[0], "checkpoints")
     torch.save({"head.weight//0": Bomb()}, find_saved(6) / "rank0.pt")
-    train(shards, *SAVED, "--resume=auto", status=1)
+    assert train(shards, *SAVED, "--resume=auto")["resumed_at"] == [3]
     assert not Path("boom").exists()
 
 
