@@ -4422,9 +4422,9 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         raise RunError(f"{path} is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
                        "convert text with python data/text.py PATH --out FOLDER", 2)
-    size, needed = os.path.getsize(path), SHARD_HEADER_BYTES + 2 * int(header[2])
-    if size != needed or header[2] <= 0:
-        raise RunError(f"{path} has {size} bytes, but {needed} by its header: {SHARD_REMEDY}", 2)
+    size, needed = os.path.getsize(path), SHARD_HEADER_BYTES + 2 * max(1, int(header[2]))
+    if size != needed:
+        raise RunError(f"{path} has {size} bytes, but needs {needed} by its header: {SHARD_REMEDY}", 2)
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 

@@ -47,7 +47,10 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
         made.append(checkpoints)
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
 
-    def write_late(_checkpoints, path, copies):
+    def write_late(_checkpoints, files, _problem=""):
+        if not isinstance(files, list):  # pieces of large entries, of which there are none
+            return
+        ((path, copies),) = files
         saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
         step = int(path.parent.name[6:12])
         assert step == 6 or has_ended[step + 1].wait(60)

@@ -378,7 +378,7 @@ def test_pictures_of_records_and_of_telemetry(real_record, tmp_path, monkeypatch
     result = results.read_record(real_record).results[0]
     assert plot.count_tokens(real_record, result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
     norms = {2: ("matrix", "embed"), 4: ("matrix",), 6: ("matrix", "ngram", "embed")}
-    lines = [dict(event="telemetry", step=step, loss_ema=1.0, seconds=dict(optimizer=1.0),
+    lines = [dict(event="telemetry", step=step, loss=1.0, seconds=dict(optimizer=1.0),
                   groups={name: dict(grad_norm=norm) for name in names})
              for norm in (5.0, 1.0) for step, names in norms.items()]
     path, figures = tmp_path / "run.jsonl", []
