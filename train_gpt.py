@@ -4864,7 +4864,7 @@ def find_commit() -> str:
 def describe_machine(rt: Runtime) -> dict:
     """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    hardware = dict(device=rt.device.type, ranks=rt.world_size, cpu_count=os.cpu_count(),
+    hardware = dict(device=rt.device.type, ranks=rt.world_size,
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
     with suppress(OSError):
@@ -5298,8 +5298,7 @@ class Checkpoints:
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         for entry, rows in collect_rows(trainer).items():
             if rows.nbytes <= self.PIECE_BYTES:
-                is_cuda = rows.device.type == "cuda"
-                self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=is_cuda)
+                self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 
     def save(self, trainer: Trainer, must_write: bool = False) -> None:
         """Write step_<step>/ in the background. Skipped if the last one is unfinished. All ranks call it.
@@ -5329,9 +5328,9 @@ class Checkpoints:
         problem = self._write(zip(map(folder.__truediv__, files[1:]), ({x: y} for x, y in large)))
         self.metadata = dict(
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
-            optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
-            train_points=self.log.losses.points, files=sum(rt.comm.gather_objects(files), []))
-        self.metadata = json.loads(json.dumps(self.metadata))  # a copy
+            optimizer_steps=trainer.optimizer.step_count, bos=self.bos,
+            files=sum(rt.comm.gather_objects(files), []), val_points=list(self.log.val_points),
+            train_points=list(self.log.losses.points))
         self.writing = self.executor.submit(self._write, [(folder / files[0], copies)], problem)
         self.is_fresh = False
         if must_write:
@@ -5399,13 +5398,16 @@ class Checkpoints:
 
     def write_model(self, trainer: Trainer) -> None:
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
-        tensors = {}
-        for bucket in trainer.optimizer.buckets:
+        optimizer, tensors = trainer.optimizer, {}
+        tables = sum(table.values.nbytes for table in optimizer.tables) * self.rt.world_size
+        if tables + sum(param.nbytes for param in trainer.model.parameters()) > self.MODEL_BYTES:
+            return
+        for bucket in optimizer.buckets:
             for name, param in bucket.params.items():
-                if bucket in trainer.optimizer.tables:
-                    param = trainer.rt.comm.gather_shards(param[:-1])[: bucket.sparse.num_rows]
+                if bucket in optimizer.tables:
+                    param = self.rt.comm.gather_shards(param[:-1])[: bucket.sparse.num_rows]
                 tensors[name] = param.detach().cpu()
-        if not self.rt.is_main or sum(tensor.nbytes for tensor in tensors.values()) > self.MODEL_BYTES:
+        if not self.rt.is_main:
             return
         path = self.folder / "model.pt"
         path.parent.mkdir(parents=True, exist_ok=True)

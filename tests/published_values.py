@@ -281,7 +281,6 @@ TRACK_1_PARAMETERS = {
 ROOT_1_1 = math.sqrt(1.1)
 STD_FC = 768**-0.5 / math.sqrt(3)  # generators: uniform with bound 768^-0.5
 FRONTIER_QK_DIM = {0: 64, 1: 64, 2: 64, 3: 128, 5: 64, 8: 64, 10: 128}
-FRONTIER_V_DIM = {0: 128, 1: 64, 2: 128, 3: 128, 5: 128, 8: 64, 10: 128}
 FRONTIER_PARAMETERS = {
     "embed": dict(shape=(V, 768), dtype=BF16, group="embed", init=("normal", 0.005)),  # a copy of the head
     "head.weight": dict(shape=(V, 768), dtype=BF16, group="head", init=("normal", 0.005)),

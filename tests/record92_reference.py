@@ -3,7 +3,6 @@
 For a reader who checks the recipe: plain PyTorch on the CPU, loops and dense masks, no fast forms. It has
 neither FP8 nor bfloat16: nothing is rounded, and the two halves of a matrix weight are one number. One
 consequence changes the recipe: large biases of the generators never move in bfloat16, but learn in float64.
-`train(..., hold_biases=True)` holds them at their start, which bfloat16 would round (sqrt(1.1) to 1.05).
 
 Topology says which layer has what, Shape has sizes and constants. Their defaults are the record (RECORD_92).
 MINIATURE is a small one, and `shape_of` reads the options of a run of the command line, which `run` repeats.
@@ -960,7 +959,7 @@ def start_state(shape, p):
             "offsets": [sweep_start(shape, rank) for rank in range(shape.ranks)]}
 
 
-def update(shape, p, grads, state, step, hold_biases=False):
+def update(shape, p, grads, state, step):
     """(new parameters, new state) after the gradients of a step, its average ticks included."""
     p, state = dict(p), dict(state, **{key: dict(state[key]) for key in ("anvil", "adam", "sums")})
     factor, tied = lr_factor(shape, step), step <= shape.split_step
@@ -986,37 +985,14 @@ def update(shape, p, grads, state, step, hold_biases=False):
             sums["head"] = sums["head"] + sums.pop("embed")
     for name, g in sums.items():
         multiplier, betas, decay = adam_settings(shape, name, step)
-        old, lr = p[name], BASE_LR * multiplier * factor
-        p[name], state["adam"][name] = adam(old, g, state["adam"][name], lr, betas, decay, shape.adam_eps)
-        if hold_biases and name.endswith(".bias"):      # biases whose updates are lost in bfloat16
-            p[name] = torch.where(bias_start(shape, name.split(".")[0]).abs() >= 2, old, p[name])
+        lr = BASE_LR * multiplier * factor
+        p[name], state["adam"][name] = adam(p[name], g, state["adam"][name], lr, betas, decay, shape.adam_eps)
     if tied and step % 2 == 1:
         p["embed"] = p["head"].clone()
         if step == shape.split_step:
             state["adam"]["embed"] = state["adam"]["head"]
     state["averages"] = tick(shape, step, p, state["averages"])
     return p, state
-
-
-def train(shape, p, batches, steps=None, prefix_of=None, hold_biases=False, watch=lambda step, p: None):
-    """(parameters, state, losses) after `steps` steps; after all steps of the shape with the averages.
-
-    batches: for each step one (T + 1 tokens, boundaries) per rank. prefix_of: prefix table, none by default.
-    watch: called with step and parameters before each step.
-    state["last"] holds the parameters before the averages. p must be tied at the start.
-    """
-    steps = shape.steps if steps is None else steps
-    prefix_of = [-1] * shape.vocab if prefix_of is None else prefix_of
-    state, losses = start_state(shape, p), []
-    assert torch.equal(p["embed"], p["head"])
-    for step, batch in zip(range(steps), batches):
-        watch(step, p)
-        loss, grads, state["offsets"] = gradients(shape, p, batch, step, prefix_of, state["offsets"])
-        p, state = update(shape, p, grads, state, step, hold_biases)
-        losses.append(loss)
-    assert len(losses) == steps
-    state["last"] = p
-    return write_back(shape, p, state["averages"]) if steps == shape.steps else p, state, losses
 
 
 # ---------------------------------------------------------------- a run of the command line
@@ -1122,14 +1098,18 @@ def shape_of(config):
 def run(config, p, shards, chunks, prefix_of):
     """(parameters, training loss per token of each step, [step, loss] of each validation) of a run from p on.
 
-    shards: arrays of tokens. chunks: see validation_loss. prefix_of: prefix table.
+    shards: arrays of tokens. chunks: see validation_loss. prefix_of: prefix table. p must be tied at the start.
     """
-    shape, every, points = shape_of(config), config["val_loss_every"], []
-
-    def watch(step, p):
+    shape, every, points, losses = shape_of(config), config["val_loss_every"], [], []
+    state = start_state(shape, p)
+    assert torch.equal(p["embed"], p["head"])
+    for step, batch in zip(range(shape.steps), packed_batches(shape, shards)):
         if every and step % every == 0:
             points.append([step, validation_loss(shape, p, chunks, step=step)])
-
-    p, _, losses = train(shape, p, packed_batches(shape, shards), prefix_of=prefix_of, watch=watch)
+        loss, grads, state["offsets"] = gradients(shape, p, batch, step, prefix_of, state["offsets"])
+        p, state = update(shape, p, grads, state, step)
+        losses.append(loss / shape.stage_tokens[shape.stage(step)])
+    assert len(losses) == shape.steps
+    p = write_back(shape, p, state["averages"])
     points.append([shape.steps, validation_loss(shape, p, chunks)])
-    return p, [loss / shape.stage_tokens[shape.stage(step)] for step, loss in enumerate(losses)], points
+    return p, losses, points

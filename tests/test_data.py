@@ -1,18 +1,10 @@
 """Shards, packed sequences, batches, prefetch and downloads. The tokens of a step do not depend on the ranks."""
 
 import dataclasses
-import hashlib
-import os
-import random
 import re
 import shlex
-import socket
-import struct
-import subprocess
 import sys
 import threading
-from collections import defaultdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -235,14 +227,6 @@ def test_a_second_epoch_repeats_the_sequences(shards, start, steps):
         gpt.TrainData(cfg, gpt.Schedule(cfg))
 
 
-def test_validation_is_the_stream_itself(shards):
-    data = gpt.ValData(smoke_config(shards))
-    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
-    batches = [data.batch(i) for i in range(data.num_batches)]
-    assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
-    assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
-
-
 def test_short_validation_sequences_travel_together(shards):
     """With masked documents and windows shorter than a sequence only the cuts between sequences can matter."""
     cfg = smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024)
@@ -294,21 +278,6 @@ def test_a_prefetcher_with_batches_left_can_be_closed(shards):
     assert not prefetch_threads()
 
 
-def test_prefixes_equal_a_search_of_all_pairs():
-    """Texts of two bytes, so that many begin with others, in random order, with the empty text."""
-    chance = random.Random(0)
-    for count in (0, 1, 30, 150):
-        texts = list({bytes(chance.choices((0, 255), k=chance.randint(0, 8))) for _ in range(count)})
-        ids = dict(zip(texts, chance.sample(range(200), len(texts))))
-        expected = [-1] * 200
-        for text in texts:
-            shorter = [p for p in texts if p and len(p) < len(text) and text.startswith(p)]
-            if shorter:
-                expected[ids[text]] = ids[max(shorter, key=len)]
-        assert gpt.find_prefix_tokens(ids, 200).tolist() == expected
-    assert sum(number >= 0 for number in expected) > 50
-
-
 # ---- downloads ------------------------------------------------------------------------------------------------------
 
 
@@ -354,107 +323,23 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
     assert status == 2 and "fineweb_train_000001.bin" in said
 
 
-class Hub(ThreadingHTTPServer):
-    """The hub on loopback, for the real client.
+def test_a_repeated_command_keeps_complete_files(tmp_path, fetch, monkeypatch):
+    """Connections that break end the command. Its next run fetches only the file that was not complete, and the rest."""
+    val, train, vocabulary = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "vocab.json"
+    broken, asked = {train, vocabulary}, []
 
-    files: contents by path. breaks: by path, (bytes sent, how the connection ends) of its next downloads.
-    """
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.files, self.breaks, self.starts = {}, defaultdict(list), defaultdict(list)
-
-    def add(self, name: str, content: bytes, repository: str = "datasets/kjj0/fineweb10B-gpt2") -> str:
-        """Offer a file of the main branch. Returns its path."""
-        path = f"/{repository}/resolve/main/{name}"
-        self.files[path] = content
-        return path
-
-
-class Answer(BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.send_file(b"")
-
-    def do_GET(self):
-        hub, content = self.server, self.server.files.get(self.path)
-        if content is None:
-            self.send_file(b"")
-            return
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
-        hub.starts[self.path].append(start)
-        num_bytes, end = hub.breaks[self.path].pop(0) if hub.breaks[self.path] else (len(content), "complete")
-        self.send_file(content[start : start + num_bytes], start)
-        if end == "reset":  # without a FIN before it
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            os.close(self.connection.detach())
-
-    def send_file(self, body: bytes, start: int = 0) -> None:
-        """Send the header of a file from this byte to its end, and a body that may be shorter."""
-        content = self.server.files.get(self.path)
-        if content is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
+    def answer(filename, local_dir, **_):
+        asked.append(filename)
+        if filename in broken:
+            broken.remove(filename)
+            raise ConnectionError("reset by peer")
+        Path(local_dir).mkdir(exist_ok=True)
+        if filename == vocabulary:
+            Path(local_dir, filename).write_text("{}")
         else:
-            self.send_response(206 if start else 200)
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-            self.send_header("X-Repo-Commit", "5" * 40)
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content or b"") - start))
-        self.end_headers()
-        self.wfile.write(body)
+            write_raw(Path(local_dir, filename), (20240520, 1, 3), [50256, 1, 2])
 
-    def log_message(self, *_):
-        """Keep the output of pytest clean."""
-
-
-@pytest.fixture
-def hub():
-    """A hub with one shard of each split, of random bytes, and a vocabulary."""
-    hub, rng = Hub(), np.random.default_rng(0)
-    for name, num_tokens in (("fineweb_val_000000.bin", 12_000_000), ("fineweb_train_000001.bin", 1000)):
-        header = np.zeros(256, dtype="<i4")
-        header[:3] = 20240520, 1, num_tokens
-        hub.add(name, header.tobytes() + rng.bytes(2 * num_tokens))
-    hub.add("vocab.json", b'{"a": 0}', "openai-community/gpt2")
-    thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
-    thread.start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
-    thread.join()
-
-
-def download(hub: Hub, folder: Path):
-    """Run the tool as a user does, with the hub's address. Returns the finished process."""
-    env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=str(folder / "home"), HF_HUB_OFFLINE="0",
-                HF_HUB_DISABLE_XET="1", HF_HUB_ETAG_TIMEOUT="600", HF_HUB_DOWNLOAD_TIMEOUT="600")
-    command = [sys.executable, str(ROOT / "data" / "cached_fineweb10B.py"), "1", "--out", str(folder / "shards")]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3000)
-
-
-def list_downloads(folder: Path) -> set[str]:
-    """Names of all files, except empty ones and notes of the client about complete files."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
-    return {path.name for path in paths if path.suffix not in (".metadata", ".TAG") and path.name != ".gitignore"}
-
-
-SHARD_NAMES = {"fineweb_val_000000.bin", "fineweb_train_000001.bin"}
-
-
-def test_a_repeated_command_keeps_complete_files(tmp_path, hub):
-    """Connections that are reset end the command. It leaves only complete files, and its next run fetches the rest."""
-    val, train, vocabulary = hub.files
-    hub.breaks |= {train: [(1500, "reset")], vocabulary: [(4, "reset")]}
-    complete = set()
-    for broken, name in ((train, "fineweb_val_000000.bin"), (vocabulary, "fineweb_train_000001.bin")):
-        done = download(hub, tmp_path)
-        complete.add(name)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert f"{Path(broken).name} cannot be downloaded" in done.stderr and "keeps complete files" in done.stderr
-        assert list_downloads(tmp_path) == complete
-    assert download(hub, tmp_path).returncode == 0
-    assert dict(hub.starts) == {val: [0], train: [0, 0], vocabulary: [0, 0]}
-    for path in (val, train):
-        assert (tmp_path / "shards" / Path(path).name).read_bytes() == hub.files[path]
-    assert (tmp_path / "gpt2_vocab.json").read_bytes() == hub.files[vocabulary]
+    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", answer)
+    assert [fetch("1", "--out", tmp_path / "shards")[0] for _ in range(3)] == [2, 2, 0]
+    assert asked == [val, train, train, vocabulary, vocabulary]
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {val, train, "gpt2_vocab.json"}

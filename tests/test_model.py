@@ -295,18 +295,6 @@ def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
         assert (grad == 0).all() == (sleeper == "mlp_gain_in")
 
 
-@pytest.mark.recipe
-@pytest.mark.parametrize("gain", ["norm", "output"])
-def test_gains_multiply_inputs_or_outputs(gain):
-    """Norm gains multiply the inputs of attention and MLP, output gains multiply the outputs."""
-    block, run = make_block()
-    block.mlp_gain_out.data.fill_(1.0)
-    plain = run()
-    (block.mlp_gain_in if gain == "norm" else block.mlp_gain_out).data.fill_(2.0)
-    factor = 4 if gain == "norm" else 2  # ReLU^2 squares it
-    assert plain.abs().max() > 0.1 and torch.allclose(run(), factor * plain, atol=1e-4)
-
-
 def test_flops_count_the_keys_that_can_be_seen():
     """Documents are cut to 100 tokens. Without a mask a key may be anywhere in the window."""
     flops = {

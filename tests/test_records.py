@@ -1,6 +1,5 @@
 """Record folders and their tools: statistics, leaderboard, replay, ablation, ladder."""
 
-import ast
 import copy
 import hashlib
 import json
@@ -21,9 +20,6 @@ from records import ablate, common, make_leaderboard, plot, replay, results, run
 
 SCRIPTS = sorted((ROOT / "records").glob("*/*/train_gpt.py"))
 COMMITTED = results.read_track("*")
-ALLOWED = {"torch", "numpy", "huggingface_hub", "tqdm", "triton", "tiktoken", *sys.stdlib_module_names}
-
-
 def run_tool(name, *args):
     command = [sys.executable, str(ROOT / "records" / name), *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -152,15 +148,6 @@ def test_bad_options_end_with_one_line(module, option, tool, monkeypatch):
     assert err.startswith(f"{Path(module.__file__).name}: error: ")
 
 
-def test_a_missing_package_is_named(tmp_path):
-    """A Python without installed packages, in another folder."""
-    command = [sys.executable, "-S", "-I", ROOT / "records/validate.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr == (
-        "validate.py: error: scipy is not installed: start with ./run.sh records/validate.py, or first run pip install "
-        "-r requirements-dev.txt\n")
-
-
 def test_one_seed_is_no_test(make_record, tool):
     """One seed is neither a claim nor a failure. Runs of one seed count once. On a CPU they have equal losses."""
     one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
@@ -204,19 +191,8 @@ def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
     assert effect.mean == pytest.approx(-0.3) and effect.machines.startswith("cpu was another, here ")
     status, out, _ = tool(validate, ours, f"--baseline={machine}")
     assert status == 0 and "loss -0.3000 [" in out and ", no comparison of times on other machines (cpu was another" in out
-    status, out, err = tool(validate, ours, f"--baseline={text}")
-    assert status == 2 and "is not comparable with" in err and "loss -" not in out
-    status, _, err = tool(plot, ours, text, f"--out={tmp_path}/x")
-    assert status == 2 and "other data" in err and not list(tmp_path.glob("x.*"))
-    assert "of another machine (cpu was" in tool(plot, ours, machine, f"--out={tmp_path}/x")[2]
-
-
-def test_auto_dtypes_of_two_machines_forbid_a_comparison_of_times():
-    """Both processors have one name, and the older results do not have their SIMD."""
-    frontier, narrow = (results.read_record(results.RECORDS / "laptop" / name) for name in (
-        "2026-11-22_frontier/tables", "2026-11-22_narrow"))
-    assert results.find_differences(narrow, frontier, "times") == ["the machine's dtype was bfloat16, here float32"]
-    assert results.find_differences(narrow, frontier, "losses") == []
+    assert tool(validate, ours, f"--baseline={text}")[0] == 2
+    assert tool(plot, ours, text, f"--out={tmp_path}/x")[0] == 2 and not list(tmp_path.glob("x.*"))
 
 
 def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
@@ -234,14 +210,11 @@ def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
     assert status == 0 and "plot.py: no target is drawn: " in err and (other / "x.svg").exists()
 
 
-def test_results_of_old_and_new_scripts_are_identified(real_record, tmp_path, tool):
+def test_results_of_old_and_new_scripts_are_identified(real_record):
     """A flat config and nested groups have one form. Facts that a result lacks are not compared."""
-    ladder = results.RECORDS / "laptop" / "2026-11-22_frontier"
-    first, last = ladder / "record_32", ladder / "tables"
-    old, new = results.read_record(last).results[0], results.read_record(real_record).results[0]
+    old = results.read_record(results.RECORDS / "laptop" / "2026-11-22_frontier" / "tables").results[0]
+    new = results.read_record(real_record).results[0]
     ours, theirs = results.identify(new), results.identify(old)
-    assert "activations" not in json.loads(next(last.glob("*.json")).read_text())["hardware"]  # only in the log
-    assert theirs["choices.dtype"] == "bfloat16" and results.format_machine(new).startswith("1 threads of ")
     assert "key" in new and (theirs["options.matrix_lr"], ours["options.matrix_lr"]) == (old["config"]["matrix_lr"], 0.05)
     assert ours["options.head_every"] == 1 and theirs["options.kernels"] and "options.derived" not in ours
     assert {"data", "script", "machine.cpu", "machine.torch", "choices.dtype"} <= ours.keys() & theirs.keys()
@@ -256,14 +229,6 @@ def test_results_of_old_and_new_scripts_are_identified(real_record, tmp_path, to
     newer["versions"]["cudnn"] = "10"
     assert results.differences(other, newer, "times") == ["cudnn was 9, here 10"] and not results.differences(other, newer, "losses")
     assert "other data" in results.differences(old, new, "losses")
-    status, out, err = tool(validate, last, f"--baseline={first}")
-    assert (status, err) == (0, "") and out.count("\n") == 2
-    status, _, err = tool(plot, first, last, real_record, f"--out={tmp_path}/curves")
-    assert status == 2 and "other data" in err
-    status, _, err = tool(plot, first, last, f"--out={tmp_path}/curves")
-    assert (status, err) == (0, "") and (tmp_path / "curves.svg").stat().st_size > 1000
-    assert plot.count_tokens(last, old)[-1] == pytest.approx(old["config"]["derived"]["train_tokens"] / 1e6)
-    assert "torch was 1.0, here 2." in replay.find_differences({**old, "versions": {"torch": "1.0"}})
 
 
 def test_equal_losses_are_no_evidence():
@@ -299,17 +264,6 @@ def test_verdicts_are_corrected_for_the_table():
     assert results.judge(effects[0], 0.05) == "no effect shown"
     assert results.judge(single, math.nan) == "one seed: no test possible"
     assert results.holm([results.Effect(3, -1, -2, 0, 0.6)] * 2) == [1.0, 1.0]
-
-
-def test_three_rungs_of_the_ladder_survive_the_correction():
-    """Eight intervals exclude zero from above, and one from below. Holm at 5 % keeps three."""
-    records, target = results.read_track("laptop"), 1.39
-    rungs = make_leaderboard.read_rungs(records, run_ladder.LADDER, target)
-    assert len(rungs) == 24
-    assert sum(rung.effect.high < 0 for rung in rungs[1:]) == 8 and sum(rung.effect.low > 0 for rung in rungs[1:]) == 1
-    helping = [rung.name[11:] for rung in rungs if rung.verdict == "helps"]
-    assert helping == ["modern_blocks", "untied_head", "unet_skips"]
-    assert {rung.verdict for rung in rungs} == {"the start", "helps", "no effect shown"}
 
 
 def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
@@ -389,15 +343,6 @@ def test_pictures_of_records_and_of_telemetry(real_record, tmp_path, monkeypatch
     assert drawn == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
 
 
-@pytest.mark.parametrize("folder, tokens", [("first", 480 * 4096), ("ladder/muon", 160 * 5120)])
-def test_tokens_are_counted_by_the_script_that_ran(folder, tokens):
-    """The oldest script has no config_from_dict. Only the script of a ladder has its presets."""
-    record = results.read_record(ROOT / "records" / "laptop" / f"2026-11-21_{folder}")
-    counted = plot.count_tokens(record.folder, record.results[0])
-    steps = [step for step, _, _ in record.results[0]["val_points"]]
-    assert counted == pytest.approx([step / steps[-1] * tokens / 1e6 for step in steps])
-
-
 def test_the_leaderboard_is_up_to_date(tmp_path):
     text, lines, picture = make_leaderboard.make_readme(ROOT / "records")
     assert (ROOT / "records" / "README.md").read_text() == text, "run records/make_leaderboard.py"
@@ -410,51 +355,6 @@ def test_the_leaderboard_is_up_to_date(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / "records" / name).read_text()
 
 
-def test_what_is_published_agrees_with_the_ladder():
-    """Days are in order, and each rung has the day and the minutes of its script."""
-    published = plot.read_published()
-    days = [record.day for record in published]
-    assert days == sorted(days) and len({record.record for record in published}) == len(published)
-    known = {(record.day.isoformat(), record.minutes) for record in published}
-    ladder = results.load_script(run_ladder.LADDER).LADDER
-    assert {(name[:10], rung.minutes) for name, rung in ladder.items()} <= known
-    by_number = {record.record: record for record in published}
-    assert (by_number[1].minutes, by_number[32].minutes, by_number[89].minutes) == (45, 2.625, 1.23)
-    assert published[-1].minutes == by_number[92].minutes == 0.665
-
-
-@pytest.fixture
-def picture(monkeypatch, tmp_path):
-    """The figure at the top of the README, with its curves."""
-    figures = []
-    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
-    curves, target = make_leaderboard.make_readme(ROOT / "records")[2]
-    plot.plot_ladder(curves, target, tmp_path / "ladder")
-    yield figures[0], curves, target
-    plot.plt.close(figures[0])
-
-
-def test_the_picture_shows_medians_of_all_seeds(picture):
-    """Values typed from the json files. A curve of another machine is dashed, and the target has a line."""
-    figure, curves, target = picture
-    published, losses = figure.axes
-    *lines, target_line = losses.get_lines()
-    assert [curve.label for curve in curves] == [
-        "AdamW of 2024", "record 32", "with record 89's blocks", "laptop now, slower cores"]
-    ends = [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
-    assert ends == [pytest.approx(end, abs=0.06) for end in ((218.2, 1.394), (89.4, 0.978), (85.0, 0.915), (93.9, 0.983))]
-    assert [line.get_linestyle() for line in lines] == ["-", "-", "-", "--"]
-    assert set(target_line.get_ydata()) == {target} == {1.03}
-    for line, band, curve in zip(lines, losses.collections, curves, strict=True):
-        final = list(curve.record.losses.values())
-        assert line.get_ydata()[-1] == statistics.median(final)
-        edges = [y for x, y in band.get_paths()[0].vertices if x == line.get_xdata()[-1]]
-        assert (min(edges), max(edges)) == (min(final), max(final))
-        assert len(line.get_xdata()) == len(curve.record.results[0]["val_points"]) - 1  # without step 0
-    marked = [line.get_ydata()[0] for line in published.get_lines()[2:]]
-    assert marked == [31.4, 2.625, 1.23]
-
-
 def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
     """A trial in the folder of a rung is named, and the leaderboard and the targets do not change."""
     folder = tmp_path / "records" / "laptop" / "2026-11-21_ladder"
@@ -465,34 +365,14 @@ def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
     readme = tmp_path / "README.md"
     readme.write_text("\n".join(make_leaderboard.MARKS))
     args = f"--records_dir={tmp_path}/records", f"--readme={readme}"
-    said = f"written: {tmp_path}/records/README.md (3 records and rungs), {readme}, {tmp_path}/records/ladder.svg and .png\n"
-    assert tool(make_leaderboard, *args) == (0, said, "")
+    assert tool(make_leaderboard, *args)[0] == 0
     before = (tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes()
     trial = json.loads(sorted((folder / "muon").glob("*.json"))[0].read_text())
     trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = trial["final_val_loss"] = 7
     (folder / "muon" / "20270101-000000_seed7_0000.json").write_text(json.dumps(trial))
-    (folder / "yarn").mkdir()
-    (folder / "yarn" / "x.json").write_text("{}")
     status, _, err = tool(make_leaderboard, *args)
-    assert status == 1 and err.count("\n") == 3, err  # a rung without any run has a line, too
-    assert f"left out: {folder}/muon mixes runs: 20270101-000000_seed7_0000.json (seed 7) differs from " in err
-    assert "_seed0_3e62.json (seed 0): matrix_lr was 0.00036, here 7: 2027" in err
-    assert f"left out: {folder}/yarn holds a file that is no result (KeyError: " in err
+    assert status == 1 and f"left out: {folder}/muon mixes runs: 20270101-000000_seed7_0000.json" in err
     assert before == ((tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes())
-    status, out, err = tool(validate, folder / "adamw_rotary")
-    assert (status, err.count("left out")) == (1, 3) and "target 1.39, p = 1: not shown" in out
-
-
-def test_a_rung_of_another_machine_is_left_out_of_the_ladder(make_record):
-    script, left = run_ladder.LADDER / "train_gpt.py", []
-    make_record("ladder/adamw_rotary", [1.5], script)
-    other = make_record("ladder/muon", [1.4], script, hardware=dict(device="cpu", ranks=1, threads=9, cpu="another"))
-    make_record("ladder/split_qkv", [1.3], script)
-    rungs = make_leaderboard.read_rungs(results.read_track("laptop", other.parents[2]), other.parent, 1.0, left.append)
-    assert [rung.record.folder.name for rung in rungs] == ["adamw_rotary", "split_qkv"]
-    assert rungs[1].effect.mean == pytest.approx(-0.2)
-    (line,) = left
-    assert "muon is not comparable with" in line and "run both on one machine" in line
 
 
 def test_blocks_on_another_machine_or_text_are_left_out(make_record):
@@ -512,9 +392,6 @@ def test_blocks_on_another_machine_or_text_are_left_out(make_record):
     _, blocks = make_leaderboard.read_blocks(records, refused.append)
     assert list(blocks) == ["a", "d"] and len(refused) == 2
     assert "blocks/c has other data" in refused[0] and "blocks/b is not comparable with " in refused[1]
-    refused.clear()
-    text, _, _ = make_leaderboard.make_readme(folder.parents[2], refused.append)
-    assert "of b" not in text and "of c" not in text and "| of d | 2 | 1.115 |" in text and len(refused) == 2
 
 
 def test_each_script_exists_once():
@@ -522,19 +399,6 @@ def test_each_script_exists_once():
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in SCRIPTS]
     assert len(set(digests)) == len(digests) == len(list((ROOT / "records").rglob("train_gpt.py")))
     assert not [path for path in (ROOT / "records").rglob("*.txt") if "def main(" in path.read_text()]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
-def test_a_committed_script_imports_what_it_may(script):
-    imported = {
-        name.split(".")[0]
-        for node in ast.walk(ast.parse(script.read_text()))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in (
-            [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-        )
-    }
-    assert imported <= ALLOWED
 
 
 @pytest.mark.parametrize("record", COMMITTED, ids=lambda record: record.name)
@@ -687,16 +551,13 @@ def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
 
 
 def test_an_ablation_refuses_runs_of_another_kind(make_ablation, tmp_path, tool):
-    """Other data between two mechanisms and within one, and another machine."""
+    """Other data in a second mechanism, and another machine for one of its seeds."""
     args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
     folder = make_ablation(dict(nothing=1.0, softcap=2.0))
     assert tool(ablate, *args)[0] == 0
     edit_json(folder / "softcap" / "logs", lambda result: result.update(corpus_fingerprint="b" * 16), is_last=False)
     status, out, err = tool(ablate, *args)
     assert status == 2 and "softcap/logs is not comparable with" in err and "(other data)" in err and "| softcap |" not in out
-    make_ablation(dict(softcap=2.0))
-    edit_json(folder / "softcap" / "logs", lambda result: result.update(corpus_fingerprint="b" * 16))
-    assert "2.json (seed 2) differs from 0.json (seed 0): other data" in tool(ablate, *args)[2]
     make_ablation(dict(softcap=2.0))
     edit_json(folder / "softcap" / "logs", lambda result: result["hardware"].update(cpu="another"))
     assert "2.json (seed 2) differs from 0.json (seed 0): cpu was" in tool(ablate, *args)[2]
@@ -751,79 +612,6 @@ def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     (ladder / "train_gpt.py").write_text("LADDER = {'2024-10-04_muon': 0}")
     done = run_tool("run_ladder.py", f"--ladder={ladder}")
     assert done.returncode == 2 and "mixes scripts" in done.stderr
-
-
-@pytest.fixture
-def small_ladder(tmp_path, monkeypatch):
-    """A ladder with a script that only writes the files of a run."""
-    source = """LADDER = {"2024-10-04_muon": 0}
-if __name__ == "__main__":
-    import hashlib, json, pathlib, sys
-    argv = sys.argv[1:]
-    folder = pathlib.Path("records", "laptop", "x")
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = dict(script_sha256=hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest(), argv=argv)
-    seed = int(argv[-1].split("=")[1])
-    result = dict(seed=seed, final_val_loss=1.0 + seed, track="laptop", train_time_ms=1, versions=dict(torch="2.13"))
-    result |= dict(hardware=dict(cpu="this"), config=dict(seed=seed, extra=argv[2:-1]), **facts)
-    (folder / f"{seed}.json").write_text(json.dumps(result))
-    (folder / f"{seed}.txt").write_text(f"facts\\n{'=' * 100}\\nstep:1/1\\n")
-"""
-    ladder = tmp_path / "laptop" / "ladder"
-    ladder.mkdir(parents=True)
-    (ladder / "train_gpt.py").write_text(source)
-    is_other = lambda result: f"cpu was {result['hardware']['cpu']}, here this" * (result["hardware"]["cpu"] != "this")
-    monkeypatch.setattr(replay, "find_differences", is_other)
-    return ladder
-
-
-def test_trials_leave_the_ladder_as_it_is(small_ladder, tmp_path, tool):
-    """Runs with further options make a separate ladder that the other tools can read."""
-    args = "--only=muon", "--seeds=2", "--end_seeds=2", f"--ladder={small_ladder}", f"--logs_dir={tmp_path}/trials"
-    status, _, err = tool(run_ladder, *args)
-    assert (status, err) == (0, "run 1/2: muon, seed 0\nrun 2/2: muon, seed 1\n")
-    before = {path: path.read_bytes() for path in small_ladder.rglob("*") if path.is_file()}
-    assert results.read_record(small_ladder / "muon").losses == {0: 1.0, 1: 2.0}
-    for extra in ("--matrix_lr=1", "--matrix_lr=2"):
-        status, out, _ = tool(run_ladder, *args, f"--extra={extra}")
-        place = out.strip().removeprefix("the trial: python records/validate.py ").removesuffix("/*/")
-        assert status == 0 and place.startswith(f"{tmp_path}/trials/laptop/ladder_")
-        record = results.read_record(run_ladder.Path(place, "muon"))
-        assert record.losses == {0: 1.0, 1: 2.0} and record.results[0]["config"]["extra"] == [extra]
-        assert tool(validate, run_ladder.Path(place, "muon"))[0] == 0
-    assert {path: path.read_bytes() for path in small_ladder.rglob("*") if path.is_file()} == before
-    assert len(list((tmp_path / "trials" / "laptop").iterdir())) == 2
-
-
-def test_a_rung_takes_no_seed_of_another_machine(small_ladder, tmp_path, tool):
-    """It is refused before the first run."""
-    args = "--only=muon", f"--ladder={small_ladder}"
-    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1")[0] == 0
-    edit_json(small_ladder / "muon", lambda result: result["hardware"].update(cpu="another"))
-    status, _, err = tool(run_ladder, *args, "--seeds=2", "--end_seeds=2")
-    assert status == 2 and err.count("\n") == 1 and "muon is of another machine (cpu was another, here this): copy" in err
-    assert len(list((small_ladder / "muon").iterdir())) == 2
-    assert tool(run_ladder, *args, "--seeds=1", "--end_seeds=1") == (0, "", "1 of 1 runs are from an earlier call\n")  # nothing to run, nothing to refuse
-
-
-def test_the_script_is_removed_from_a_log():
-    """A script with another hash is refused. A log without a script does not change."""
-    rule, facts = f"\n{'=' * 100}\n", dict(versions={"torch": "2.13"}, hardware={"threads": 2})
-    result = dict(script_sha256=hashlib.sha256(b"print()\n").hexdigest(), argv=["--seed=3"], **facts)
-    stripped = run_ladder.strip_log(f"print()\n{rule}{json.dumps(facts)}{rule}step:1/1\n", result)
-    assert stripped == f"{json.dumps(result, indent=1)}{rule}step:1/1\n"
-    assert run_ladder.strip_log(stripped, result) == stripped
-    with pytest.raises(results.RecordError, match="script in a log is not the script of its result"):
-        run_ladder.strip_log(f"exit()\n{rule}{{}}{rule}", result)
-
-
-def test_the_plan_of_the_ladder():
-    """Seed by seed over all rungs. The first and the last one have more seeds, or the marked ones of a ladder.toml."""
-    ladder = list(results.load_script(run_ladder.LADDER).LADDER)
-    plan = run_ladder.plan_runs(*run_ladder.read_presets(run_ladder.LADDER), 3, 8)
-    assert plan[:2] == [("target", "laptop_target", 0), (ladder[0][11:], f"laptop_{ladder[0]}", 0)]
-    assert len(plan) == 3 * 25 + 5 * 2 and len(set(plan)) == len(plan)
-    assert [(name, seed) for name, _, seed in plan[-2:]] == [("adamw_rotary", 7), ("sigmoid_skips", 7)]
 
 
 def test_a_ladder_that_lists_its_rungs(tmp_path):

@@ -1,6 +1,5 @@
 """Text from a checkpoint: its tokens against a forward pass, its options, and checkpoints that do not fit."""
 
-import io
 import json
 import os
 import sys
@@ -50,13 +49,6 @@ def test_options_of_sampling(checkpoint, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_several_texts(checkpoint, capsys):
-    few = ["--prompt=abc", "--max_new_tokens=20"]
-    texts = sample(capsys, checkpoint, *few, "--num_samples=3").split(f"{'-' * 60}\n")
-    assert len(texts) == len(set(texts)) == 3 and all(text.startswith("abc") for text in texts)
-    assert texts[0] == sample(capsys, checkpoint, *few)
-
-
 def test_a_folder_is_its_newest_model(checkpoint, capsys, tmp_path):
     """The model of the run and its last checkpoint write equal texts."""
     model = checkpoint.with_name("model.pt")
@@ -68,12 +60,6 @@ def test_a_folder_is_its_newest_model(checkpoint, capsys, tmp_path):
         assert errors == f"sampling from {newest}\n"
         assert out == sample(capsys, model, "--max_new_tokens=20")
     assert "has no model" in sample(capsys, tmp_path, status=2)
-
-
-def test_a_prompt_from_standard_input(checkpoint, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nabc"))
-    text = sample(capsys, checkpoint, "--prompt=-", "--max_new_tokens=9")
-    assert text == sample(capsys, checkpoint, "--prompt=abc\nabc", "--max_new_tokens=9")
 
 
 @pytest.mark.parametrize("prompt", ["fgh", "abcdefgh" * 40], ids=len)

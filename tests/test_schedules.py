@@ -1,4 +1,4 @@
-"""Schedules against record 32, and all steps of six presets against formulas that are written out here."""
+"""Schedules against record 32, and all steps of five presets against formulas that are written out here."""
 
 import math
 
@@ -111,12 +111,6 @@ LRS = dict(matrix=0.05, embed=0.6, value_embed=0.6, ngram=0.6, head=0.008, scala
 MOMENTUM = (0.85, 0.95, 300, 0)  # from, to, steps of the rise, last steps of the fall
 FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of all groups, of matrices, final value
     track_1=dict(ends=(557, 1114, 1670), falls=(0.5, 0.5, 0.1)),
-    frontier=dict(ends=(320, 681, 965, 1107, 1174, 1194), extension=20, falls=(940 / 1174, 940 / 1174, 0.3),
-                  peaks=(1, 1.52, 1.73, 1.73, 1.73 * (20 / 24) ** 0.5, 1), momentum=(0.85, 0.93, 240, 50),
-                  decay_follows_lr=True, lrs=dict(matrix=0.023, embed=0.008, value_embed=0.56, ngram=0.56, head=0.008),
-                  decays=dict(matrix=0.05175, embed=0.006, head=0.006, value_embed=0.014, ngram=0.014, gate=0.00004),
-                  targets=(((1, 1), (0.5, 0.5), (0.25, 0), (0.25, 0.25)), ((1, 1), (0.5, 0), [0.2, 0.15, 0.1, 0.05]),
-                           *[((1, 1),)] * 4)),
     laptop=dict(ends=(114, 228, 340), falls=(0.5, 0.5, 0.1), momentum=(0.8, 0.8, 0, 0),
                 lrs=dict(matrix=0.07, embed=0.3, value_embed=0.3, ngram=0.3)),
     smoke_frontier=dict(ends=(7, 10, 12, 14), extension=2, peaks=(1, 1.5, 1.5, 1), falls=(0.8, 0.8, 0.3),
@@ -133,7 +127,7 @@ FORMULAS = dict(  # by preset. ends: the first step after each stage. falls: of 
 
 def written_out(step, ends, falls, extension=0, peaks=(), momentum=MOMENTUM, decay_follows_lr=False, lrs=(),
                 decays=(), targets=()):
-    """(learning rates, weight decays, momentum, loss weights) at a step. Weights in a list have equal parts of a stage."""
+    """(learning rates, weight decays, momentum, loss weights) at a step."""
     num_steps, scheduled = ends[-1], ends[-1] - extension
     stage = sum(step >= end for end in ends[:-1])  # the last stage, too, for the final validation
     start = ends[stage - 1] if stage else 0
@@ -152,14 +146,13 @@ def written_out(step, ends, falls, extension=0, peaks=(), momentum=MOMENTUM, dec
     t = min(step / rise if rise else 1, (num_steps - step) / fall if fall else 1, 1)
     ramps = targets[stage] if targets else ((1, 1),)
     done, length = step - start, ends[stage] - start
-    weights = tuple(x[min(done * len(x) // length, len(x) - 1)] if isinstance(x, list) else x[0] + done / length * (x[1] - x[0])
-                    for x in ramps)
+    weights = tuple(first + done / length * (last - first) for first, last in ramps)
     return lr, decay, low + t * (high - low), weights
 
 
 @pytest.mark.parametrize("preset", FORMULAS)
 def test_every_step_is_the_formula(preset):
-    """Also the final validation. Stages, rates, decays, momentum and loss weights."""
+    """Also the final validation. Stages, rates, decays, momentum and loss weights. test_frontier.py has frontier."""
     schedule, formula = gpt.Schedule(gpt.make_config({"preset": preset})), FORMULAS[preset]
     assert [end for _, _, end in schedule.stage_ranges()] == list(formula["ends"])
     for step in range(formula["ends"][-1] + 1):

@@ -177,18 +177,6 @@ def test_a_worker_measures_time_per_token(shards, monkeypatch):
     assert found == pytest.approx([true] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("env, words, message", [
-    (dict(TRITON_INTERPRET="0"), ["--fast=symmetric_matmul"], "the plain config fails: --fast=symmetric_matmul"),
-    pytest.param(dict(NPROC="2"), ["--tokens_per_step=1536"], "the plain config fails: --tokens_per_step=1536",
-                 marks=pytest.mark.slow),
-    (dict(NPROC="two"), [], "NPROC=two")])
-def test_a_plain_config_that_fails_ends_with_one_line(shards, tmp_path, env, words, message):
-    args = ["--preset=smoke", "--device=cpu", *data_args(shards), *words]
-    done = launch([str(ROOT / "benchmarks" / "tune.py"), *args], tmp_path, env=env)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("tune.py: error: ") and message in done.stderr
-
-
 def make_facts(**facts) -> dict:
     """The first answer of a plain worker."""
     return dict(device="cpu", threads=2, compiles=False, dtype="float32", fp8=[]) | facts
