@@ -31,6 +31,8 @@ VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
 LONGEST = (
     "test_cuda_compile",
     "test_cuda_compile_cards",
+    "test_whole_run_frontier",
+    "test_whole_run",
     "test_distributed",
     "test_checkpoint",
 )  # begin with these files

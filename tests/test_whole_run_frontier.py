@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import record92_reference as reference
 import torch
-from conftest import run_script, slow_but
+from conftest import run_script
 from reference_run import read_shards, validation_rows
 from run_float64 import read_initial_parameters, run_float64
 
@@ -147,7 +147,8 @@ def make_run_reference(options, tmp_path_factory):
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("fast, nproc", slow_but([("auto", 1), ("off", 1), ("auto", 2)], ("auto", 1)))
+@pytest.mark.slow
+@pytest.mark.parametrize("fast, nproc", [("auto", 1), ("off", 1), ("auto", 2)])
 def test_whole_run(fast, nproc, options, run_reference, tmp_path):
     """The training loss of every step, all validation losses, and every parameter at the end."""
     result, tensors = run_float64(tmp_path / "run", *options, f"--fast={fast}", nproc=nproc)
