@@ -300,41 +300,16 @@ class NotingRecorder(simulate_ranks.Recorder):
         self.sequence.append(("event", *event))
 
 
-class EagerKernel:
-    """A Triton kernel that is launched without torch.compile. It is compiled, counted, and not launched."""
-
-    def __init__(self, kernel, observer: Observer):
-        self.kernel, self.observer, self.seen = kernel, observer, set()
-
-    def __getitem__(self, grid):
-        def launch(grad, ordered, order, places, out, *sizes, **options) -> None:
-            made = self.kernel.warmup(grad, ordered, order, places, out, *sizes, grid=grid, **options)
-            name = self.kernel.fn.__name__
-            if id(made) not in self.seen:
-                self.seen.add(id(made))
-                tuner = SimpleNamespace(inductor_meta=dict(kernel_name=f"{name}_0"), fn=self.kernel.fn)
-                found = describe_kernel(tuner, SimpleNamespace(kernel=made), self.observer.card)
-                self.observer.kernels.append(found)
-            entry = self.observer.eager[self.observer.phase][name]
-            num_bytes = 3 * grad.nbytes  # as if all tokens read different rows
-            entry[0] += 1
-            entry[1] += num_bytes
-            self.observer.sequence.append(("eager", num_bytes))
-
-        return launch
-
-
 def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
     """The fast forms that a real GPU of this capability would use."""
-    if cfg.fast != "auto":
-        return set(gpt.split_names(cfg.fast)) - {"off"}
+    if cfg.fast != ("auto",):
+        return set(cfg.fast) - {"off"}
     has_triton_forms = card.capability >= (8, 0)
     forms = {
         "rms_norm": True, "norm_rotate": True, "flex_attention": True, "sparse_embedding": True,
-        "qkv_kernel": has_triton_forms, "cross_entropy": has_triton_forms and bool(cfg.softcap),
-        "head_loss": not (has_triton_forms and cfg.softcap),
-        "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms,
-        "sum_rows": has_triton_forms}
+        "qkv_kernel": has_triton_forms, "cross_entropy": has_triton_forms and bool(cfg.softcap[0]),
+        "head_loss": not (has_triton_forms and cfg.softcap[0]),
+        "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms}
     return {name for name, is_expected in forms.items() if is_expected}
 
 
@@ -342,14 +317,12 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
     """The real Trainer, with the fast forms of the real checks. FP8 is set here, because its check needs eager FP8
     matmuls, which fake tensors do not support."""
     has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
-    wants_linear = cfg.fp8_linear == "on" or cfg.fp8_linear == "auto" and cfg.model_dim >= 1536
-    gpt.sum_rows_kernel = EagerKernel(gpt.sum_rows_kernel, observer)
+    gpt.measure_matmul = lambda *_: 1e15  # a fake GPU has no time
     dtype, peak_flops, _ = gpt.choose_dtype(cfg, DEVICE)
     use_compile, _ = gpt.choose_compile(cfg, DEVICE)
     fast, lines = gpt.choose_fast_forms(cfg, DEVICE, dtype, use_compile)
     assert fast == expected_forms(cfg, observer.card), lines
-    fp8 = {name for name in gpt.FP8_FORMS if has_fp8 and getattr(cfg, name) != "off"}
-    fp8 -= set() if wants_linear else {"fp8_linear"}
+    fp8 = {f"fp8_{part}" for part in cfg.fp8_parts if has_fp8 and cfg.fp8 != "off" and part != "logits"}
     rt = gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks), dtype=dtype, use_compile=use_compile, fast=fast,
                      fp8=frozenset(fp8), peak_flops=peak_flops,
                      ngram_rows=gpt.choose_ngram_rows(cfg, gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks))))
@@ -405,7 +378,8 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         ("training", run_step, 0, False), ("measured", run_step, 0, False)):
         num_graphs, observer.phase = len(observer.graphs), phase
         # the head has a separate graph for each number of targets
-        is_first |= at == last and cfg.full_stages[-1].num_targets != cfg.full_stages[0].num_targets
+        first_stage, last_stage = cfg.stages[0], cfg.stages[-1]
+        is_first |= at == last and len(first_stage.loss_weights) != len(last_stage.loss_weights)
         observer.sequence.clear()
         gc.collect()  # reference cycles of the compiler keep activations alive
         with ObservedMode(observer):
@@ -421,7 +395,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         with ObservedMode(observer), torch.no_grad():
             batch = next(FakeBatches(micro_tokens, DEVICE))
             step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
-            gpt.Telemetry(trainer, None).measure_layers(batch.inputs, batch.doc_ids, step_inputs)
+            trainer.model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
     return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,
@@ -488,7 +462,7 @@ def main(argv: list[str]) -> int:
     torch.set_float32_matmul_precision("high")  # like start_runtime()
     observer = Observer(fake_cuda.CARDS[args.card], args.own)
     try:
-        cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)[0]})
+        cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)})
         facts = drive(cfg, observer, args.micros, args.ranks)
     except Exception as error:  # compilers raise many types
         traceback.print_exc()

@@ -26,10 +26,3 @@ def test_a_gpu_without_bfloat16_trains_in_float32():
 @pytest.mark.parametrize("options", [["--preset=muonh"], WITHOUT_KERNELS, ["--dtype=float32"]], ids=str)
 def test_other_options_compile(options):
     compile_kinds("h200", *options)
-
-
-@pytest.mark.cards
-def test_fp8_linears_compile():
-    figures = compile_for("h200", "--preset=track_1", "--num_layers=4", "--layers=[]", "--num_heads=12",
-                          "--model_dim=1536", "--fp8_linear=on")
-    assert figures["graphs"]["training"] == 4 and figures["graphs"]["validation"] == 2
