@@ -641,7 +641,7 @@ def test_one_bit_anywhere(tmp_path):
     torch.save(tensors, tmp_path / "rank0.pt")
     (tmp_path / "state.json").write_text(json.dumps(dict(files=["rank0.pt"])))
     data, places, num_refused = (tmp_path / "rank0.pt").read_bytes(), random.Random(0), 0
-    for _ in range(2000):
+    for _ in range(500):
         changed = bytearray(data)
         changed[places.randrange(len(data))] ^= 1 << places.randrange(8)
         (tmp_path / "rank0.pt").write_bytes(changed)
@@ -650,7 +650,7 @@ def test_one_bit_anywhere(tmp_path):
             assert_same_bits(found, tensors)
         else:
             num_refused += 1
-    assert num_refused > 1000
+    assert num_refused > 250
 
 
 def test_code_in_an_archive_is_not_executed(shards, saved, here):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import record92_reference as r92
 import torch
+from conftest import slow_but
 from record92_reference import F64, MINIATURE, RECORD_92
 
 
@@ -259,7 +260,7 @@ def large_gradients(shape, step):
     return p, batch, r92.gradients(shape, p, batch, step, PREFIXES, [5, 9])[1]
 
 
-@pytest.mark.parametrize("step", [1, 14, 22])
+@pytest.mark.parametrize("step", slow_but([1, 14, 22], 14))
 def test_gradients_against_differences(step):
     """Gradients along random directions. One target per token, so that the loss has this gradient."""
     shape = replace(MINIATURE, token_weights=((1,),) * 5)

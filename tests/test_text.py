@@ -115,7 +115,7 @@ def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
 
 
 @pytest.mark.parametrize("size, epochs, doc_bytes", [
-    (60_000, 100, 2047), (5_000, 260, 2047), pytest.param(3_000, 520, 2047, marks=pytest.mark.slow), (600, 2080, 44)])
+    (60_000, 100, 2047), pytest.param(5_000, 260, 2047, marks=pytest.mark.slow), pytest.param(3_000, 520, 2047, marks=pytest.mark.slow), (600, 2080, 44)])
 def test_the_printed_command_trains(size, epochs, doc_bytes, tmp_path, capsys, monkeypatch):
     """5,000 bytes are one document for validation and 2,953 tokens for training: two packed sequences per epoch, for 260 steps of two.
     With fewer tokens than one packed sequence, sequences are shorter."""

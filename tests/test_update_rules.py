@@ -258,6 +258,7 @@ def test_row_adam_against_float64(cautious):
     assert (last[:4] > 0).all() and len(set(last)) > 2 and not state["last_update"][4].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPHERES)
 def test_norms_stay_for_a_thousand_steps(name):
     """In float32: each step rounds the norm by at most 2^-24 and sets it anew."""
