@@ -9,20 +9,18 @@ Launch
     python train_gpt.py --help                                     # also --list_presets, --print_config
 
 Part one, the recipe. It decides the loss and the time.
-    CONFIG           options, and the layers, stages and parameter groups of both recipes
-    MODEL            GPT, Segment, Block, Attention, MLP, Head, and the scalars of a layer
+    CONFIG           options, presets, and the layers, stages and parameter groups of both recipes
     OPERATIONS       each operation as its equation
+    MODEL            GPT, Block, Attention, MLP, Head, and the scalars of a layer
     UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
     OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
     SCHEDULES        windows, learning rates, momentum and loss weights at each step
     DATA             packed sequences and batches
-    TRAINING         one step, the timed loop
-Part two, fast forms of the operations. Each fast form in use is compared with part one at startup.
-    FAST FORMS       the table, and the comparison
-    FAST ATTENTION, FAST NORMS AND ADAM, FP8, FUSED OPERATIONS, TRITON KERNELS, ROW-SPARSE GRADIENTS
-Part three, infrastructure. It decides nothing about the loss.
-    DEVICE, CHOICE OF FAST FORMS, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS,
-    TELEMETRY AND GUARD, MAIN
+    TRAINING         one step, and the whole run: train()
+Part two, the same mathematics, faster. A check at startup compares it with part one.
+    FAST FORMS, FAST ATTENTION AND NORM, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
+Part three, infrastructure.
+    DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
 Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
     of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
@@ -72,8 +70,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.benchmark as benchmark
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 try:
@@ -122,8 +120,11 @@ class LayerSpec:
 
     def inputs(self) -> set[str]:
         """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
-        names = {f"h{i}" for i in (self.skip_from, self.attention_from) if i is not None}
-        names |= {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
+        names = {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
+        if self.skip_from is not None:
+            names.add(f"h{self.skip_from}")
+        if self.attention_from is not None:
+            names.add(f"h{self.attention_from}")
         if self.value_embed is not None:
             names.add(f"ve{self.value_embed}")
         if self.mudd_in:
@@ -234,7 +235,6 @@ class Config:
         Stage(duration=1, window_long=1408, window_short=640)), "stages as JSON, or a .json file")
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
     warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
-    comm_bucket_mb: float = option(64.0, "MB of parameters per collective", 0.0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
@@ -268,8 +268,6 @@ class Config:
     qk_norm: bool = option(True, "normalize each head's queries and keys", off=False)
     qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
                                  "0: all heads", 0, off=0)
-    rotary_pairs: str = option("halves", "channels that rotate together: j and j + K/2 (halves), or 2j and "
-                               "2j + 1 (adjacent)", choices=("halves", "adjacent"))
     attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale of long and short "
                                                   "layers. The second needs short_qk_dim", 0.0)
     short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
@@ -342,6 +340,11 @@ class Config:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def num_ngram_rows(self) -> int:
+        """Rows of the n-gram embedding. The record's number until the run has chosen it."""
+        return NGRAM_ROWS[0] if self.ngram_rows < 0 else self.ngram_rows
+
+    @property
     def mlp_hidden(self) -> int:
         return round(self.mlp_ratio * self.model_dim)
 
@@ -365,12 +368,14 @@ class Config:
     @property
     def full_stages(self) -> tuple[Stage, ...]:
         """The stages, with unset fields filled from the options."""
-        names = ("tokens_per_step", "max_doc_len", "seq_len")
-        is_sampled = [0 < (stage.num_classes or 0) < self.padded_vocab_size for stage in self.stages]
-        return tuple(dataclasses.replace(
-            stage, num_classes=stage.num_classes if sampled else None,
-            **{name: getattr(stage, name) or getattr(self, name) for name in names})
-            for stage, sampled in zip(self.stages, is_sampled))
+        stages = []
+        for stage in self.stages:
+            is_sampled = stage.num_classes and stage.num_classes < self.padded_vocab_size
+            stages.append(dataclasses.replace(
+                stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
+                max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len,
+                num_classes=stage.num_classes if is_sampled else None))
+        return tuple(stages)
 
 
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
@@ -382,17 +387,22 @@ def build_layers(num_layers: int) -> tuple[LayerSpec, ...]:
     Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
     adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first.
     """
-    last, layers = num_layers - 1, []
+    last = num_layers - 1
     num_values = min(3, num_layers // 2)  # tables of value embeddings
     long_layers = {round(i * last / 3) for i in range(4)}
-    no_attention = round(2 * last / 3) if num_layers >= 4 else None
+    layers = []
     for i in range(num_layers):
         from_end = last - i
-        value_embed = i if i < num_values else num_values - 1 - from_end if from_end < num_values else None
-        layers.append(LayerSpec(
-            attention="none" if i == no_attention else "long" if i in long_layers else "short",
-            mlp=i > 0 or num_layers == 1, value_embed=None if i == no_attention else value_embed,
-            skip_from=from_end if from_end < min(i, num_layers // 2) else None))
+        spec = dict(attention="long" if i in long_layers else "short", mlp=i > 0 or num_layers == 1)
+        if i < num_values:
+            spec["value_embed"] = i
+        elif from_end < num_values:
+            spec["value_embed"] = num_values - 1 - from_end
+        if from_end < min(i, num_layers // 2):
+            spec["skip_from"] = from_end
+        if num_layers >= 4 and i == round(2 * last / 3):
+            spec.update(attention="none", value_embed=None)
+        layers.append(LayerSpec(**spec))
     return tuple(layers)
 
 
@@ -458,7 +468,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
     "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
         num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
-        value_gate_dim=12, qk_group_heads=2, rotary_pairs="adjacent", yarn_max_window=1664,
+        value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear=True, ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
@@ -504,579 +514,29 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(duration=1, window_long=256, window_short=128)))),
 }
 
-# ==== MODEL ================================================================================================
-# A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
-# are stored as (outputs, inputs), except in the MLP. ops holds the operations of the next section, or their
-# fast forms. Every scalar multiplier of a layer is a row of layer_scalars(): learned, or computed per token.
-# To add a multiplier, add a row there and use it in Block or Attention. acts maps the names of LayerSpec to
-# the activations that later layers read.
+# ==== OPERATIONS ===========================================================================================
+# The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
+# startup it compares a model of both, and a fast form with other results is switched off. So an edit of an
+# equation takes effect.
 
 class Rope(typing.NamedTuple):
-    """RoPE tables (T, P, n) of the n channel pairs that rotate, for P positions per token."""
+    """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
 
     cos: Tensor
     sin: Tensor
     softmax_scale: Tensor  # ()
+    num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
 
 
 class StepInputs(typing.NamedTuple):
     """Inputs of the model that change with the stage."""
 
-    windows: Tensor | tuple[int, int]  # (long, short) in positions. FlexAttention needs a tensor
+    windows: Tensor  # (2,) of long and short layers, in positions
     ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
     is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
     is_sequence_start: Tensor  # (T,) first token of a packed sequence
     has_prefix_target: bool = False
 
-
-class GPT(nn.Module):
-    """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
-
-    def __init__(self, cfg: Config, rt: Runtime | None = None):
-        super().__init__()
-        rt = rt or Runtime()
-        self.cfg, self.dtype, self.fast = cfg, rt.dtype, rt.fast
-        storage, shape = getattr(torch, cfg.embed_dtype), (cfg.padded_vocab_size, cfg.model_dim)
-        used_tables = {spec.value_embed for spec in cfg.layers} - {None}
-        self.embed = parameter(normal(shape, cfg.embed_std[0]).to(storage), "embed")  # (V, D)
-        self.value_embeds = nn.ParameterDict({
-            str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
-            for i in sorted(used_tables)})
-        self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
-        self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
-
-        # Learned scalars of all layers: one parameter per group
-        self.scalars = nn.ParameterDict()
-        for group in cfg.groups:
-            init = [value for s in self.layer_scalars if s.source == group for value in s.init]
-            if init:
-                self.scalars[group] = parameter(torch.tensor(init), group)
-        if any(block.gates is not None for block in self.blocks):
-            self.scalars["gates_scale"] = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
-
-        self.head = Head(cfg)
-        self.is_tied = cfg.tie_head  # until Optimizer.untie()
-        if self.is_tied:
-            self.head.weight.data.copy_(self.embed.data)
-        self.ngram = None
-        self.ngram_rows = rt.ngram_rows or NGRAM_ROWS[0] if cfg.ngram_rows < 0 else cfg.ngram_rows
-        if cfg.ngram_rows:  # ShardedTable: each rank has a part of the rows, and one row for padding
-            is_sharded = can_shard(cfg.groups["ngram"], rt)
-            rows = -(-self.ngram_rows // rt.world_size) + 1 if is_sharded else self.ngram_rows
-            zeros = torch.zeros(rows, cfg.model_dim, dtype=storage, device=rt.device if is_sharded else None)
-            self.ngram = parameter(zeros, "ngram", is_table=True)
-        if not self.embed.is_meta:
-            self.make_buffers()
-        self.split_layers(1)
-        self.use_fp8(rt.fp8)
-
-    def make_buffers(self) -> None:
-        """Create the n-gram signs, and an empty table of prefix tokens, which Trainer.run() fills."""
-        signs = make_ngram_signs(NUM_SIGN_ROWS if self.cfg.ngram_rows else 0, self.cfg.model_dim)
-        self.register_buffer("ngram_signs", signs.to(self.embed.dtype), persistent=False)
-        self.head.prefix_tokens = torch.full((self.cfg.padded_vocab_size,), -1)  # (V,)
-
-    def use_fp8(self, fp8: frozenset[str]) -> None:
-        """Choose the operations. FP8 is for training only."""
-        self.fp8 = fp8
-        self.ops = make_operations(self.cfg, self.fast | fp8, self.dtype)
-        self.eval_ops = make_operations(self.cfg, self.fast & EVAL_FORMS, self.dtype)
-
-    def forward(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor, step_inputs: StepInputs,
-                loss_weights: Tensor | None = None, classes: Tensor | None = None) -> Tensor:
-        """tokens, targets, doc_ids (T,) -> loss summed over the T tokens, float32.
-
-        loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
-        classes (sequences, C): the classes in the loss of each packed sequence. None: all.
-        """
-        x = self.run_layers(tokens, doc_ids, step_inputs)
-        ops = self.ops if self.training else self.eval_ops
-        return self.head(x, targets, step_inputs, loss_weights, ops, classes)
-
-    def run_layers(self, tokens: Tensor, doc_ids: Tensor, step_inputs: StepInputs) -> Tensor:
-        """tokens, doc_ids (T,) -> final normalized activations (T, D).
-
-        Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
-        a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
-        """
-        ops, acts, scalars = self.ops if self.training else self.eval_ops, {}, {}
-        x = F.embedding(tokens, self.head.weight if self.is_tied else self.embed)  # (T, D)
-        if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
-            rows, sign_rows = hash_ngrams(tokens, step_inputs.is_sequence_start, self.ngram_rows,
-                                          self.cfg.ngram_order)  # (n, T) each, for n kinds of n-grams
-            acts["ngram"] = self.sum_ngrams(ops.embedding(rows.flatten(), self.ngram), sign_rows)  # (T, D)
-        learned = dict(self.scalars.items())
-        if "gates_scale" in learned:  # expand once for all segments, so its gradient is one sum over tokens
-            learned["gates_scale"] = learned["gates_scale"].expand(len(tokens), 1)
-        for segment in self.segments:
-            x, acts, scalars = segment(x, tokens, doc_ids, acts, scalars, learned, step_inputs, ops,
-                                       self.dtype)
-        return x
-
-    def sum_ngrams(self, rows: Tensor, sign_rows: Tensor) -> Tensor:
-        """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
-        signs = F.embedding(sign_rows, self.ngram_signs).to(self.dtype)  # (n, T, D)
-        return (rows.to(self.dtype).view_as(signs) * signs).sum(0)
-
-    def split_layers(self, num_segments: int) -> None:
-        """Divide layers into segments. The first has one layer, which hides all-gathers of later tables."""
-        rest = len(self.blocks) - 1
-        starts = [0, *(1 + rest * i // max(1, num_segments - 1) for i in range(num_segments - 1))]
-        remaining, self.segments = dict(self.value_embeds.items()), []
-        for start, end in itertools.pairwise([*starts, len(self.blocks)]):
-            inputs = set().union(*(spec.inputs() for spec in self.cfg.layers[start:end]))
-            tables = {i: remaining.pop(i) for i in list(remaining) if f"ve{i}" in inputs}
-            self.segments.append(Segment(self.cfg, range(start, end), self.blocks[start:end], tables,
-                                         self.layer_scalars))
-
-
-class Segment(nn.Module):
-    """Consecutive layers, compiled as one graph, and the value embeddings that no earlier segment reads.
-
-    With several ranks there are several segments, so gradients are reduced after each segment's backward.
-    """
-
-    def __init__(self, cfg: Config, layers: range, blocks: nn.ModuleList, tables: dict[str, nn.Parameter],
-                 scalars: list[Scalar]):
-        super().__init__()
-        self.layers, self.blocks, self.scalars = layers, blocks, scalars
-        self.tables = nn.ParameterDict(tables)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == cfg.num_layers
-        self.saved = set().union(*(spec.inputs() for spec in cfg.layers))  # names of activations to keep
-
-    def forward(self, x: Tensor, tokens: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
-                scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor], step_inputs: StepInputs,
-                ops: Operations, dtype: torch.dtype):
-        """Look up this segment's value embeddings, then run its layers."""
-        acts = dict(acts)
-        for i, table in self.tables.items():
-            acts[f"ve{i}"] = ops.embedding(tokens, table).to(dtype)  # (T, D)
-        return self.run_blocks(x, doc_ids, acts, scalars, learned, step_inputs, ops, dtype)
-
-    def run_blocks(self, x: Tensor, doc_ids: Tensor, acts: dict[str, Tensor],
-                   scalars: dict[int, dict[str, Tensor]], learned: dict[str, Tensor],
-                   step_inputs: StepInputs, ops: Operations, dtype: torch.dtype
-                   ) -> tuple[Tensor, dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-        """x, acts (T, D) by name, scalars (T, n) by layer and name, learned (n,) by group."""
-        acts, scalars = dict(acts), {layer: dict(values) for layer, values in scalars.items()}
-
-        # Expand learned scalars to (T, n). Their gradients are then summed over tokens in the parameter's
-        # dtype, and in an order that does not depend on the segments.
-        learned = {group: param.expand(x.size(0), -1) for group, param in learned.items()}
-        for group, param in learned.items():
-            rows = [scalar for scalar in self.scalars if scalar.source == group]
-            columns = param.split([len(scalar.init) for scalar in rows], dim=1) if rows else ()
-            for scalar, column in zip(rows, columns):
-                if scalar.layer in self.layers:
-                    scalars.setdefault(scalar.layer, {})[scalar.name] = column.to(dtype)
-        gates_scale = learned.get("gates_scale")
-
-        # Embedding: smear (2025-09-18), then norm
-        if self.is_first:
-            x, smear_gate = x.to(dtype), self.blocks[0].smear_gate
-            if smear_gate is not None:
-                gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
-                x = add_scaled(x, scalars[0]["smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
-            x = acts["x0"] = ops.rms_norm(x)
-
-        masks = {}  # one for each (attention, paired) in this segment
-        for layer, block in zip(self.layers, self.blocks):
-            spec = block.spec
-            for gates, output_scale in ((block.gates, gates_scale), (block.mudd, TokenGates.SCALE)):
-                for scalar, column in gates(x, output_scale) if gates is not None else ():
-                    scalars.setdefault(scalar.layer, {})[scalar.name] = column
-            s = scalars.get(layer, {})
-            if layer == 0:
-                x = add_scaled(x, s["ngram_in"], acts["ngram"]) if "ngram_in" in s else x
-                if "x_in" in self.saved:
-                    acts["x_in"] = x
-            kind = (spec.attention, spec.paired)
-            if spec.attention != "none" and kind not in masks:
-                ids = doc_ids.repeat_interleave(2) if spec.paired else doc_ids
-                masks[kind] = ops.make_mask(ids, step_inputs.windows[0 if spec.attention == "long" else 1])
-            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
-            if f"h{layer}" in self.saved:
-                acts[f"h{layer}"] = x
-        if not self.is_last:
-            return x, acts, scalars
-        return ops.rms_norm(x), {}, {}  # autograd makes zeros for unused outputs
-
-
-class Block(nn.Module):
-    """One layer."""
-
-    def __init__(self, cfg: Config, layer: int, scalars: list[Scalar]):
-        super().__init__()
-        self.spec, self.x0_mix = cfg.layers[layer], cfg.x0_mix
-        has_attention, has_mlp = self.spec.attention != "none", self.spec.mlp
-        self.attention = Attention(cfg, self.spec) if has_attention else None
-        self.mlp = MLP(cfg) if has_mlp else None
-        self.second_mlp = MLP(cfg) if self.spec.second_mlp else None
-
-        # Gains of norms and outputs
-        ones, zeros = torch.ones(cfg.model_dim), torch.zeros(cfg.model_dim)
-        has_in, has_out = "norm" in cfg.gains, cfg.has_output_gain
-        self.attn_gain_in = parameter(ones.clone(), "gain") if has_in and has_attention else None
-        self.attn_gain_out = parameter(zeros.clone(), "gain") if has_out and has_attention else None
-        self.mlp_gain_in = parameter(ones.clone(), "gain") if has_in and has_mlp else None
-        self.mlp_gain_out = parameter(zeros.clone(), "gain") if has_out and has_mlp else None
-
-        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
-        for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
-            rows = [s for s in scalars if s.source == f"{name}{layer}"]
-            num_groups = cfg.mudd_groups if name == "mudd_out" else 1
-            setattr(self, name, TokenGates(cfg, rows, lr_mul, num_groups) if rows else None)
-        self.smear_gate = None
-        if layer == 0 and cfg.smear:
-            weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
-            self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
-
-    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                step_inputs: StepInputs, ops: Operations) -> Tensor:
-        """x (T, D) -> (T, D). s: this layer's scalars (T, n)."""
-        spec, mudd_v, y, acts = self.spec, None, None, dict(acts)
-
-        # U-Net skip (record 11)
-        if spec.skip_from is not None:
-            skip = torch.sigmoid(s["skip"])
-            skip = skip * s["skip_gate"] if "skip_gate" in s else skip
-            x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
-
-        # x0 and n-gram embedding enter before attention (record 32) ...
-        if self.x0_mix != "after_attention":
-            x = add_embeddings(scale(x, s.get("resid")), acts, s)
-
-        # Dense connections (MUDD, 2026-04-22): earlier activations enter values and residual stream
-        if spec.mudd_in:
-            sources = [*(acts[name] for name in spec.mudd_in), x]
-            mudd_v = sum(y * weight for y, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
-            for y, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
-                x = add_scaled(x, weight, y)
-
-        # Attention. With mudd_in the scale of its output is per token. Else it multiplies the matrix
-        if self.attention is not None:
-            source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
-            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
-            y = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
-        x = scale(x, s.get("resid_attn"))
-        if y is not None:
-            x = add_scaled(x, s.get("attn_out") if spec.mudd_in else None, scale(y, self.attn_gain_out))
-        # ... or after attention (2026)
-        if self.x0_mix == "after_attention":
-            x = add_embeddings(x, acts, s)
-
-        # MLP. The scale of its output works like attention's
-        x, z = scale(x, s.get("resid_mlp")), x
-        if self.mlp is not None:
-            z = acts["mlp_in"] = scale(ops.rms_norm(z), self.mlp_gain_in)
-            per_token, learned = (s.get("mlp_out"), None) if spec.mudd_in else (None, s.get("mlp_out"))
-            y = self.mlp(z, learned, ops)
-            y = y if self.second_mlp is None else y + self.second_mlp(z, learned, ops)
-            x = add_scaled(x, per_token, scale(y, self.mlp_gain_out))
-
-        # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
-        if self.mudd_out is not None:
-            ((_, weights),) = self.mudd_out(x, TokenGates.SCALE)
-            for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
-                if weight.dim() == 3:
-                    weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
-                x = add_scaled(x, weight, acts[name])
-        return x
-
-
-class Attention(nn.Module):
-    """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
-
-    def __init__(self, cfg: Config, spec: LayerSpec):
-        super().__init__()
-        self.spec, dim, H = spec, cfg.model_dim, cfg.num_heads
-        self.heads = Heads(H, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim, 2 if spec.paired else 1,
-                           spec.key_offset, cfg.rotary_pairs, cfg.qk_norm)
-        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
-        std, out_std = cfg.init_std * dim**-0.5, output_std(cfg, "attention") * dim**-0.5
-        group_rows, inner = (cfg.qk_group_heads or H) * self.heads.qk_dim, H * self.heads.v_dim
-        qk = uniform((H * self.heads.qk_dim, dim), std, std).to(storage)
-        self.qk = parameter(qk.view(-1, group_rows, dim), "matrix")  # (2H / group, group * K, D)
-        if inner == dim:  # v_proj (2, D, D): values, output projection
-            self.v_proj = parameter(uniform((dim, dim), std, out_std).to(storage), "matrix")
-        else:  # v (1, inner, D), proj (1, D, inner). Updated like padded (D, D) matrices, see ParamSpec
-            self.v = parameter(uniform((inner, dim), std).to(storage), "matrix", by_row=True)
-            proj = uniform((dim, inner), out_std).to(storage)
-            self.proj = parameter(proj, "matrix", (inner / dim) ** 0.5)
-        self.head_gate_weight = self.ve_gate_weight = None
-        if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
-            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
-            self.head_gate_weight = parameter(
-                torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
-        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
-            self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
-
-    def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                step_inputs: StepInputs, ops: Operations) -> Tensor:
-        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
-        spec, (H, _, L, *_) = self.spec, self.heads
-
-        # 1. Queries, keys and values in one matmul, QK-norm and RoPE
-        w_v, w_proj = self.v_proj if hasattr(self, "v_proj") else (self.v[0], self.proj[0])
-        w_qkv, w_proj = torch.cat((self.qk.flatten(0, 1), w_v)).type_as(x), w_proj.type_as(x)
-        if "qkv_scale" in s:  # learned scales of the matrices (2025-12-10, 2025-12-11)
-            proj_scale = s["proj_scale"][:1] if spec.mudd_in else s["proj_scale"][:1] * s["attn_out"][:1]
-            w_qkv, w_proj = w_qkv * s["qkv_scale"][:1], w_proj * proj_scale
-        q, k, v = ops.make_qkv(x, w_qkv, step_inputs.ropes[spec.attention, spec.paired], self.heads,
-                               step_inputs, ops)  # (T, H, K), (T, H, K), (T, H L)
-
-        # 2. Value embeddings (record 14) and dense connections
-        v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
-        if spec.value_embed is not None:
-            ve = acts[f"ve{spec.value_embed}"]  # (T, D)
-            if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
-                half = self.ve_gate_weight.size(1) // 2
-                gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
-                gate = 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))  # (T, H)
-            elif "ve_gate" in s:  # (T, 2): one scale for each half of the heads
-                gate = s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]  # (T, H)
-            else:
-                gate = s["ve_scale"]  # (T, 1)
-            v = torch.addcmul(v, gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
-        if mudd_v is not None:
-            v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
-
-        # 3. Attention. In a paired layer heads h and h + H/2 become two positions of one head, so they see
-        # each other's keys. RoPE instead pairs heads 2h and 2h + 1, as the published code does.
-        if spec.paired:
-            pairs = (y.reshape(-1, H // 2, y.size(-1)) for y in (q, k, v))  # (2T, H/2, K or L)
-            y = ops.attention(*pairs, mask).reshape(v.shape)
-        else:
-            y = ops.attention(q, k, v, mask)  # (T, H, L)
-
-        # 4. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
-        if spec.xsa:
-            projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
-            y = y - (projection * s["xsa"].tanh())[..., None] * v
-
-        # 5. Head gates: from the first channels of x (record 28), or per-token scalars
-        if self.head_gate_weight is not None:
-            gate_inputs = x[:, : self.head_gate_weight.size(1)]
-            y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
-        if spec.gate:
-            y = y * s["head_gate"][..., None]
-
-        # 6. Output projection
-        return ops.linear(y.flatten(1), w_proj)  # (T, D)
-
-
-class MLP(nn.Module):
-    """Two matrices (D, M), stacked for the optimizer."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        dim, hidden = cfg.model_dim, cfg.mlp_hidden
-        matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5,
-                           output_std(cfg, "mlp") * (dim if cfg.has_output_gain else hidden) ** -0.5)
-        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
-                                 lr_mul=cfg.mlp_lr_mul)
-        self.scaling = DelayedScaling() if "mlp" in cfg.fp8_parts and cfg.fp8 != "off" else None
-
-    def forward(self, x: Tensor, out_scale: Tensor | None, ops: Operations) -> Tensor:
-        """x (T, D) normalized -> (T, D). out_scale (T, 1): equal for all tokens, so it scales the matrix."""
-        up, down = self.up_down.type_as(x).unbind()
-        down = down if out_scale is None else down * out_scale[:1]
-        return ops.relu2_mlp(x, up, down, self.scaling)
-
-
-class TokenGates(nn.Module):
-    """Per-token scalars of layers, computed from an activation by a two-layer MLP.
-
-    Source: multiway dynamic dense connections (MUDD), arXiv 2502.12170, 2026-04-22.
-    """
-
-    SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
-
-    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
-        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
-        super().__init__()
-        self.outputs, self.num_groups = outputs, num_groups
-        init = [value / self.SCALE for s in outputs for value in s.init]
-        hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
-        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
-        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
-        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
-        self.group_proj = None
-        if num_groups > 1:
-            zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
-            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
-
-    def forward(self, x: Tensor, output_scale: Tensor | float) -> Iterator[tuple[Scalar, Tensor]]:
-        """x (T, D) -> pairs (scalar, its values (T, n), or (T, n, num_groups))."""
-        hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
-        y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
-        if self.group_proj is not None:
-            per_group = scale(linear(hidden, self.group_proj), output_scale)
-            y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
-        return zip(self.outputs, y.split([len(s.init) for s in self.outputs], dim=1))
-
-
-class Head(nn.Module):
-    """Logits and loss. Source: records 18 and 32."""
-
-    def __init__(self, cfg: Config):
-        super().__init__()
-        self.softcap = Softcap(*cfg.softcap)
-        self.weight = parameter(torch.zeros(  # (V, D)
-            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
-        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
-
-    def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
-                ops: Operations, classes: Tensor | None = None) -> Tensor:
-        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. Eval: next token only."""
-        if loss_weights is None or not self.training:
-            loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
-            return ops.head_loss(x, self.weight, targets[:, None], loss_weights, self.softcap)
-
-        # Targets of a token: the next token, later tokens of its packed sequence (2025-12-22), and the
-        # prefix of the next token (2026-07-13). -1 is ignored.
-        columns = [targets]
-        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
-            columns.append(columns[-1].roll(-1).masked_fill(step_inputs.is_sequence_start.roll(-1), -1))
-        if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])
-        targets = torch.stack(columns, dim=1)  # (T, n)
-        if classes is None:
-            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
-
-        # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
-        # The loss is not corrected for the missing classes.
-        losses, weights = [], F.embedding(classes, self.weight)  # (sequences, C, D)
-        parts = (y.chunk(len(classes)) for y in (x, targets))
-        for part, wanted, rows, weight in zip(*parts, classes, weights):
-            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
-            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
-            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
-            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
-        return torch.stack(losses).sum()
-
-    def compute_logits(self, x: Tensor) -> Tensor:
-        """x (T, D) -> softcapped logits (T, V), float32."""
-        return self.softcap(linear(x, self.weight))
-
-
-class Scalar(typing.NamedTuple):
-    """A multiplier in a layer: its initial values, and its source.
-
-    The source is a group of learned scalars, or token gates: gates<layer>, mudd<layer>, mudd_out<layer>.
-    """
-
-    layer: int
-    name: str
-    source: str
-    init: tuple[float, ...]
-
-
-def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
-    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
-    spec, scalars = cfg.layers[layer], []
-    has_attention, has_mudd = spec.attention != "none", bool(spec.mudd_in)
-    gates = "mix" if spec.gates_from is None else f"gates{spec.gates_from}"
-    resid, mix = (f"mudd{layer}",) * 2 if has_mudd else ("residual", "mix")
-
-    def add(name: str, source: str, *init: float) -> None:
-        scalars.append(Scalar(layer, name, source, init))
-
-    # Embeddings that enter the residual stream, before attention or after it
-    is_after = cfg.x0_mix == "after_attention"
-    source = (resid if has_mudd else gates) if is_after else "scalar"
-    if cfg.x0_mix == "before":
-        add("resid", "scalar", 1.0)
-    if spec.x0 and cfg.x0_mix != "off":
-        add("x_in" if has_mudd and is_after else "x0", source, 0.0)
-    if spec.ngram and cfg.ngram_rows:
-        add("ngram_in" if is_after and layer == 0 else "ngram", source, 0.05)
-
-    # U-Net skip. The scalar is the logit of its weight
-    if spec.skip_from is not None:
-        add("skip", "scalar", -1.5)
-        if gates != "mix":
-            add("skip_gate", gates, 0.5)
-
-    # Values and value embeddings
-    if has_attention:
-        add("qkv_scale" if cfg.residual_init else "v_scale", "scalar", 0.5)
-        if spec.value_embed is not None and has_mudd:
-            add("ve_gate", resid, 2.0, 2.0)
-        elif spec.value_embed is not None and not cfg.value_gate_dim:
-            add("ve_scale", "scalar", 0.5)
-
-    # Residual stream and outputs of the sublayers
-    if cfg.residual_init:
-        if has_attention:
-            add("proj_scale", "scalar", 1.0)
-            add("attn_out", mix, 1.0)
-        if has_attention or spec.x0 or spec.ngram:
-            add("resid_attn", resid, cfg.residual_init)
-        add("resid_mlp", resid, cfg.residual_init)
-        if spec.mlp:
-            add("mlp_out", mix, 1.0)
-
-    # Per-head scalars
-    if has_attention and spec.xsa:
-        add("xsa", gates, *[0.0] * cfg.num_heads)
-    if has_attention and spec.gate:
-        add("head_gate", gates, *[0.25] * cfg.num_heads)
-
-    if layer == 0 and cfg.smear:
-        add("smear", "scalar", 0.0)
-
-    # Dense connections
-    num_sources = 1 + len(spec.mudd_in)
-    if has_attention and has_mudd:
-        add("mudd_v", resid, *[0.0] * num_sources)
-    if has_mudd:
-        add("mudd_x", resid, *[0.0] * num_sources)
-    if spec.mudd_out:
-        add("mudd_out", f"mudd_out{layer}", *(
-            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
-    return scalars
-
-
-def parameter(data: Tensor, *spec, **options) -> nn.Parameter:
-    """A parameter with its ParamSpec."""
-    param = nn.Parameter(data)
-    param.spec = ParamSpec(*spec, **options)
-    return param
-
-
-class ParamSpec(typing.NamedTuple):
-    """How a parameter is trained."""
-
-    group: str
-    lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
-    wd_mul: float = 1.0
-    is_table: bool = False  # a value or n-gram embedding, with row-sparse gradients
-    by_row: bool = False  # a wide matrix with one second moment per row
-
-
-def normal(shape: tuple[int, ...], std: float) -> Tensor:
-    x = torch.empty(shape)
-    return x if x.is_meta else x.normal_(0.0, std)  # random numbers on meta tensors import the compiler
-
-
-def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
-    """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
-    x = torch.zeros(len(stds), *shape)
-    for matrix, std in zip(x, stds):
-        if std and not x.is_meta:
-            matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
-    return x
-
-
-def output_std(cfg: Config, part: str) -> float:
-    """init_std of the output projection of attention or mlp."""
-    return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
-
-# ==== OPERATIONS ===========================================================================================
-# Each function is the equation of an operation, on local tensors. Part two has fast forms of the functions
-# in Operations, and compares them at startup. If you edit a function, its fast form is switched off.
-# Both forms use the same constants, for example RMS_EPS.
 
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
@@ -1096,78 +556,46 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def scale(x: Tensor, weight: Tensor | float | None) -> Tensor:
     """x * weight. weight=None means 1."""
-    weight = weight.type_as(x) if isinstance(weight, Tensor) else weight
-    return x if weight is None else x * weight
+    if weight is None:
+        return x
+    if isinstance(weight, Tensor):
+        weight = weight.type_as(x)
+    return x * weight
 
 
 def add_scaled(x: Tensor, weight: Tensor | None, y: Tensor) -> Tensor:
     """x + weight * y. weight=None means 1."""
-    return x + y if weight is None else torch.addcmul(x, weight, y)
+    if weight is None:
+        return x + y
+    return torch.addcmul(x, weight, y)
 
 
 def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> Tensor:
     """Add n-gram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
     for name in ("ngram", "x0", "x_in"):
-        x = add_scaled(x, s[name], acts[name]) if name in s else x
+        if name in s:
+            x = add_scaled(x, s[name], acts[name])
     return x
-
-
-def embedding(rows: Tensor, table: Tensor) -> Tensor:
-    """Rows (T,) of a table (R, D) -> (T, D)."""
-    return F.embedding(rows, table)
 
 
 def rms_norm(x: Tensor) -> Tensor:
     """x (..., D) / root mean square over D."""
-    wide = x.to(at_least_fp32(x))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + RMS_EPS)).type_as(x)
+    return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
 
 
-def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling | None = None) -> Tensor:
-    """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). scaling: only for FP8."""
+def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scales: tuple | None = None) -> Tensor:
+    """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). _scales: for a fast form."""
     hidden = F.relu(x @ up).square()  # (T, M)
     return hidden @ down.T
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, inverse: bool = False) -> Tensor:
-    """RoPE: rotate each pair of channels by an angle proportional to the position.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position.
 
-    x (T, ..., K). expand_rope() makes cos and sin. Sources: record 32, and 2026-01-07 for adjacent pairs.
+    x (T, ..., P, K), cos and sin (T, ..., P, K/2). Source: record 32.
     """
-    if pairs == "halves":
-        partner = x.roll(x.size(-1) // 2, dims=-1)
-    else:
-        partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * cos, partner, sin, value=-1 if inverse else 1)
-
-
-def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool) -> Tensor:
-    """QK-norm (if has_norm), then RoPE. x (T, ..., K) -> (T, ..., K)."""
-    x_normed = rms_norm(x) if has_norm else x
-    return rotate(x_normed, cos, sin, pairs).type_as(x)
-
-
-def expand_rope(rope: Rope, head_dim: int, pairs: str) -> Rope:
-    """Expand tables (T, P, n) of the rotating pairs to (T, 2, 1, P, K): all channels of stacked q and k.
-
-    The tables of q are multiplied by the softmax scale. The second channel of each pair gets -sin.
-    """
-    num_fixed = head_dim // 2 - rope.cos.size(-1)  # pairs that do not rotate
-    cos = F.pad(rope.cos, (0, num_fixed), value=1.0)  # (T, P, K/2)
-    sin = F.pad(rope.sin, (0, num_fixed))
-    if pairs == "halves":
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)
-    else:
-        cos, sin = torch.stack((cos, cos), -1).flatten(-2), torch.stack((sin, -sin), -1).flatten(-2)
-    scales = torch.stack((rope.softmax_scale, torch.ones_like(rope.softmax_scale))).view(2, 1, 1, 1)
-    return Rope(cos[:, None, None] * scales, sin[:, None, None] * scales, rope.softmax_scale)
-
-
-def mark_unrotated(is_start: Tensor, num_rotating: int, head_dim: int, pairs: str) -> Tensor:
-    """Whether a channel has no RoPE, except at sequence starts. is_start (T,) -> (T, 1, K)."""
-    channels, half = torch.arange(head_dim, device=is_start.device), head_dim // 2
-    is_fixed = (channels % half if pairs == "halves" else channels // 2) >= num_rotating
-    return is_fixed & ~is_start[:, None, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 class Heads(typing.NamedTuple):
@@ -1178,7 +606,6 @@ class Heads(typing.NamedTuple):
     v_dim: int  # L, channels of a value
     num_positions: int  # P, RoPE positions of a token. Paired (2026-01-07): 2t in even heads, 2t + 1 in odd
     key_offset: bool
-    pairs: str  # --rotary_pairs
     has_norm: bool  # QK-norm
 
 
@@ -1188,11 +615,15 @@ def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: S
 
     Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
     """
-    H, K, P = heads.num_heads, heads.qk_dim, heads.num_positions
-    qk, v = ops.linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
-    rope = expand_rope(rope, K, heads.pairs) if rope.cos.dim() == 3 else rope
+    H, K, _, P, *_ = heads
+    qk, v = linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
     qk = qk.unflatten(1, (2, H // P, P, K))
-    q, k = ops.norm_rotate(qk, rope.cos, rope.sin, heads.pairs, heads.has_norm).flatten(2, 3).unbind(1)
+    if heads.has_norm:
+        qk = ops.rms_norm(qk)
+    qk = rotate(qk, rope.cos[:, None, None], rope.sin[:, None, None])  # tables (T, 1, 1, P, K/2)
+    q, k = qk.flatten(2, 3).unbind(1)  # (T, H, K)
+    q = (q * rope.softmax_scale).type_as(x)
+    k = k.type_as(x)
     if heads.key_offset:  # torch.lerp is five times faster than torch.where
         k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
     return q, k, v
@@ -1221,28 +652,39 @@ def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
     return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order: int
-                ) -> tuple[Tensor, Tensor]:
-    """Rows and sign rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
+def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order: int) -> Tensor:
+    """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part, and sign row 0. The bigram of the second token reads this row's number in place of the first
-    token. Integers wrap around. Source: record 92.
+    their part. The bigram of the second token reads this row's number in place of the first token. Integers
+    wrap around. Source: record 92.
     """
-    start, size = is_sequence_start, num_rows // (order - 1)
-    x = tokens.int()
-    y = shift_right(x, start)  # previous token
-    first = x.masked_fill(start, size - 1)
-    rows, signs = [36313 * first ^ 27191 * shift_right(first, start)], [48271 * x ^ 30011 * y]
-    is_cut = [start]
+    size = num_rows // (order - 1)
+    first = tokens.int().masked_fill(is_sequence_start, size - 1)
+    rows = [36313 * first ^ 27191 * shift_right(first, is_sequence_start)]
     if order == 3:
-        z = shift_right(y, start)
-        rows.append(17351 * x ^ 60961 * y ^ 45259 * z)
-        signs.append(58699 * x ^ 39779 * y ^ 26801 * z)
-        is_cut.append(start | start.roll(1))
-    is_cut, part = torch.stack(is_cut), torch.arange(order - 1, device=tokens.device)[:, None]
-    rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1) + part.int() * size
-    return rows, (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
+        x = tokens.int()
+        y = shift_right(x, is_sequence_start)  # previous token
+        rows.append(17351 * x ^ 60961 * y ^ 45259 * shift_right(y, is_sequence_start))
+    is_cut = find_cut_ngrams(is_sequence_start, order)
+    rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1)
+    return rows + size * torch.arange(order - 1, device=rows.device, dtype=torch.int32)[:, None]
+
+
+def hash_signs(tokens: Tensor, is_sequence_start: Tensor, order: int) -> Tensor:
+    """Rows (n, T) of the table of signs, for the n-grams of hash_ngrams(). Cut ones get row 0."""
+    x = tokens.int()
+    y = shift_right(x, is_sequence_start)
+    signs = [48271 * x ^ 30011 * y]
+    if order == 3:
+        signs.append(58699 * x ^ 39779 * y ^ 26801 * shift_right(y, is_sequence_start))
+    is_cut = find_cut_ngrams(is_sequence_start, order)
+    return (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
+
+
+def find_cut_ngrams(is_sequence_start: Tensor, order: int) -> Tensor:
+    """Whether the bigram, and the trigram, begins before its sequence (n, T)."""
+    return torch.stack((is_sequence_start, is_sequence_start | is_sequence_start.roll(1)))[: order - 1]
 
 
 def make_ngram_signs(num_rows: int, dim: int) -> Tensor:
@@ -1265,8 +707,11 @@ class Softcap(typing.NamedTuple):
 
     def __call__(self, logits: Tensor) -> Tensor:
         logits = logits.to(at_least_fp32(logits))
-        logits = logits + self.shift if self.shift else logits
-        return self.cap * torch.sigmoid(logits / self.width) if self.cap else logits
+        if self.shift:
+            logits = logits + self.shift
+        if self.cap:
+            logits = self.cap * torch.sigmoid(logits / self.width)
+        return logits
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap
@@ -1286,27 +731,594 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
 
 def symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
-    return torch.bmm(x, x.mT) if add is None else torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+    if add is None:
+        return torch.bmm(x, x.mT)
+    return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+
+
+class TableRows(typing.NamedTuple):
+    """Rows of a table that are on their way."""
+
+    leaf: Tensor
+    places: Tensor  # row numbers within the leaf
+    work: dist.Work | None = None
+
+    def read(self) -> Tensor:
+        """Rows (..., D)."""
+        if self.work is not None:
+            self.work.wait()
+        return F.embedding(self.places, self.leaf)
+
+
+def start_reading(table: nn.Parameter, rows: Tensor, plan: RowPlan | None) -> TableRows:
+    """Begin to read rows of a table. With a plan other ranks may have them, see TABLES."""
+    if plan is None:
+        return TableRows(table, rows)
+    return table.owner.start_reading(plan)
 
 
 class Operations(typing.NamedTuple):
-    """The operations that have fast forms. make_operations() of part two replaces them."""
+    """The operations that have fast forms, and the dtype of activations. See make_operations()."""
 
-    linear: Callable = linear
-    embedding: Callable = embedding
+    dtype: torch.dtype = torch.float32
     rms_norm: Callable = rms_norm
     relu2_mlp: Callable = relu2_mlp
-    norm_rotate: Callable = norm_rotate
     make_qkv: Callable = make_qkv
     make_mask: Callable = make_mask
     attention: Callable = attention
     head_loss: Callable = head_loss
     symmetric_matmul: Callable = symmetric_matmul
 
+# ==== MODEL ================================================================================================
+# A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
+# are stored as (outputs, inputs), except in the MLP. ops holds the operations of the section above, or their
+# fast forms. acts maps the names of LayerSpec to the activations that later layers read. Every multiplier of
+# a layer is a row of layer_scalars(). Its values s[name] are learned (n,), or computed per token (T, n). To
+# add a multiplier, add a row there and use it in Block or Attention.
+
+class GPT(nn.Module):
+    """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
+
+    def __init__(self, cfg: Config, segments: list[range] | None = None, ngram_table: Tensor | None = None):
+        """segments: consecutive layers that are compiled as one graph. None: all layers.
+
+        ngram_table: zeros for the n-gram embedding, if not all of its rows are here.
+        """
+        super().__init__()
+        self.cfg = cfg
+        self.segments = segments or [range(cfg.num_layers)]
+        self.inputs_of = {layers: set().union(*(cfg.layers[layer].inputs() for layer in layers))
+                          for layers in self.segments}  # names of activations that a segment reads
+        self.saved = set().union(*self.inputs_of.values())
+        # wait_for(i) waits for the new values of segment i. The head is the last segment
+        self.wait_for: Callable[[int], None] = lambda segment: None
+        storage = getattr(torch, cfg.embed_dtype)
+        shape = (cfg.padded_vocab_size, cfg.model_dim)
+        used_tables = {spec.value_embed for spec in cfg.layers} - {None}
+        self.embed = parameter(normal(shape, cfg.embed_std[0]).to(storage), "embed")  # (V, D)
+        self.value_embeds = nn.ParameterDict({
+            str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
+            for i in sorted(used_tables)})
+        self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
+        self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
+
+        # Learned scalars of all layers: one parameter per group
+        self.scalars = nn.ParameterDict()
+        for group in cfg.groups:
+            init = [value for s in self.layer_scalars if s.source == (group, None) for value in s.init]
+            if init:
+                self.scalars[group] = parameter(torch.tensor(init), group)
+        self.gates_scale = None
+        if any(block.gates is not None for block in self.blocks):
+            self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
+
+        self.head = Head(cfg)
+        self.is_tied = cfg.tie_head  # until Optimizer.untie()
+        if self.is_tied:
+            self.head.weight.data.copy_(self.embed.data)
+        self.ngram = None
+        if cfg.ngram_rows:
+            if ngram_table is None:
+                ngram_table = torch.zeros(cfg.num_ngram_rows, cfg.model_dim, dtype=storage)
+            self.ngram = parameter(ngram_table, "ngram", is_table=True)
+            if not ngram_table.is_meta:  # integers on meta tensors import the compiler
+                signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
+                self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
+
+    def forward(self, batch: Batch, step_inputs: StepInputs, ops: Operations,
+                loss_weights: Tensor | None = None) -> Tensor:
+        """T tokens -> loss summed over them, float32.
+
+        loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
+        None: only the next token, among all classes.
+        """
+        x = self.run_layers(batch, step_inputs, ops)
+        self.wait_for(len(self.segments))
+        return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
+
+    def run_layers(self, batch: Batch, step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """T tokens -> final normalized activations (T, D).
+
+        Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
+        a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
+        """
+        self.wait_for(0)
+        table = self.head.weight if self.is_tied else self.embed
+        x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
+        acts: dict[str, Tensor] = {}
+        scalars: dict[tuple[int, str], Tensor] = {}
+        ngrams = None
+        if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
+            order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
+            rows = hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order)  # (n, T), n kinds
+            ngrams = start_reading(self.ngram, rows.flatten(), batch.ngram_plan)  # first, since needed first
+        reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
+                 for i, table in self.value_embeds.items()}
+        if ngrams is not None:
+            signs = hash_signs(batch.inputs, is_start, order)
+            acts["ngram"] = self.sum_ngrams(ngrams.read(), signs, ops.dtype)  # (T, D)
+        for segment, layers in enumerate(self.segments):
+            self.wait_for(segment)
+            for name in sorted(reads.keys() & self.inputs_of[layers]):
+                acts[name] = reads.pop(name).read().to(ops.dtype)  # (T, D)
+            x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
+        return x
+
+    def sum_ngrams(self, rows: Tensor, sign_rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
+        signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
+        return (rows.to(dtype).view_as(signs) * signs).sum(0)
+
+    def run_segment(self, layers: range, x: Tensor, acts: dict[str, Tensor],
+                    scalars: dict[tuple[int, str], Tensor], doc_ids: Tensor, step_inputs: StepInputs,
+                    ops: Operations):
+        """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
+        acts = dict(acts)
+        scalars = dict(scalars)
+        for group, param in self.scalars.items():
+            learned = [s for s in self.layer_scalars if s.source == (group, None)]
+            scalars |= split_scalars(learned, param.to(ops.dtype))
+
+        # Embedding: smear (2025-09-18), then norm
+        if layers.start == 0:
+            smear_gate = self.blocks[0].smear_gate
+            if smear_gate is not None:
+                gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
+                x = add_scaled(x, scalars[0, "smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
+            x = acts["x0"] = ops.rms_norm(x)
+
+        masks = {}  # one for each (attention, paired) in this segment
+        for layer in layers:
+            block = self.blocks[layer]
+            spec = block.spec
+            if block.gates is not None:
+                scalars |= block.gates(x, self.gates_scale)
+            if block.mudd is not None:
+                scalars |= block.mudd(x, TokenGates.SCALE)
+            s = {name: values for (number, name), values in scalars.items() if number == layer}
+            if "ngram_in" in s:
+                x = add_scaled(x, s["ngram_in"], acts["ngram"])
+            if layer == 0 and "x_in" in self.saved:
+                acts["x_in"] = x
+            kind = (spec.attention, spec.paired)
+            if spec.attention != "none" and kind not in masks:
+                window = step_inputs.windows[int(spec.attention == "short")]
+                masks[kind] = ops.make_mask(doc_ids.repeat_interleave(1 + spec.paired), window)
+            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
+            if f"h{layer}" in self.saved:
+                acts[f"h{layer}"] = x
+        if layers.stop < len(self.blocks):
+            return x, acts, scalars
+        return ops.rms_norm(x), {}, {}  # autograd would make zeros for the gradients of unused results
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, cfg: Config, layer: int, scalars: list[Scalar]):
+        super().__init__()
+        self.spec = cfg.layers[layer]
+        self.x0_mix = cfg.x0_mix
+        self.attention = self.attn_gain_in = self.attn_gain_out = None
+        self.mlp = self.mlp_gain_in = self.mlp_gain_out = self.second_mlp = None
+        if self.spec.attention != "none":
+            self.attention = Attention(cfg, self.spec)
+            self.attn_gain_in, self.attn_gain_out = make_gains(cfg)
+        if self.spec.mlp:
+            self.mlp = MLP(cfg)
+            self.mlp_gain_in, self.mlp_gain_out = make_gains(cfg)
+        if self.spec.second_mlp:
+            self.second_mlp = MLP(cfg)
+
+        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
+        self.gates = self.mudd = self.mudd_out = None
+        for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
+            outputs = [s for s in scalars if s.source == (name, layer)]
+            if outputs:
+                num_groups = cfg.mudd_groups if name == "mudd_out" else 1
+                setattr(self, name, TokenGates(cfg, outputs, lr_mul, num_groups))
+        self.smear_gate = None
+        if layer == 0 and cfg.smear:
+            weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
+            self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
+
+    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
+        spec = self.spec
+        acts = dict(acts)
+
+        # U-Net skip (record 11)
+        if spec.skip_from is not None:
+            skip = torch.sigmoid(s["skip"])
+            if "skip_gate" in s:
+                skip = skip * s["skip_gate"]
+            x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
+
+        # x0 and n-gram embedding enter before attention (record 32) ...
+        if self.x0_mix != "after_attention":
+            x = add_embeddings(scale(x, s.get("resid")), acts, s)
+
+        # Dense connections (MUDD, 2026-04-22): earlier activations enter values and residual stream
+        mudd_v = None
+        if spec.mudd_in:
+            sources = [*(acts[name] for name in spec.mudd_in), x]
+            mudd_v = sum(source * weight for source, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
+            for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
+                x = add_scaled(x, weight, source)
+
+        # Attention
+        source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
+        x = scale(x, s.get("resid_attn"))
+        if self.attention is not None:
+            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
+            output = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
+            x = add_scaled(x, s.get("attn_out"), scale(output, self.attn_gain_out))
+        # ... or after attention (2026)
+        if self.x0_mix == "after_attention":
+            x = add_embeddings(x, acts, s)
+
+        # MLP
+        source, x = x, scale(x, s.get("resid_mlp"))
+        if self.mlp is not None:
+            acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
+            output = self.mlp(acts["mlp_in"], s.get("down_scale"), ops)
+            if self.second_mlp is not None:
+                output = output + self.second_mlp(acts["mlp_in"], s.get("down_scale"), ops)
+            x = add_scaled(x, s.get("mlp_out"), scale(output, self.mlp_gain_out))
+
+        # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
+        if self.mudd_out is not None:
+            (weights,) = self.mudd_out(x, TokenGates.SCALE).values()
+            for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
+                if weight.dim() == 3:
+                    weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
+                x = add_scaled(x, weight, acts[name])
+        return x
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
+
+    def __init__(self, cfg: Config, spec: LayerSpec):
+        super().__init__()
+        self.spec = spec
+        D, H, K, L = cfg.model_dim, cfg.num_heads, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
+        self.heads = Heads(H, K, L, 1 + spec.paired, spec.key_offset, cfg.qk_norm)
+        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
+        std = cfg.init_std * D**-0.5
+        qk = uniform((H * K, D), std, std).to(storage)
+        group_rows = (cfg.qk_group_heads or H) * K
+        self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
+        # Values with fewer than D channels are updated like matrices (D, D) with padding, see ParamSpec
+        v = uniform((H * L, D), std)[0].to(storage)
+        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
+        self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
+        self.proj = parameter(proj, "matrix", (H * L / D) ** 0.5, kind="vo")  # (D, HL)
+        self.head_gate_weight = self.ve_gate_weight = None
+        if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
+            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
+            self.head_gate_weight = parameter(
+                torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
+        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
+            self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
+
+    def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
+                step_inputs: StepInputs, ops: Operations) -> Tensor:
+        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
+        spec = self.spec
+        H, _, L, *_ = self.heads
+
+        # 1. Queries, keys and values in one matmul, QK-norm and RoPE
+        w_qkv = scale(torch.cat((self.qk.flatten(0, 1), self.v)).type_as(x), s.get("qkv_scale"))
+        q, k, v = ops.make_qkv(x, w_qkv, step_inputs.ropes[spec.attention, spec.paired], self.heads,
+                               step_inputs, ops)  # (T, H, K), (T, H, K), (T, H L)
+
+        # 2. Value embeddings (record 14) and dense connections
+        v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
+        if spec.value_embed is not None:
+            ve = acts[f"ve{spec.value_embed}"]  # (T, D)
+            if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
+                half = self.ve_gate_weight.size(1) // 2
+                gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
+                gate = 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))  # (T, H)
+            elif "ve_gate" in s:  # (T, 2): one scale for each half of the heads
+                gate = s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]  # (T, H)
+            else:
+                gate = s["ve_scale"]  # (1,)
+            v = torch.addcmul(v, gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
+        if mudd_v is not None:
+            v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
+
+        # 3. Attention. A paired layer divides its heads twice: RoPE gives heads 2h and 2h + 1 the positions
+        # 2t and 2t + 1. Attention makes heads h and h + H/2 two positions of one head, so they see each
+        # other's keys. The published code has this difference.
+        if spec.paired:
+            pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
+            y = ops.attention(*pairs, mask).reshape(v.shape)
+        else:
+            y = ops.attention(q, k, v, mask)  # (T, H, L)
+
+        # 4. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
+        if spec.xsa:
+            projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
+            y = y - (projection * s["xsa"].tanh())[..., None] * v
+
+        # 5. Head gates: from the first channels of x (record 28), or per-token scalars
+        if self.head_gate_weight is not None:
+            gate_inputs = x[:, : self.head_gate_weight.size(1)]
+            y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
+        if spec.gate:
+            y = y * s["head_gate"][..., None]
+
+        # 6. Output projection
+        w_proj = scale(scale(self.proj.type_as(x), s.get("proj_scale")), s.get("proj_out"))
+        return linear(y.flatten(1), w_proj)  # (T, D)
+
+
+class MLP(nn.Module):
+    """Two matrices (D, M), stacked for the optimizer."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        dim, hidden = cfg.model_dim, cfg.mlp_hidden
+        fan_in = dim if cfg.has_output_gain else hidden
+        matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
+        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
+                                 lr_mul=cfg.mlp_lr_mul, kind="up_down")
+        self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
+
+    def forward(self, x: Tensor, down_scale: Tensor | None, ops: Operations) -> Tensor:
+        """x (T, D) normalized -> (T, D)."""
+        up, down = self.up_down.type_as(x).unbind()
+        return ops.relu2_mlp(x, up, scale(down, down_scale), self.scales)
+
+
+class TokenGates(nn.Module):
+    """Per-token scalars of layers, computed from an activation by a two-layer MLP.
+
+    Source: multiway dynamic dense connections (MUDD), arXiv 2502.12170, 2026-04-22.
+    """
+
+    SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
+
+    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
+        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
+        super().__init__()
+        self.outputs = outputs
+        self.num_groups = num_groups
+        init = [value / self.SCALE for s in outputs for value in s.init]
+        hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
+        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
+        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
+        self.group_proj = None
+        if num_groups > 1:
+            zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
+            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
+
+    def forward(self, x: Tensor, output_scale: Tensor | float) -> dict[tuple[int, str], Tensor]:
+        """x (T, D) -> {(layer, name): (T, n), or (T, n, num_groups)}."""
+        hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
+        y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
+        if self.group_proj is not None:
+            per_group = scale(linear(hidden, self.group_proj), output_scale)
+            y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
+        return split_scalars(self.outputs, y)
+
+
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.softcap = Softcap(*cfg.softcap)
+        self.weight = parameter(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
+        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
+
+    def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
+                classes: Tensor | None, ops: Operations) -> Tensor:
+        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
+        if loss_weights is None:
+            loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
+            return ops.head_loss(x, self.weight, targets[:, None], loss_weights, self.softcap)
+
+        # Targets of a token: the next token, later tokens of its packed sequence (2025-12-22), and the
+        # prefix of the next token (2026-07-13). -1 is ignored.
+        columns = [targets]
+        is_last = step_inputs.is_sequence_start.roll(-1)
+        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
+            columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
+        if step_inputs.has_prefix_target:
+            columns.append(self.prefix_tokens[targets])
+        targets = torch.stack(columns, dim=1)  # (T, n)
+        if classes is None:
+            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
+
+        # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
+        # The loss is not corrected for the missing classes.
+        losses = []
+        weights = F.embedding(classes, self.weight)  # (sequences, C, D)
+        n = len(classes)
+        for part, wanted, rows, weight in zip(x.chunk(n), targets.chunk(n), classes, weights):
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
+            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
+        return torch.stack(losses).sum()
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """x (T, D) -> softcapped logits (T, V), float32."""
+        return self.softcap(linear(x, self.weight))
+
+
+class Scalar(typing.NamedTuple):
+    """A multiplier in a layer: its initial values, and its source.
+
+    The source is (group, None) of learned scalars, or (kind, layer) of token gates: gates, mudd or mudd_out.
+    """
+
+    layer: int
+    name: str
+    source: tuple[str, int | None]
+    init: tuple[float, ...]
+
+
+def split_scalars(scalars: list[Scalar], values: Tensor) -> dict[tuple[int, str], Tensor]:
+    """Divide values (n,), (T, n) or (T, n, groups) of all scalars. Returns {(layer, name): values}."""
+    parts = values.split([len(scalar.init) for scalar in scalars], dim=min(1, values.dim() - 1))
+    return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
+
+
+def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
+    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
+    spec = cfg.layers[layer]
+    scalars: list[Scalar] = []
+    has_attention = spec.attention != "none"
+    has_mudd = bool(spec.mudd_in)
+    is_after = cfg.x0_mix == "after_attention"
+
+    # Sources: embeddings is that of the scales of x0 and n-grams
+    learned = embeddings = ("scalar", None)
+    resid = ("residual", None)
+    gates = mix = ("mix", None)
+    if spec.gates_from is not None:
+        gates = ("gates", spec.gates_from)
+    if has_mudd:
+        resid = mix = ("mudd", layer)
+    if is_after:
+        embeddings = resid if has_mudd else gates
+
+    def add(name: str, source: tuple[str, int | None], *init: float) -> None:
+        scalars.append(Scalar(layer, name, source, init))
+
+    # Embeddings that enter the residual stream, before attention or after it
+    if cfg.x0_mix == "before":
+        add("resid", learned, 1.0)
+    if spec.x0 and cfg.x0_mix != "off":
+        add("x_in" if has_mudd and is_after else "x0", embeddings, 0.0)
+    if spec.ngram and cfg.ngram_rows:
+        add("ngram_in" if is_after and layer == 0 else "ngram", embeddings, 0.05)
+
+    # U-Net skip. The scalar is the logit of its weight
+    if spec.skip_from is not None:
+        add("skip", learned, -1.5)
+        if spec.gates_from is not None:
+            add("skip_gate", gates, 0.5)
+
+    # Values and value embeddings
+    if has_attention:
+        add("qkv_scale" if cfg.residual_init else "v_scale", learned, 0.5)
+        if spec.value_embed is not None and has_mudd:
+            add("ve_gate", resid, 2.0, 2.0)
+        elif spec.value_embed is not None and not cfg.value_gate_dim:
+            add("ve_scale", learned, 0.5)
+
+    # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix
+    if cfg.residual_init:
+        if has_attention:
+            add("proj_scale", learned, 1.0)
+            add("attn_out" if has_mudd else "proj_out", mix, 1.0)
+        if has_attention or spec.x0 or spec.ngram:
+            add("resid_attn", resid, cfg.residual_init)
+        add("resid_mlp", resid, cfg.residual_init)
+        if spec.mlp:
+            add("mlp_out" if has_mudd else "down_scale", mix, 1.0)
+
+    # Per-head scalars
+    if has_attention and spec.xsa:
+        add("xsa", gates, *[0.0] * cfg.num_heads)
+    if has_attention and spec.gate:
+        add("head_gate", gates, *[0.25] * cfg.num_heads)
+
+    if layer == 0 and cfg.smear:
+        add("smear", learned, 0.0)
+
+    # Dense connections
+    num_sources = 1 + len(spec.mudd_in)
+    if has_attention and has_mudd:
+        add("mudd_v", resid, *[0.0] * num_sources)
+    if has_mudd:
+        add("mudd_x", resid, *[0.0] * num_sources)
+    if spec.mudd_out:
+        add("mudd_out", ("mudd_out", layer), *(
+            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
+    return scalars
+
+
+def make_gains(cfg: Config) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    """Gains (D,) of a sublayer's normalized input and of its output, if it has them."""
+    gain_in = gain_out = None
+    if "norm" in cfg.gains:
+        gain_in = parameter(torch.ones(cfg.model_dim), "gain")
+    if cfg.has_output_gain:
+        gain_out = parameter(torch.zeros(cfg.model_dim), "gain")
+    return gain_in, gain_out
+
+
+def parameter(data: Tensor, *spec, **options) -> nn.Parameter:
+    """A parameter with its ParamSpec."""
+    param = nn.Parameter(data)
+    param.spec = ParamSpec(*spec, **options)
+    return param
+
+
+class ParamSpec(typing.NamedTuple):
+    """How a parameter is trained."""
+
+    group: str
+    lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
+    wd_mul: float = 1.0
+    kind: str = ""  # several kinds are never updated together
+    is_table: bool = False  # a value or n-gram embedding, see TABLES
+    by_row: bool = False  # a wide matrix with one second moment per row
+
+
+def normal(shape: tuple[int, ...], std: float) -> Tensor:
+    x = torch.empty(shape)
+    if not x.is_meta:  # random numbers on meta tensors import the compiler
+        x.normal_(0.0, std)
+    return x
+
+
+def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
+    """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
+    x = torch.zeros(len(stds), *shape)
+    for matrix, std in zip(x, stds):
+        if std and not x.is_meta:
+            matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
+    return x
+
+
+def output_std(cfg: Config, part: str) -> float:
+    """init_std of the output projection of attention or mlp."""
+    return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
+
 # ==== UPDATE RULES =========================================================================================
 # A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
-# tensors only. To add a rule, write a function with @rule, and --matrix_rule knows it. Its state is sharded,
-# and saved in checkpoints. Other groups than matrix use adamw, or row_adam for the rows of a table.
+# tensors only. To add a rule, write a function and a row of RULES, and --matrix_rule knows it. Its state is
+# sharded, and saved in checkpoints. Other groups than matrix use adamw, or row_adam for the rows of a table.
 
 class UpdateArgs(typing.NamedTuple):
     """Hyperparameters of one update. Variable ones are tensors: a new float would cause recompilation."""
@@ -1372,90 +1384,82 @@ def join_bits(param: Tensor, low_bits: Tensor) -> Tensor:
     return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
-RULES: dict[str, Rule] = {}
-
-
-def rule(name: str, **properties) -> Callable:
-    """Decorator: register a function as an update rule. properties are fields of Rule."""
-    def register(function: Callable) -> Callable:
-        RULES[name] = Rule(function, **properties)
-        return function
-
-    return register
-
-
-@rule("muon", moments=("momentum",), whole_matrix=True)
 def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update."""
-    update = orthogonalize(nesterov_momentum(grad, state, args), args)
+    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update.
+
+    NorMuon (2025-10-24) divides the update's rows by their running root mean square. MuonH and NorMuonH move
+    on a sphere (Hyperball, arXiv 2606.16899), and lr is the rotation angle.
+    """
+    update = nesterov_momentum(grad, state, args)
+    update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
+    if "second_momentum" in state:
+        update = normalize_rows(update, state, args)
+    if "radius" in state:
+        return sphere_step(weight, update, state, args)
     return spectral_step(weight, update, args)
 
 
-@rule("normuon", moments=("momentum",), whole_matrix=True, row_variance=True)
-def normuon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """NorMuon (2025-10-24): Muon with update rows divided by their running root mean square."""
-    update = orthogonalize(nesterov_momentum(grad, state, args), args)
-    return spectral_step(weight, normalize_rows(update, state, args), args)
-
-
-@rule("muonh", moments=("momentum",), whole_matrix=True, keeps_norm=True)
-def muonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """MuonH: Muon on a sphere (Hyperball, arXiv 2606.16899). lr is the rotation angle."""
-    update = orthogonalize(nesterov_momentum(grad, state, args), args)
-    return sphere_step(weight, update, state, args)
-
-
-@rule("normuonh", moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True)
-def normuonh(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
-    """NorMuon on a sphere."""
-    update = orthogonalize(nesterov_momentum(grad, state, args), args)
-    return sphere_step(weight, normalize_rows(update, state, args), state, args)
-
-
-@rule("anvil", moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True)
 def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
     Meant for orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a
     gradient of rank one can reach them.
     """
-    fast, slow, (rows, columns) = state["momentum"], state["slow_momentum"], weight.shape[-2:]
+    fast, slow = state["momentum"], state["slow_momentum"]
+    rows, columns = weight.shape[-2:]
     grad = (grad * args.grad_scale).to(fast.dtype)
     fast.lerp_(grad, 1 - args.fast_beta.to(fast.dtype))
     slow.lerp_(grad, SLOW_MOMENTUM_RATE)
     mean = slow.lerp(fast, args.fast_weight.to(fast.dtype))
     update = grad.lerp(mean, args.momentum.to(fast.dtype))
-    update = normalize_rows(orthogonalize(update, args), state, args)
-    decay = args.weight_decay * (slow * weight >= 0) if args.cautious else args.weight_decay
+    update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
+    update = normalize_rows(update, state, args)
+    decay = choose_decay(slow * weight >= 0, args)
     size = max(1, rows / columns) ** 0.5  # also of the decay
     return weight * (1 - decay * size) - update * (args.lr * size)
 
 
-@rule("adamw", moments=("exp_avg", "exp_avg_sq"))
 def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """AdamW, elementwise."""
     update = adam_direction(grad, state, args)
-    decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
+    decay = choose_decay(update * weight > 0, args)
     return weight * (1 - decay) - update * args.lr
 
 
-@rule("row_adam", moments=(), row_state=("exp_avg_sq", "last_update"))
 def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
 
-    A row without gradient does not change. At its next gradient its second moment also decays for the
-    updates that it missed. Source: record 92.
+    A row without a finite gradient does not change. At its next gradient its second moment also decays for
+    the updates that it missed. Source: record 92.
     """
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
-    is_read, (_, beta2) = (grad != 0).any(-1, keepdim=True), args.betas
     mean_square = grad.square().mean(-1, keepdim=True)
+    is_read = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
     exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
-    exp_avg_sq = exp_avg_sq + mean_square * (1 - beta2)
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
     update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
-    decay = args.weight_decay * (update * weight > 0) if args.cautious else args.weight_decay
+    decay = choose_decay(update * weight > 0, args)
     state["exp_avg_sq"].copy_(torch.where(is_read, exp_avg_sq, state["exp_avg_sq"]))
     state["last_update"].copy_(torch.where(is_read, args.decay_time, state["last_update"]))
     return torch.where(is_read, weight * (1 - decay) - update * args.lr, weight)
+
+
+RULES = {
+    "muon": Rule(muon, moments=("momentum",), whole_matrix=True),
+    "normuon": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True),
+    "muonh": Rule(muon, moments=("momentum",), whole_matrix=True, keeps_norm=True),
+    "normuonh": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True),
+    "anvil": Rule(anvil, moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True),
+    "adamw": Rule(adamw, moments=("exp_avg", "exp_avg_sq")),
+    "row_adam": Rule(row_adam, moments=(), row_state=("exp_avg_sq", "last_update")),
+}
+
+
+def choose_decay(shrinks: Tensor, args: UpdateArgs) -> Tensor:
+    """Weight decay of each weight. With args.cautious only of those that the update shrinks."""
+    if args.cautious:
+        return args.weight_decay * shrinks
+    return args.weight_decay
 
 
 def nesterov_momentum(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
@@ -1484,27 +1488,32 @@ MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
 
 
-def orthogonalize(x: Tensor, args: UpdateArgs) -> Tensor:
-    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in args.dtype.
+def orthogonalize(x: Tensor, polynomial: str, dtype: torch.dtype, matmul: Callable = symmetric_matmul
+                  ) -> Tensor:
+    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype.
 
     Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
     """
-    is_tall, matmul = x.size(-2) > x.size(-1), args.symmetric_matmul
-    x = x.to(args.dtype)
-    x = x.mT if is_tall else x  # (M, short, long)
+    is_tall = x.size(-2) > x.size(-1)
+    x = x.to(dtype)
+    if is_tall:
+        x = x.mT  # (M, short, long)
     norm = x.to(at_least_fp32(x)).norm(dim=(-2, -1), keepdim=True)
-    factor, addend = MARGINS.get(args.polynomial, (1.0, 1e-7))
+    factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
     x = x / (norm * factor + addend).to(x.dtype)
-    for a, b, c in POLYNOMIALS[args.polynomial]:
+    for a, b, c in POLYNOMIALS[polynomial]:
         gram = matmul(x)  # (M, short, short)
         gram = matmul(gram, gram, c, b)
         x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
-    return x.mT if is_tall else x
+    if is_tall:
+        x = x.mT
+    return x
 
 
 def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
     """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
-    wide, second_momentum = update.to(at_least_fp32(update)), state["second_momentum"]  # (M, rows, columns)
+    wide = update.to(at_least_fp32(update))  # (M, rows, columns)
+    second_momentum = state["second_momentum"]
     mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
     second_momentum.lerp_(mean_square, 1 - args.betas[1])
     normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
@@ -1525,7 +1534,7 @@ def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> 
 def spectral_step(weight: Tensor, update: Tensor, args: UpdateArgs) -> Tensor:
     """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
     rows, columns = update.shape[-2:]
-    decay = args.weight_decay * (update * weight >= 0) if args.cautious else args.weight_decay
+    decay = choose_decay(update * weight >= 0, args)
     return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
@@ -1534,7 +1543,8 @@ def sphere_step(weight: Tensor, update: Tensor, state: dict[str, Tensor], args: 
 
     An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
     """
-    radius, update = state["radius"], update.to(at_least_fp32(update))
+    radius = state["radius"]
+    update = update.to(at_least_fp32(update))
     weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
     return weight * (radius / matrix_norm(weight).clamp(min=1e-10))
 
@@ -1544,94 +1554,82 @@ def matrix_norm(x: Tensor) -> Tensor:
     return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 # ==== OPTIMIZER ============================================================================================
-# A bucket is one tensor. Its views are parameters with equal group and dtype. In the last micro-batch before
-# a group's update, a gradient hook starts the reduce-scatter of each bucket after its last gradient. step()
-# then updates this rank's shard and starts an all-gather. In the next forward, a pre-hook of each module
-# waits for the buckets that no earlier module reads. With sparse_embedding, tables send gradient rows in
-# every micro-batch (ROW-SPARSE GRADIENTS). A single rank does not communicate. Sources: records 23, 24, 32.
+# A bucket is one tensor. Its views are parameters of one segment, group, kind and dtype. Each rank updates a
+# shard of every bucket. A hook counts the gradients of a bucket, and the last one starts its reduce-scatter,
+# while backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
+# segment. Tables are divided among the ranks instead (TABLES). Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
 
 
-def plan_buckets(model: nn.Module, cfg: Config, world_size: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Divide the named parameters into buckets of about cfg.comm_bucket_mb, last layers first.
-
-    Parameters of a bucket have equal group, dtype and, for matrix rules, shape. A full bucket grows until
-    its matrices divide evenly among the ranks, if enough remain. On one rank buckets have no size limit.
-    """
-    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    for name, param in reversed(list(model.named_parameters())):  # last layers first, as in backward
-        spec = getattr(param, "spec", None)
-        assert spec and spec.group in cfg.groups, (
-            f"parameter {name} {tuple(param.shape)} has no group: create it with parameter() in one of "
-            f"{', '.join(cfg.groups)}")
+def plan_buckets(model: GPT, cfg: Config) -> list[list[tuple[str, nn.Parameter]]]:
+    """Divide the named parameters into buckets, last layers first, as backward computes their gradients."""
+    buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in reversed(list(model.named_parameters())):
+        spec = param.spec
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            kind = (*param.shape[-2:], spec.by_row)
+            kind = (spec.kind, *param.shape[-2:])
         else:
             kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else "small"
-        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
-    buckets = []
-    for (group, dtype, _), named in kinds.items():
-        unit_size = math.prod(get_unit(named[0][1], RULES[cfg.groups[group].rule]))
-        limit = cfg.comm_bucket_mb * 1e6 / (unit_size * dtype.itemsize) if world_size > 1 else math.inf
-        bucket, num_units = [], 0
-        for name, param in named:
-            if bucket and num_units >= limit and num_units % world_size == 0:
-                buckets.append(bucket)
-                bucket, num_units = [], 0
-            bucket.append((name, param))
-            num_units += param.numel() // unit_size
-        buckets.append(bucket)
-    return buckets
+        key = (find_segment(name, model), spec.group, param.dtype, kind)
+        buckets.setdefault(key, []).append((name, param))
+    return list(buckets.values())
 
 
-def get_unit(param: Tensor, rule: Rule) -> tuple[int, ...]:
-    """Shape of a unit of a parameter: a matrix, a row (for rules with state per row), or one element."""
-    num_dims = 2 if rule.whole_matrix else 1 if rule.row_state else 0
-    return tuple(param.shape[param.dim() - num_dims :])
+def find_segment(name: str, model: GPT) -> int:
+    """Number of the segment that reads a parameter first. The head is the last one."""
+    if name == "head.weight":
+        return 0 if model.is_tied else len(model.segments)
+    words = name.split(".")
+    layer = int(words[1]) if words[0] == "blocks" else 0
+    return next(number for number, layers in enumerate(model.segments) if layer in layers)
+
+
+def round_to_multiple(x: Tensor, unit: float) -> Tensor:
+    """Round to multiples of a power of two, so that sums are exact and independent of their order.
+
+    Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
+    """
+    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
+    return (x + shift).sub_(shift)
 
 
 class Bucket:
     """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state.
 
-    A unit is a matrix, a row or an element, see get_unit(). Padding has zero gradient.
+    A unit is a matrix, or an element. Padding has zero gradient.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], group_name: str, group: Group, rt: Runtime,
-                 fp32_state: bool):
-        first = named[0][1]
-        self.name, self.group_name, self.group, self.comm = named[0][0], group_name, group, rt.comm
-        self.params, self.rule, num_ranks = dict(named), RULES[group.rule], rt.world_size
-
-        # Layout: parameters begin at multiples of `align`. Padding gives all ranks shards of equal size.
-        # Each rank owns whole rows of a table.
-        unit = get_unit(first, self.rule)
-        row_size = first.size(-1) if first.spec.is_table else ALIGNMENT
-        align, self.slices, size = 1 if unit else row_size, {}, 0
-        for name, param in named:
-            self.slices[name] = slice(size, size + param.numel() // math.prod(unit))
-            size += -(-(self.slices[name].stop - size) // align) * align
-        size = -(-size // (align * num_ranks)) * align * num_ranks
-
-        self.num_units, self.unit = size, unit
-        self._store()
-        self.state = self.rule.init_state(self.shard, fp32_state, first.spec.by_row)
+    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg: Config, model: GPT, comm: Comm):
+        self.name, first = named[0]
+        self.params, self.comm, self.grid = dict(named), comm, cfg.grad_grid
+        self.group_name = first.spec.group
+        self.kind = first.spec.kind or self.group_name
+        self.group = cfg.groups[self.group_name]
+        self.rule = RULES[self.group.rule]
+        self.segment = find_segment(self.name, model)
+        self.store(cfg)
+        self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
         self.lr_mul = self.make_multipliers({name: param.spec.lr_mul for name, param in named})
         self.wd_mul = self.make_multipliers({name: param.spec.wd_mul for name, param in named})
-
-        # Communication
-        self.sparse: RowSparseGradient | None = None  # for a table with a row-sparse gradient
-        self.first_reader = 0  # index of the bucket's first reader in (GPT, *segments, head)
-        self.num_pending_grads = len(named)  # parameters whose gradient is not final
-        self.num_tokens = 0  # training tokens since the last update
-        self.is_reduced = self.needs_gather = False
+        self.num_pending = 0  # gradients that are missing in this step
         self.grad = self.reducing = self.gathering = None
 
-    def _store(self) -> None:
+    def store(self, cfg: Config) -> None:
         """Parameters become views of values. All ranks begin with the values of rank 0."""
-        first = next(iter(self.params.values()))
-        self.values = torch.zeros(self.num_units, *self.unit, dtype=first.dtype, device=first.device)
+        first = self.params[self.name]
+        num_ranks = self.comm.world_size
+        self.unit, align = (), ALIGNMENT
+        if self.rule.whole_matrix:
+            self.unit, align = first.shape[-2:], 1
+        self.slices: dict[str, slice] = {}
+        size = 0
+        for name, param in self.params.items():
+            self.slices[name] = slice(size, size + param.numel() // math.prod(self.unit))
+            size += -(-(self.slices[name].stop - size) // align) * align
+        size = -(-size // (align * num_ranks)) * align * num_ranks  # shards of all ranks have equal size
+        self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
         for name, param in self.params.items():
             values = self.values[self.slices[name]].view(param.shape)
             values.copy_(param.data)
@@ -1639,13 +1637,12 @@ class Bucket:
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
 
-    def make_multipliers(self, values: dict[str, float | tuple]) -> Tensor:
-        """This rank's multipliers: (M/N, 1, 1) of matrices. Of others (M/N,), or (1,) if all are equal."""
+    def make_multipliers(self, values: dict[str, float | tuple[float, ...]]) -> Tensor:
+        """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
-        value = values[self.name]
-        if len(self.unit) < 2 and len(set(values.values())) == 1 and not isinstance(value, tuple):
-            return torch.tensor([value], **like)
-        multipliers = torch.ones(self.num_units, **like)
+        if len(self.unit) < 2 and len(set(values.values())) == 1:
+            return torch.tensor([values[self.name]], **like)
+        multipliers = torch.ones(len(self.values), **like)
         for name, value in values.items():  # value: one number, or one for each stacked matrix
             value = torch.tensor(value, **like).view(-1, 1)
             multipliers[self.slices[name]].view(len(value), -1).copy_(value)
@@ -1657,41 +1654,44 @@ class Bucket:
             return join_bits(self.shard, self.state["low_bits"])
         return self.shard.to(at_least_fp32(self.shard), copy=True)
 
+    def add_hooks(self) -> None:
+        """Gradient hooks: round to grad_grid, and start the reduce-scatter after the last gradient."""
+        for param in self.params.values():
+            if self.grid:
+                param.register_hook(functools.partial(round_to_multiple, unit=self.grid))
+            if self.comm.world_size > 1:
+                param.register_post_accumulate_grad_hook(self.count_down)
+
+    def count_down(self, _param: Tensor) -> None:
+        self.num_pending -= 1
+        if self.num_pending == 0:
+            self.start_reduce()
+
     def start_reduce(self) -> None:
         """Pack the gradients as (M, *unit) and start their reduce-scatter."""
-        self.is_reduced = True
-        if self.sparse:  # gradient rows were already sent during backward
-            return
         grads = [param.grad for param in self.params.values()]
         if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
-            packed = grads[0].view(self.values.shape)
+            self.grad = grads[0].view(self.values.shape)
         else:
-            packed = torch.zeros_like(self.values)
-            pairs = [(packed[part].view(grad.shape), grad)
+            self.grad = torch.zeros_like(self.values)
+            pairs = [(self.grad[part].view(grad.shape), grad)
                      for part, grad in zip(self.slices.values(), grads) if grad is not None]
-            torch._foreach_copy_(*map(list, zip(*pairs))) if pairs else None
-        self.grad = packed
+            if pairs:
+                torch._foreach_copy_(*map(list, zip(*pairs)))
         if self.comm.world_size > 1:
-            self.grad, self.reducing = self.comm.reduce_scatter(packed)
+            self.grad, self.reducing = self.comm.reduce_scatter(self.grad)
 
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
-        """Wait for the gradients, update this rank's shard, clear the gradients."""
-        timer.enter("communication")
+    def wait_for_gradient(self) -> None:
         if self.reducing is not None:
             self.reducing.wait()
-        if self.sparse:
-            assert all(param.grad is None for param in self.params.values()), (
-                f"table {self.name} has a dense gradient: read it only with ops.embedding()")
-            self.grad = self.sparse.wait()
-        timer.enter("optimizer")
-        before = self.shard.clone() if timer.is_full else None
+
+    def update(self, update: Callable, args: UpdateArgs) -> None:
+        """Update this rank's shard, and clear the gradients."""
         update(self.shard, self.grad, self.state, args)
-        timer.add_norms(self, self.grad, before)
         self.clear()
-        self.needs_gather = True
 
     def start_gather(self) -> None:
-        self.needs_gather = False
+        """Start to send the new values to all ranks."""
         if self.comm.world_size > 1:
             self.gathering = self.comm.all_gather(self.values, self.shard)
 
@@ -1704,9 +1704,6 @@ class Bucket:
     def clear(self) -> None:
         """Discard the gradients."""
         self.grad = self.reducing = None
-        self.num_pending_grads, self.num_tokens, self.is_reduced = len(self.params), 0, False
-        if self.sparse:
-            self.sparse.clear()
         for param in self.params.values():
             param.grad = None
 
@@ -1730,59 +1727,35 @@ class Bucket:
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
-    def __init__(self, model: nn.Module, cfg: Config, rt: Runtime):
-        self.model, self.cfg, self.rt, self.step_count = model, cfg, rt, 0
-        self.timer = StepTimer((), rt)  # measures nothing. Trainer.run() sets another one for a step
-        self.is_last_micro_batch = False
+    def __init__(self, model: GPT, cfg: Config, rt: Runtime, matmul: Callable = symmetric_matmul):
+        """matmul: symmetric_matmul() or its fast form."""
+        self.model, self.cfg, self.comm, self.matmul = model, cfg, rt.comm, matmul
+        self.step_count = 0
+        self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
-        for named in plan_buckets(model, cfg, rt.world_size):
-            group = named[0][1].spec.group
-            kind = ShardedTable if can_shard(cfg.groups[group], rt) else Bucket
-            self.buckets.append(kind(named, group, cfg.groups[group], rt, cfg.state_dtype == "float32"))
-        self.tables = [bucket for bucket in self.buckets if isinstance(bucket, ShardedTable)]
+        for named in plan_buckets(model, cfg):
+            kind = Table if named[0][1].spec.is_table else Bucket
+            self.buckets.append(kind(named, cfg, model, rt.comm))
+        self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        names = {bucket.group_name for bucket in self.buckets}
-        self.groups = [name for name in cfg.groups if name in names]
-        self.symmetric_matmul = make_operations(cfg, rt.fast, rt.dtype).symmetric_matmul
-        compiled = {name: rt.compile(RULES[name].update) for name in {b.group.rule for b in self.buckets}}
-        self.updates = {bucket: fused_adamw if "fused_adamw" in rt.fast and can_fuse_adamw(bucket, cfg)
-                        else compiled[bucket.group.rule] for bucket in self.buckets}
+        self.updates = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
 
         # The embedding is untied after the head's first update in step untie_step or later
-        self.untie_step, self.late_step = cfg.step_at(cfg.untie_frac), cfg.step_at(cfg.late_start)
+        self.untie_step = cfg.step_at(cfg.untie_frac)
+        self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
         self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages else None
-
-        # Gradient hooks start reduce-scatters. Forward pre-hooks wait for all-gathers
-        for name, param in model.named_parameters():
-            hook = functools.partial(self._on_gradient, self.bucket_of[name]) if rt.world_size > 1 else None
-            if param.spec.is_table and "sparse_embedding" in rt.fast:
-                bucket, kind, num_rows = self.bucket_of[name], RowSparseGradient, len(param)
-                if bucket in self.tables:
-                    kind, num_rows = SparseRows, model.ngram_rows
-                param.sparse_grad = bucket.sparse = kind(bucket.shard, num_rows, param.size(1), rt.comm,
-                                                         cfg.grad_grid, hook)
-                continue
-            if cfg.grad_grid:
-                param.register_hook(functools.partial(round_to_multiple, unit=cfg.grad_grid))
-            if hook:
-                param.register_post_accumulate_grad_hook(hook)
-        for index, module in enumerate((model, *model.segments, model.head) if rt.world_size > 1 else ()):
-            module.register_forward_pre_hook(functools.partial(self.wait_for_parameters, index))
+        for bucket in self.buckets:
+            bucket.add_hooks()
+        model.wait_for = self.wait_for
 
     def set_tied(self, is_tied: bool) -> None:
         """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
-        model, embed = self.model, self.bucket_of["embed"]
-        model.is_tied = is_tied
-        self.updated = [bucket for bucket in self.buckets if not (is_tied and bucket is embed)]
-        first_reader = {}
-        for index, module in enumerate((*model.segments, model.head), start=1):
-            for param in module.parameters():
-                first_reader.setdefault(param, index)
-        if is_tied:
-            first_reader[model.head.weight] = 0
-        for bucket in self.buckets:
-            bucket.first_reader = min(first_reader.get(param, 0) for param in bucket.params.values())
+        embed, head = self.bucket_of["embed"], self.bucket_of["head.weight"]
+        self.model.is_tied = is_tied
+        head.segment = find_segment("head.weight", self.model)
+        self.updated = sorted((bucket for bucket in self.buckets if not (is_tied and bucket is embed)),
+                              key=lambda bucket: bucket.segment)  # in the order in which forward reads them
 
     def untie(self) -> None:
         """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
@@ -1793,49 +1766,38 @@ class Optimizer:
             state.copy_(head.state[key])
         self.set_tied(False)
 
-    def _on_gradient(self, bucket: Bucket, _param: Tensor | None = None) -> None:
-        """Gradient hook: reduce-scatter a complete bucket in the last micro-batch before its update."""
-        if self.is_last_micro_batch and bucket.group.is_due(self.step_count, self.late_step):
-            bucket.num_pending_grads -= 1
-            if bucket.num_pending_grads == 0:
-                bucket.start_reduce()
+    def list_due(self) -> list[Bucket]:
+        """The buckets that are updated in this step. The other ones keep their gradients."""
+        return [bucket for bucket in self.updated if bucket.group.is_due(self.step_count, self.late_step)]
 
-    def wait_for_parameters(self, reader: int, *_) -> None:
-        """Forward pre-hook: wait for the all-gathers of buckets that no earlier module reads."""
-        if torch.compiler.is_compiling():
-            return
-        self.timer.enter("communication")
+    def start_step(self, num_micro_batches: int) -> None:
+        """Let the hooks of due buckets count down from the number of their gradients in this step."""
+        for bucket in self.list_due():
+            bucket.num_pending = num_micro_batches * len(bucket.params)
+
+    def wait_for(self, segment: int) -> None:
+        """Wait for the new values of a segment."""
         for bucket in self.buckets:
-            if bucket.first_reader == reader:
+            if bucket.segment == segment:
                 bucket.finish()
-        self.timer.enter("forward and backward")
 
     @torch.no_grad()
     def step(self, state: StepState) -> None:
-        """Update every due bucket. New values are complete after wait_for_parameters() or finish()."""
-        for bucket in self.updated:
-            bucket.num_tokens += state.stage.tokens_per_step
+        """Update every due bucket. The next forward waits for the new values."""
+        due = self.list_due()
         step = self.step_count
-        due = [bucket for bucket in self.updated if bucket.group.is_due(step, self.late_step)]
         self.step_count += 1
-
-        # Phase 1: reduce-scatter (on one rank: only pack) the gradients that no hook has sent.
+        # 1. Start the reduce-scatters that no hook has started
         for bucket in due:
-            if not bucket.is_reduced:
+            if bucket.grad is None:
                 bucket.start_reduce()
-
-        # Phase 2: update this rank's shards. Begin with matrices of segments after the first,
-        # because their gradients arrive first. Gradients of tables may still be in flight.
-        # Phase 3: all-gather new values in the order in which forward reads them. So a bucket that was
-        # updated early is sent only after all buckets that forward reads earlier.
-        in_reading_order = sorted(due, key=lambda bucket: bucket.first_reader)
-        late = [bucket for bucket in due if bucket.group_name == "matrix" and bucket.first_reader > 1]
-        to_gather = deque(in_reading_order)
-        for bucket in (*late, *(bucket for bucket in in_reading_order if bucket not in late)):
-            bucket.update(self.updates[bucket], self.make_args(bucket, state), self.timer)
-            while to_gather and to_gather[0].needs_gather:
-                to_gather.popleft().start_gather()
-        self.is_last_micro_batch = False
+        # 2. Update this rank's shards. Gradients of matrices behind the first segment arrive first
+        for bucket in sorted(due, key=lambda bucket: not (bucket.rule.whole_matrix and bucket.segment > 0)):
+            bucket.wait_for_gradient()
+            bucket.update(self.updates[bucket.group.rule], self.make_args(bucket, state))
+        # 3. Send new values in the order in which forward reads them
+        for bucket in due:
+            bucket.start_gather()
         if self.averages:
             self.averages.update(step, self.updated)
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
@@ -1843,32 +1805,31 @@ class Optimizer:
 
     def make_args(self, bucket: Bucket, state: StepState) -> UpdateArgs:
         """The hyperparameters of a bucket's update."""
-        cfg, group, dtype = self.cfg, bucket.group, at_least_fp32(bucket.values)
+        cfg, group, name = self.cfg, bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
         beta1, beta2 = (beta**ratio for beta in group.betas)
-        lr = bucket.lr_mul * state.lr[bucket.group_name]
+        decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
+        lr = bucket.lr_mul * state.lr[name]
+
+        def scalar(value: float) -> Tensor:
+            return torch.tensor(value, dtype=at_least_fp32(bucket.values))
+
         return UpdateArgs(
-            lr=lr,
-            weight_decay=lr * bucket.wd_mul * state.weight_decay[bucket.group_name] * ratio,
-            momentum=torch.tensor(state.momentum, dtype=dtype),
-            fast_beta=torch.tensor(state.fast_beta, dtype=dtype),
-            fast_weight=torch.tensor(state.fast_weight, dtype=dtype),
-            grad_scale=torch.tensor(GRAD_TOKENS / cfg.tokens_per_step, dtype=dtype),  # equal in all stages
-            bias_correction1=torch.tensor(1 - beta1**num_updates, dtype=dtype),
-            bias_correction2=torch.tensor(1 - beta2**num_updates, dtype=dtype),
-            betas=tuple(torch.tensor(beta, dtype=dtype) for beta in (beta1, beta2)),
-            decay_time=torch.tensor(-math.log(max(group.betas[1], 1e-30)) * (
-                num_early + (num_updates - num_early) * ratio), dtype=dtype),
-            eps=cfg.adam_eps, dtype=self.rt.dtype, polynomial=cfg.orthogonalize,
-            cautious=cfg.decay == "cautious", symmetric_matmul=self.symmetric_matmul)
+            lr=lr, weight_decay=lr * bucket.wd_mul * state.weight_decay[name] * ratio,
+            momentum=scalar(state.momentum), fast_beta=scalar(state.fast_beta),
+            fast_weight=scalar(state.fast_weight),
+            grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # equal in all stages
+            bias_correction1=scalar(1 - beta1**num_updates), bias_correction2=scalar(1 - beta2**num_updates),
+            betas=(scalar(beta1), scalar(beta2)), decay_time=scalar(decay_time), eps=cfg.adam_eps,
+            dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious",
+            symmetric_matmul=self.matmul)
 
     def finish(self) -> None:
         """Wait for all parameters."""
         for bucket in self.buckets:
-            if bucket.gathering is not None:
-                bucket.finish()
+            bucket.finish()
         if self.model.is_tied:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
@@ -1877,12 +1838,12 @@ class Optimizer:
         """After the last step: move parameters towards their averages, if they have any."""
         self.finish()  # an all-gather of the last step reads the shards
         if self.averages:
-            self.averages.apply(self.rt.comm, self.updated)
+            self.averages.apply(self.comm, self.updated)
             self.finish()
 
     def has_no_pending_gradients(self) -> bool:
-        """Whether all gradients have been applied. Snapshots do not include pending gradients."""
-        return not any(bucket.num_tokens for bucket in self.updated)
+        """Whether the last step applied all gradients. Checkpoints do not include gradients."""
+        return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
 
 
 class Average(typing.NamedTuple):
@@ -1891,7 +1852,7 @@ class Average(typing.NamedTuple):
     At the end of the run the parameters move towards it.
     """
 
-    parts: str  # the parameters with one of these words in their names
+    kinds: tuple[str, ...]  # of the parameters
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
     rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
@@ -1901,15 +1862,14 @@ class Average(typing.NamedTuple):
 
 
 AVERAGES_STEPS = 1194
-VO = "attention.v attention.v_proj attention.proj"
 AVERAGES = (  # record 92, in this order. It counts step 896 in place of 895. The head is equal after both
-    Average("embed head", 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
-    Average(f"{VO} up_down", 945 / 1194, 4, 4 / 53, 1.0),
-    Average("value_embeds", 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
-    Average("qk", 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
-    Average(f"{VO} up_down", 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+    Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
+    Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
+    Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
+    Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
+    Average(("vo", "up_down"), 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
 )
-KEEPS_NORM = "embed", "head", "qk", VO, "up_down"  # apply() keeps the norm of each, over all layers together
+KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply() keeps the norm of each kind over all layers
 
 
 class Averages:
@@ -1917,55 +1877,52 @@ class Averages:
 
     def __init__(self, buckets: list[Bucket], num_steps: int):
         self.num_steps = num_steps
-        self.rows = [(f"average{i}", average, self.select(buckets, average.parts, average.weight))
-                     for i, average in enumerate(AVERAGES)]
-        self.norms = list(filter(None, (self.select(buckets, parts, 1.0) for parts in KEEPS_NORM)))
-        for key, _, selected in self.rows:
-            for bucket in selected:
+        for key, average in self.rows():
+            for bucket in self.select(buckets, average):
                 bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
-    def select(self, buckets: list[Bucket], parts: str, weight: float) -> dict[Bucket, Tensor]:
-        """Map each bucket with parameters of `parts` to multipliers of its shard: weight, else 0."""
-        names = {bucket: {name: weight * any(f".{part}." in f".{name}." for part in parts.split())
-                          for name in bucket.params} for bucket in buckets}
-        return {bucket: bucket.make_multipliers(weights) for bucket, weights in names.items()
-                if any(weights.values())}
+    def rows(self) -> list[tuple[str, Average]]:
+        """The averages with the key of their state."""
+        return [(f"average{i}", average) for i, average in enumerate(AVERAGES)]
+
+    def select(self, buckets: list[Bucket], average: Average) -> list[Bucket]:
+        return [bucket for bucket in buckets if bucket.kind in average.kinds]
 
     def update(self, step: int, updated: list[Bucket]) -> None:
         """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
         last = self.num_steps - 1
-        for key, average, selected in self.rows:
+        for key, average in self.rows():
             first = min(last, math.ceil(average.start * self.num_steps - 1e-6))
             is_final = step > last - average.num_last
             if step < first or (step - first) % average.every and not is_final:
                 continue
             rate = average.last_rate if step == last and average.last_rate else average.rate
             rate = min(1.0, rate * AVERAGES_STEPS / self.num_steps)
-            for bucket in set(selected) & set(updated):
-                values, mean = bucket.read_shard(), bucket.state[key]
+            for bucket in self.select(updated, average):
+                values = bucket.read_shard()
+                mean = bucket.state[key]
                 weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
                 mean.lerp_(values, torch.where(mean.any(), weight, 1.0))  # the first value is copied
 
     def apply(self, comm: Comm, updated: list[Bucket]) -> None:
         """After the last step: move the shards towards their averages, with the norms that they had."""
         new = {bucket: bucket.read_shard() for bucket in updated
-               if any(bucket in selected for _, _, selected in self.rows)}
+               if any(bucket.kind in average.kinds for average in AVERAGES)}
 
         def measure() -> Tensor:
-            squares = torch.zeros(len(self.norms), dtype=torch.float64, device=updated[0].shard.device)
-            for i, selected in enumerate(self.norms):
-                for bucket in selected.keys() & new.keys():
-                    squares[i] += (new[bucket] * selected[bucket]).square().sum(dtype=torch.float64)
+            squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=updated[0].shard.device)
+            for bucket, values in new.items():
+                if bucket.kind in KEEPS_NORM:
+                    squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
             return comm.all_reduce(squares).sqrt()
 
         before = measure()
-        for key, _, selected in self.rows:
-            for bucket in selected.keys() & new.keys():
-                new[bucket] += (bucket.state[key] - new[bucket]) * selected[bucket]
-        for factor, selected in zip(before / measure().clamp(min=1e-30), self.norms):
-            for bucket in selected.keys() & new.keys():
-                new[bucket] *= torch.where(selected[bucket] > 0, factor, 1.0).to(new[bucket].dtype)
+        for key, average in self.rows():
+            for bucket in self.select(updated, average):
+                new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
+        factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
         for bucket, values in new.items():
+            values *= factors.get(bucket.kind, 1.0)
             bucket.shard.copy_(values)
             if "low_bits" in bucket.state:
                 bucket.state["low_bits"].zero_()
@@ -1989,7 +1946,7 @@ class RopeSetting(typing.NamedTuple):
 class StepState(typing.NamedTuple):
     """The schedule at one step."""
 
-    stage_index: int
+    setting: int  # number of the stage whose windows and RoPE are used. After the last one: final validation
     stage: Stage
     windows: tuple[int, int]  # long, short
     lr: dict[str, float]  # by parameter group
@@ -2005,32 +1962,38 @@ class Schedule:
     """The schedules of a run."""
 
     def __init__(self, cfg: Config):
-        self.cfg, self.num_iterations, self.stages = cfg, cfg.num_iterations, cfg.full_stages
-        self.scheduled_steps = cfg.scheduled_steps
+        self.cfg = cfg
+        self.stages = cfg.full_stages
+        self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # First step after each stage. The extension is the last stage
-        durations = [stage.duration for stage in cfg.stages][: len(cfg.stages) - bool(cfg.extension_steps)]
-        ends = np.cumsum(durations) * (self.scheduled_steps + 1) / sum(durations)
-        self.ends = [math.ceil(end) for end in ends]
+        durations = np.array([stage.duration for stage in self.stages])
+        if cfg.extension_steps:
+            durations = durations[:-1]
+        ends = np.ceil(np.cumsum(durations) * (self.scheduled_steps + 1) / durations.sum())
+        self.ends = ends.astype(int).tolist()
         if cfg.extension_steps:
             self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
 
-        # Windows of each stage, and of the final validation
-        self.windows = [(stage.window_long, stage.window_short) for stage in cfg.stages]
+        # Windows and RoPE of each stage, and of the final validation
+        self.windows = [(stage.window_long, stage.window_short) for stage in self.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])
+        long_windows, short_windows = zip(*self.windows)
         # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
-        num_pairs, long_windows = cfg.head_dim // 2, [window for window, _ in self.windows]
-        long = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
-        short = long if not cfg.short_qk_dim else self._adapt_rope(
-            cfg.short_qk_dim // 2, 0, [window for _, window in self.windows], cfg.attention_scale[1])
+        num_pairs = cfg.head_dim // 2
+        long = short = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
+        if cfg.short_qk_dim:
+            short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
         self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
 
-    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: list[int], softmax_scale: float
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float
                     ) -> list[RopeSetting]:
         """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
         exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
-        frequencies, old_window, settings = (1 / ROTARY_BASE) ** exponents, None, []
+        frequencies = (1 / ROTARY_BASE) ** exponents
+        old_window = None
+        settings = []
         for window in windows:
             window = min(window, self.cfg.yarn_max_window) or 1
             old_window = old_window or window
@@ -2044,9 +2007,14 @@ class Schedule:
 
     def stage_ranges(self) -> list[tuple[Stage, int, int]]:
         """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
-        ranges = [(stage, start, min(end, self.num_iterations))
-                  for stage, start, end in zip(self.stages, [0, *self.ends], self.ends)]
-        return [(stage, start, end) for stage, start, end in ranges if start < end]
+        ranges = []
+        start = 0
+        for stage, end in zip(self.stages, self.ends):
+            end = min(end, self.num_iterations)
+            if start < end:
+                ranges.append((stage, start, end))
+            start = max(start, end)
+        return ranges
 
     def count_tokens(self, first_step: int = 0) -> int:
         """Number of training tokens from first_step to the end of the run."""
@@ -2055,35 +2023,37 @@ class Schedule:
 
     def at(self, step: int) -> StepState:
         """The scheduled values at a step. Step num_iterations is the final validation."""
-        assert 0 <= step <= self.num_iterations, f"step {step} is outside 0..{self.num_iterations}"
         index, fraction = self.find_stage(step)
-        window_index = len(self.stages) if step == self.num_iterations else index
-        groups, ones = self.cfg.groups, dict.fromkeys(self.cfg.groups, 1.0)
-        lr_factors = {name: self.compute_lr_factor(step, name) for name in groups}
-        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
-        momentum, has_slow = self.compute_momentum(step), step >= self.slow_momentum_step
-        decay_factors = dict(constant=ones, lr=lr_factors, cosine=dict.fromkeys(groups, cosine))[
-            self.cfg.decay_schedule]
-        return StepState(
-            stage_index=window_index, stage=self.stages[index], windows=self.windows[window_index],
-            lr={name: group.lr * lr_factors[name] for name, group in groups.items()},
-            weight_decay={name: group.weight_decay * decay_factors[name] for name, group in groups.items()},
-            momentum=momentum, fast_beta=FAST_BETA if has_slow else momentum,
-            fast_weight=FAST_WEIGHT if has_slow else 1.0,
-            loss_weights=self.compute_loss_weights(self.stages[index], fraction),
-            rope=self.ropes[window_index])
+        stage = self.stages[index]
+        if step == self.num_iterations:
+            index += 1
+        lr, weight_decay = {}, {}
+        for name, group in self.cfg.groups.items():
+            lr_factor = self.compute_lr_factor(step, name)
+            lr[name] = group.lr * lr_factor
+            weight_decay[name] = group.weight_decay * self.compute_decay_factor(step, lr_factor)
+        momentum = self.compute_momentum(step)
+        fast_beta, fast_weight = momentum, 1.0
+        if step >= self.slow_momentum_step:
+            fast_beta, fast_weight = FAST_BETA, FAST_WEIGHT
+        loss_weights = self.compute_loss_weights(stage, fraction)
+        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum, fast_beta,
+                         fast_weight, loss_weights, self.ropes[index])
 
     def find_stage(self, step: int) -> tuple[int, float]:
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
-        index = next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
-        start, end = self.ends[index - 1] if index else 0, min(self.ends[index], self.num_iterations)
+        index = min(int(np.searchsorted(self.ends, step, side="right")), len(self.ends) - 1)
+        start = [0, *self.ends][index]
+        end = min(self.ends[index], self.num_iterations)
         return index, (step - start) / max(1, end - start)
 
     def compute_lr_factor(self, step: int, group: str) -> float:
         """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
-        cfg, peak = self.cfg, self.stages[self.find_stage(step)[0]].lr_factor
-        has_cooldown = group == "matrix" and cfg.matrix_cooldown_frac >= 0
-        cooldown_frac = cfg.matrix_cooldown_frac if has_cooldown else cfg.cooldown_frac
+        cfg = self.cfg
+        peak = self.stages[self.find_stage(step)[0]].lr_factor
+        cooldown_frac = cfg.cooldown_frac
+        if group == "matrix" and cfg.matrix_cooldown_frac >= 0:
+            cooldown_frac = cfg.matrix_cooldown_frac
         warmup_steps = cfg.lr_warmup_frac * self.scheduled_steps
         if step + 1 < warmup_steps:
             return peak * (step + 1) / warmup_steps
@@ -2092,6 +2062,13 @@ class Schedule:
             return peak
         t = remaining / cooldown_frac  # from 1 to 0
         return peak * t + cfg.final_lr_frac * (1 - t)
+
+    def compute_decay_factor(self, step: int, lr_factor: float) -> float:
+        if self.cfg.decay_schedule == "lr":
+            return lr_factor
+        if self.cfg.decay_schedule == "cosine":
+            return 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
+        return 1.0
 
     def compute_loss_weights(self, stage: Stage, fraction: float) -> tuple[float, ...]:
         """Weights of the targets at a fraction of the stage: linear in it. The prefix target's are steps."""
@@ -2103,7 +2080,8 @@ class Schedule:
 
     def compute_momentum(self, step: int) -> float:
         """Muon momentum: linear warmup in the first steps, linear cooldown in the last."""
-        cfg, t = self.cfg, 1.0
+        cfg = self.cfg
+        t = 1.0
         if step < cfg.momentum_warmup_steps:
             t = step / cfg.momentum_warmup_steps
         if step > self.num_iterations - cfg.momentum_cooldown_steps:
@@ -2112,39 +2090,32 @@ class Schedule:
         return first + t * (last - first)
 
 
-def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, rt: Runtime, cfg: Config
+def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, cfg: Config, device: torch.device
                      ) -> StepInputs:
-    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens.
-
-    RoPE tables are float32 on CUDA. Without torch.compile and qkv_kernel they are expanded here.
-    """
-    dtype = torch.float32 if rt.device.type == "cuda" else rt.dtype
-    positions = torch.arange(num_tokens, device=rt.device) % seq_len
+    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
+    positions = torch.arange(num_tokens, device=device) % seq_len
 
     @functools.cache  # without short_qk_dim all layers share their tables
     def make_rope(kind: str, is_paired: bool) -> Rope:
         at = positions[:, None]  # (T, P), P = 2 for paired layers
-        at = 2 * at + torch.arange(2, device=rt.device) if is_paired else at
-        all_frequencies, scale = state.rope[kind]
-        frequencies = torch.tensor(all_frequencies[all_frequencies > 0], device=rt.device)
-        angles = at[..., None].double() * frequencies  # (T, P, n)
-        rope = Rope(angles.cos(), angles.sin(), torch.tensor(scale, dtype=torch.float64, device=rt.device))
-        if not rt.use_compile and "qkv_kernel" not in rt.fast:
-            heads = cfg.num_heads // at.size(1) if rt.device.type == "cpu" else 1  # CPUs broadcast slowly
-            rope = expand_rope(rope, 2 * len(all_frequencies), cfg.rotary_pairs)
-            rope = Rope(*(x.expand(-1, -1, heads, -1, -1) for x in rope[:2]), rope.softmax_scale)
-        return Rope(*(x.to(dtype).contiguous() for x in rope))
+        if is_paired:
+            at = 2 * at + torch.arange(2, device=device)
+        frequencies, scale = state.rope[kind]
+        angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
+        return Rope(angles.cos().to(torch.float32), angles.sin().to(torch.float32),
+                    torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
 
-    kinds = sorted({(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"})
-    ropes = {kind: make_rope(kind[0] if cfg.short_qk_dim else "long", kind[1]) for kind in kinds}
-    is_start, num_rotating = positions == 0, int((state.rope["long"].frequencies > 0).sum())
-    windows = state.windows
-    if "flex_attention" in rt.fast:
-        windows = torch.tensor(windows, dtype=torch.int32, device=rt.device)
-    return StepInputs(
-        windows=windows, ropes=ropes,
-        is_unrotated=mark_unrotated(is_start, num_rotating, cfg.head_dim, cfg.rotary_pairs).to(dtype),
-        is_sequence_start=is_start, has_prefix_target=bool(state.stage.prefix_weight))
+    ropes = {}
+    for spec in cfg.layers:
+        if spec.attention != "none":
+            kind = spec.attention if cfg.short_qk_dim else "long"
+            ropes[spec.attention, spec.paired] = make_rope(kind, spec.paired)
+    is_start = positions == 0
+    is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
+    is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
+    return StepInputs(windows, ropes, is_unrotated.to(torch.float32), is_start,
+                      has_prefix_target=bool(state.stage.prefix_weight))
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
@@ -2159,6 +2130,8 @@ class Batch(typing.NamedTuple):
     targets: Tensor
     doc_ids: Tensor
     classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
+    token_plan: RowPlan | None = None  # of value embeddings. None: read whole tables
+    ngram_plan: RowPlan | None = None
 
 
 SWEEP_STEP = 20_011  # prime
@@ -2177,45 +2150,35 @@ class PackedSequence(typing.NamedTuple):
     max_doc_len: int
 
 
-def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]]) -> Iterator[PackedSequence]:
+def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool
+                   ) -> Iterator[PackedSequence]:
     """Yield the packed sequences of the whole run in order. Ends early if the shards run out.
 
     A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of
-    its last document is dropped. The end of a shard is dropped if it is too short for a sequence.
+    its last document is dropped. With anywhere, it begins with the last target of the previous sequence. The
+    end of a shard is dropped if it is too short for a sequence.
     """
-    (index, shard), next_document = next(shards), 0
+    (index, shard), first = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
         usable = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
         for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            while (last := find_last_document(usable, next_document, stage.seq_len)) is None:
-                (index, shard), next_document = next(shards, (-1, None)), 0
+            while (last := find_last(shard, usable, first, stage.seq_len, anywhere)) is None:
+                (index, shard), first = next(shards, (-1, None)), 0
                 if shard is None:
                     return
                 usable = shard.usable_tokens(stage.max_doc_len)
-            yield PackedSequence(index, next_document, last, stage.seq_len, stage.max_doc_len)
-            next_document = last + 1
+            yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
+            first = last if anywhere else last + 1
 
 
-def find_last_document(usable: np.ndarray, first: int, seq_len: int) -> int | None:
-    """Last document of the sequence that begins with document `first`. None if too few tokens remain."""
-    tokens_before = usable[first - 1] if first else 0
-    last = int(np.searchsorted(usable, tokens_before + seq_len + 1))
-    return last if last < len(usable) else None
-
-
-def plan_sequences_anywhere(schedule: Schedule, shards: Iterator[tuple[int, Shard]]
-                            ) -> Iterator[PackedSequence]:
-    """As plan_sequences(), but each sequence begins with the last target of the previous one."""
-    (index, shard), position = next(shards), 0
-    for stage, first_step, end_step in schedule.stage_ranges():
-        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            while position + stage.seq_len >= len(shard.tokens):
-                (index, shard), position = next(shards, (-1, None)), 0
-                if shard is None:
-                    return
-            last = position + stage.seq_len
-            yield PackedSequence(index, position, last, stage.seq_len, stage.max_doc_len)
-            position = last
+def find_last(shard: Shard, usable: np.ndarray, first: int, seq_len: int, anywhere: bool) -> int | None:
+    """Last document, or with anywhere last token, of a sequence. None if too few tokens remain."""
+    if anywhere:
+        last, size = first + seq_len, len(shard.tokens)
+    else:
+        tokens_before = usable[first - 1] if first else 0
+        last, size = int(np.searchsorted(usable, tokens_before + seq_len + 1)), len(usable)
+    return last if last < size else None
 
 
 def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int) -> tuple[int, int]:
@@ -2231,9 +2194,10 @@ class TrainData:
 
     def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
-        self.cfg, self.schedule, self.shards = cfg, schedule, []
-        plan = plan_sequences if cfg.sequence_start == "document" else plan_sequences_anywhere
-        self.sequences = list(plan(schedule, scan_shards(cfg, self.shards)))
+        self.cfg, self.schedule = cfg, schedule
+        self.shards: list[Shard] = []
+        plan = plan_sequences(schedule, scan_shards(cfg, self.shards), cfg.sequence_start == "anywhere")
+        self.sequences = list(plan)
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
@@ -2258,28 +2222,34 @@ class TrainData:
                      for start, end in zip(starts, ends)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
 
-    def batch(self, indices: range, classes: Tensor | None = None) -> Batch:
-        tokens = np.stack([self.read_tokens(index) for index in indices])  # (sequences, seq_len + 1)
-        batch = make_batch(tokens, self.bos, self.cfg.document_mask, self.cfg.max_attention_len)
-        return batch._replace(classes=classes)
+    def read_batch(self, indices: range) -> np.ndarray:
+        """Packed sequences (sequences, seq_len + 1), uint16."""
+        return np.stack([self.read_tokens(index) for index in indices])
 
-    def batches(self, rt: Runtime, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
+    def batches(self, comm: Comm, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
         """This rank's micro-batches of steps start..end-1.
 
         The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
         sweeps through the classes begin at step sweep_from (None: start).
         """
+        cfg = self.cfg
         sweeps = ClassSweeps(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = sequences_per_rank(
-                self.cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+                cfg, comm.world_size, stage.tokens_per_step, stage.seq_len)
             first = self.count_sequences(step)
-            for i in range(rt.rank * num_micro_batches, (rt.rank + 1) * num_micro_batches):
-                slots = range(i * size, (i + 1) * size)
-                classes = torch.stack([sweeps.choose(step, slot) for slot in slots]
-                                      ) if stage.num_classes else None
-                yield self.batch(range(first + slots.start, first + slots.stop), classes)
+            for i in range(num_micro_batches):
+                tokens = []  # of each rank
+                for rank in range(comm.world_size):
+                    slot = first + (rank * num_micro_batches + i) * size
+                    tokens.append(self.read_batch(range(slot, slot + size)))
+                batch = make_batch(tokens[comm.rank], self.bos, cfg.document_mask, cfg.max_attention_len)
+                if stage.num_classes:
+                    slot = (comm.rank * num_micro_batches + i) * size
+                    classes = [sweeps.choose(step, slot + j) for j in range(size)]
+                    batch = batch._replace(classes=torch.stack(classes))
+                yield add_plans(batch, tokens, comm.rank, cfg)
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int
@@ -2333,14 +2303,17 @@ class ValData:
 
     def __init__(self, cfg: Config, bos: int | None = None):
         """bos: the BOS token of the training shards."""
-        self.cfg, num_sequences = cfg, cfg.val_tokens // cfg.val_seq_len
+        self.cfg = cfg
+        num_sequences = cfg.val_tokens // cfg.val_seq_len
         limit = min(num_sequences, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
         size = next(n for n in range(limit, 0, -1) if num_sequences % n == 0)  # sequences per batch
-        self.batch_tokens, self.num_batches = size * cfg.val_seq_len, num_sequences // size
+        self.batch_tokens = size * cfg.val_seq_len
+        self.num_batches = num_sequences // size
         self.shards = [open_shard(path, cfg.vocab_size, bos)
                        for path in find_shards(cfg.val_files, "val_files")]
         self.bos = self.shards[0].bos
-        pieces, missing = [], cfg.val_tokens + 1
+        pieces = []
+        missing = cfg.val_tokens + 1
         for shard in self.shards:
             pieces.append(shard.tokens[:missing])
             missing -= len(pieces[-1])
@@ -2349,11 +2322,27 @@ class ValData:
                            f"{cfg.val_tokens} and one more target: lower --val_tokens", 2)
         self.tokens = np.concatenate(pieces)
 
-    def batch(self, index: int) -> Batch:
+    def read_batch(self, index: int) -> np.ndarray:
+        """Sequences (sequences, val_seq_len + 1), uint16."""
         tokens = self.tokens[index * self.batch_tokens :]
         sequences = np.lib.stride_tricks.sliding_window_view(tokens, self.cfg.val_seq_len + 1)
-        sequences = sequences[: self.batch_tokens : self.cfg.val_seq_len]  # (sequences, val_seq_len + 1)
-        return make_batch(sequences, self.bos, self.cfg.document_mask)
+        return sequences[: self.batch_tokens : self.cfg.val_seq_len]
+
+    def batches(self, comm: Comm, num_batches: int) -> Iterator[tuple[Batch, bool]]:
+        """This rank's batches of the first num_batches, and whether they count.
+
+        All ranks get equally many, because they read the tables together.
+        """
+        for first in range(0, num_batches, comm.world_size):
+            tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
+            batch = make_batch(tokens[comm.rank], self.bos, self.cfg.document_mask)
+            yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
+
+
+def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config) -> Batch:
+    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
+    token_plan, ngram_plan = plan_reads([x[:, :-1] for x in tokens], rank, cfg)
+    return batch._replace(token_plan=token_plan, ngram_plan=ngram_plan)
 
 
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
@@ -2361,7 +2350,8 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
 
     Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
     """
-    prefixes, stack = np.full(vocab_size, -1), []
+    prefixes = np.full(vocab_size, -1)
+    stack: list[bytes] = []
     for text in sorted(filter(None, ids)):
         while stack and not text.startswith(stack[-1]):
             stack.pop()
@@ -2414,105 +2404,114 @@ class Prefetcher:
         if batch is None or self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
-        return Batch(*(t if t is None else t.pin_memory() for t in batch))
+        return tree_map_only(Tensor, Tensor.pin_memory, batch)
 
     def __next__(self) -> Batch:
         batch = self.pending.popleft().result()
         assert batch is not None, "there are no more planned batches"
         self.pending.append(self.executor.submit(self._build))
-        return Batch(*(t if t is None else t.to(self.device, non_blocking=True) for t in batch))
+        return move_batch(batch, self.device)
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 # ==== TRAINING =============================================================================================
-# One step, and the timed loop of all steps. train() in MAIN is the whole run. The clock stops during
-# validation. Callbacks (log, telemetry, guard) run after each step. Trainer.run() lists them.
+# Trainer has one step, one validation and the warm-up. train() is the whole run from top to bottom. Its
+# clock stops during validation.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
+
+
+def split_layers(num_layers: int, num_ranks: int) -> list[range]:
+    """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on.
+
+    The first segment then has one layer, which hides the all-gathers of later ones. The rest are equal.
+    """
+    num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
+    if num_ranks == 1 or num_rest == 0:
+        return [range(num_layers)]
+    starts = [1 + (num_layers - 1) * i // num_rest for i in range(num_rest + 1)]
+    return [range(1), *(range(start, end) for start, end in itertools.pairwise(starts))]
 
 
 class Trainer:
     """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
 
     def __init__(self, cfg: Config, rt: Runtime):
-        self.cfg, self.rt, self.schedule = cfg, rt, Schedule(cfg)
-        torch.manual_seed(cfg.seed)
         storage = {} if supports_bfloat16(rt.device) else dict(embed_dtype="float32")
-        self.model = GPT(dataclasses.replace(cfg, **storage), rt).to(rt.device)
-        self.model.split_layers(1 if rt.world_size == 1 else min(MULTI_RANK_SEGMENTS, cfg.num_layers))
-        self.optimizer, self.scales = Optimizer(self.model, cfg, rt), DelayedScales(self.model, rt.comm)
-        for segment in self.model.segments:
-            segment.run_blocks = rt.compile(segment.run_blocks)
-        self.model.head.forward = rt.compile(self.model.head.forward)
-        self.model.sum_ngrams = rt.compile(self.model.sum_ngrams)
+        self.cfg = cfg = dataclasses.replace(cfg, ngram_rows=rt.ngram_rows, **storage)
+        self.rt = rt
+        self.schedule = Schedule(cfg)
+        torch.manual_seed(cfg.seed)
+        segments = split_layers(cfg.num_layers, rt.world_size)
+        self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
+        self.choose_operations(rt.dtype, rt.fast)
+        self.optimizer = Optimizer(model, cfg, rt, self.ops.symmetric_matmul)
+        self.scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
+        model.run_segment = rt.compile(model.run_segment)
+        model.sum_ngrams = rt.compile(model.sum_ngrams)
+        model.head.forward = rt.compile(model.head.forward)
         self.progress = Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
-        self.inspect: Callable[[Batch, StepInputs], None] | None = None  # telemetry measures the next batch
+
+    def choose_operations(self, dtype: torch.dtype, fast: frozenset[str]) -> None:
+        """Use these forms. FP8 and fused gradients are for training only."""
+        self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
+        self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
 
     def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
-        rt, optimizer, timer = self.rt, self.optimizer, self.optimizer.timer
-        num_tokens = state.stage.tokens_per_step // rt.comm.world_size  # of this rank
-        loss_weights = torch.tensor(state.loss_weights).to(rt.device, non_blocking=True)
-        total_loss, remaining = torch.zeros((), device=rt.device), num_tokens
+        device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
+        num_micro_batches, size = sequences_per_rank(
+            self.cfg, world_size, stage.tokens_per_step, stage.seq_len)
+        step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
+        loss_weights = torch.tensor(state.loss_weights).to(device, non_blocking=True)
+        total_loss = torch.zeros((), device=device)
         self.scales.finish()
+        self.optimizer.start_step(num_micro_batches)
 
-        # Forward and backward of each micro-batch. Hooks reduce the gradients during the last backward.
-        while remaining:
-            timer.enter("data wait")
-            batch = next(batches)
-            timer.enter("forward and backward")
-            remaining -= len(batch.inputs)
-            optimizer.is_last_micro_batch = remaining == 0
-            step_inputs = self.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
-            if self.inspect:
-                self.inspect(batch, step_inputs)
-            loss = self.model(*batch[:3], step_inputs, loss_weights, batch.classes)
+        # Forward and backward. Hooks reduce the gradients during the last backward
+        for _ in range(num_micro_batches):
+            loss = self.model(next(batches), step_inputs, self.ops, loss_weights)
             loss.backward()
             self.scales.collect()
             total_loss += loss.detach()
 
         # Update
         self.scales.start()
-        optimizer.step(state)
-        timer.enter("")
-        return total_loss / num_tokens
+        self.optimizer.step(state)
+        return total_loss / (stage.tokens_per_step // world_size)
 
     @torch.no_grad()
     def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
         """Mean loss of the first num_batches batches (None: all)."""
         self.optimizer.finish()
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.rt.device)
-        comm, num_batches = self.rt.comm, num_batches or data.num_batches
+        rt, num_batches = self.rt, num_batches or data.num_batches
+        total = torch.zeros((), dtype=torch.float64, device=rt.device)
         step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
-        for first in range(0, num_batches, comm.world_size):  # all ranks join exchanges of a ShardedTable
-            batch = data.batch(min(first + comm.rank, num_batches - 1))[:3]
-            batch = (x.to(self.rt.device, non_blocking=True) for x in batch)
-            total += self.model(*batch, step_inputs) * (first + comm.rank < num_batches)
-        self.model.train()
-        return comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
+        for batch, counts in data.batches(rt.comm, num_batches):
+            total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
+        return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
     def get_step_inputs(self, state: StepState, num_tokens: int, seq_len: int) -> StepInputs:
         """The model's inputs at a schedule state, made once per stage."""
-        stage_index, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
-        if stage_index != state.stage_index:
-            step_inputs = make_step_inputs(state, num_tokens, seq_len, self.rt, self.cfg)
-            self.step_inputs[num_tokens, seq_len] = (state.stage_index, step_inputs)
+        setting, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
+        if setting != state.setting:
+            step_inputs = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
+            self.step_inputs[num_tokens, seq_len] = (state.setting, step_inputs)
         return step_inputs
 
-    def warm_up(self, train_data: TrainData, val_data: ValData, inspect: Callable | None = None) -> None:
-        """Run every shape and window at least once, then restore parameters and optimizer state exactly.
-
-        inspect: Telemetry.inspect() or None. It compiles one graph for each micro-batch size.
-        """
+    def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
+        """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
         if not self.cfg.warmup_iterations:
             return
         saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
         for table in self.optimizer.tables:
             table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
-            self.inspect = inspect
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
-            batches = Prefetcher(train_data.batches(self.rt, start, start + num_steps), self.rt.device)
+            batches = Prefetcher(train_data.batches(self.rt.comm, start, start + num_steps), self.rt.device)
             with batches.executor:
                 for _ in range(num_steps):
                     self.train_step(batches, self.schedule.at(start))
@@ -2520,332 +2519,249 @@ class Trainer:
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         saved.restore()
         for table in self.optimizer.tables:
-            table.forget(None)
             table.is_dry = False
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
 
-    def run(self, train_data: TrainData, val_data: ValData, log: RunLog, checkpoints: Checkpoints,
-            stop: Stop, telemetry: Telemetry, token_ids: dict[bytes, int]) -> None:
-        """Run all steps from progress.step on. RunError if a signal or the guard ends the run."""
-        cfg, rt, optimizer, progress = self.cfg, self.rt, self.optimizer, self.progress
-        guard, idle = Guard(self, log) if cfg.guard else None, optimizer.timer
-        self.log, callbacks = log, [log.log_step]  # callbacks get loss, StepTimer and seconds on the clock
-        callbacks += [x.end_step for x in (guard, telemetry if cfg.telemetry_every else None) if x]
 
-        # ON THE CLOCK from here, as in the published runs: prefix-token search, first batches, all steps and
-        # callbacks, and the blocking part of checkpoints. OFF THE CLOCK: validation, everything before run()
+def train(cfg: Config, argv: list[str]) -> None:
+    """The whole run, from the data to the result. RunError if it cannot go on."""
+    # Data, and the checkpoint to continue from
+    rt, started = start_runtime(cfg), time.perf_counter()
+    train_data = TrainData(cfg, Schedule(cfg))
+    val_data = ValData(cfg, train_data.bos)
+    vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
+    run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
+    data_setup_s = round(time.perf_counter() - started, 2)
+    step, saved, lock, resume_line = find_start(cfg, run, rt)
+    if find_result(cfg, run):
+        print0(f"{find_result(cfg, run)} is the result of this run: nothing to do", rt)
+        return
+
+    # Model: dtype, compiler and fast forms are chosen for this machine
+    kept = {name: value for name, value in saved.get("choices", {}).items()  # auto keeps a checkpoint's
+            if getattr(cfg, name) in ("auto", ("auto",), -1)}
+    rt = choose_precision(change_options(cfg, kept), rt)
+    run["choices"] = describe_choices(rt)
+    run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
+    trainer = Trainer(cfg, rt)
+    train_data.cfg = val_data.cfg = trainer.cfg  # the batches plan reads of the n-gram table
+    optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
+    log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, lock)
+    if saved:
+        load_state(trainer, step, saved)
+
+    with log, checkpoints, stop:
+        log.print_start(resume_line)
+
+        # Off the clock: warm-up, and memory for checkpoints
+        started = clock(rt.device)
+        trainer.warm_up(train_data, val_data)
+        gc.freeze()  # the garbage collector ignores all objects of the setup
+        if cfg.checkpoint_every:
+            checkpoints.start(trainer)
+        setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
+        telemetry = Telemetry(trainer, log) if cfg.telemetry_every else None
+        guard = Guard(trainer, log) if cfg.guard else None
+        stop.catch_signals()
+        rt.comm.barrier()
+        rt.comm.set_timeout(STEP_TIMEOUT)
+
+        # On the clock, as in the published runs: prefix tokens, first batches, all steps, and the blocking
+        # part of checkpoints. Validation is off the clock
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
-        if token_ids:
-            self.model.head.prefix_tokens.copy_(find_prefix_tokens(token_ids, cfg.padded_vocab_size))
-        batches = train_data.batches(rt, progress.step, cfg.num_iterations, sweep_from=0)
-        batches = Prefetcher(batches, rt.device)
+        if vocabulary:
+            trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
+        batches = Prefetcher(
+            train_data.batches(rt.comm, progress.step, cfg.num_iterations, sweep_from=0), rt.device)
         with batches.executor:
             while progress.step < cfg.num_iterations:
                 # 1. Validation
-                state = self.schedule.at(progress.step)
+                state = schedule.at(progress.step)
                 if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
-                    self.log_validation(val_data, state, train_clock)
+                    with train_clock.paused():
+                        log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
 
                 # 2. One step
-                is_measured = bool(cfg.telemetry_every) and telemetry.start_step()
-                timer = StepTimer(optimizer.groups, rt, is_measured) if is_measured or guard else idle
-                optimizer.timer = timer
-                loss = self.train_step(batches, state)
-                optimizer.timer = idle
+                if telemetry:
+                    telemetry.start_step()
+                loss = trainer.train_step(batches, state)
                 progress.step += 1
                 progress.tokens += state.stage.tokens_per_step
-                elapsed = train_clock.read()
-                for callback in callbacks:
-                    callback(loss, timer, elapsed)
+                log.log_step(loss, train_clock.read())
+                if telemetry:
+                    telemetry.end_step(train_clock.read())
 
                 # 3. Save or stop, when no gradient waits for a later update
                 is_last = progress.step == cfg.num_iterations
-                is_free = is_last or optimizer.has_no_pending_gradients()
                 if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
                     save_is_due = True
                 status = checkpoints.exchange(stop)
-                if guard and is_free and (is_last or save_is_due or status):
-                    guard.check_steps(up_to=progress.step)
-                if (status or save_is_due) and is_free:
-                    optimizer.finish()
+                is_free = is_last or optimizer.has_no_pending_gradients()
+                must_save = is_free and bool(status or save_is_due)
+                if guard:
+                    guard.end_step(loss, state, must_wait=must_save or is_last)
+                if must_save:
                     log.flush_losses()
                     progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(self, must_write=is_last or bool(status))
+                    checkpoints.save(trainer, must_write=is_last or bool(status))
                     if status:
                         checkpoints.end(status)
+
+        # Final weights, validation and result
         optimizer.apply_averages()
         log.flush_losses()
-        self.log_validation(val_data, self.schedule.at(progress.step), train_clock)
-
-    def log_validation(self, val_data: ValData, state: StepState, train_clock: TrainClock) -> None:
-        """Validate off the clock and log the loss."""
-        step, log = self.progress.step, self.log
-        self.optimizer.finish()
         with train_clock.paused():
-            val_loss = self.validate(val_data, state)
-            self.progress.train_time, time_ms = train_clock.seconds, train_clock.seconds * 1000
-            log.val_points.append([step, val_loss, round(time_ms)])
-            log.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
-            log.print(f"step:{step}/{self.cfg.num_iterations} val_loss:{val_loss:.4f} "
-                      f"train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms")
-            log.check_loss("validation", step, val_loss)
+            progress.train_time = train_clock.seconds
+            log.log_validation(trainer.validate(val_data, schedule.at(progress.step)), train_clock.seconds)
+        stop.collect()
+        log.finish({**setup, **measure_run(trainer, run)})
+        checkpoints.write_model(trainer)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
 # ==== FAST FORMS ===========================================================================================
-# A fast form is a faster implementation of an operation. Its plain form is the equation in part one. At
-# startup verify() compares each chosen fast form with its plain form, forward and backward. If the results
-# differ, the plain form runs. So an edit of a plain form takes effect. To add a fast form, add a row to
-# list_fast_forms(). Tests compare every row.
+# A fast form is a faster implementation of operations of part one. At startup FormCheck computes the loss
+# and all gradients of this model, with random parameters, by fast and by plain forms. A form with other
+# results is off, and a line says so. To add a fast form, add its name to FORMS, a row to make_operations(),
+# and its condition to choose_fast_forms().
 
-TRITON_FORMS = ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul")
-EVAL_FORMS = frozenset({"flex_attention", "cpu_attention", "block_attention", "rms_norm", "norm_rotate",
-                        "qkv_kernel", "sparse_embedding"})
-
-
-class Fast(typing.NamedTuple):
-    """A fast form, its plain form, and how to compare them."""
-
-    plain: dict[str, Callable]  # functions by name, mostly fields of Operations
-    fast: dict[str, Callable]  # their replacements
-    inputs: Callable  # (cfg, device, dtype) -> (differentiable tensors, constants)
-    run: Callable  # (functions by name, *tensors, *constants) -> list of results
-    tolerance: float  # largest allowed relative error of results and gradients
-    needs: str = ""  # a condition that find_obstacle() tests
-    is_compiled: bool = True  # whether to compile the fast form when the model is compiled
-
-
-@functools.cache
-def list_fast_forms() -> dict[str, Fast]:
-    """All fast forms. If several replace an operation, the first that works is used. Options select FP8."""
-    masked_attention = dict(make_mask=make_mask, attention=attention)
-    loss, mlp, qkv = dict(head_loss=head_loss), dict(relu2_mlp=relu2_mlp), dict(make_qkv=make_qkv)
-    return {
-        "rms_norm": Fast(
-            dict(rms_norm=rms_norm), dict(rms_norm=RMSNorm.apply),
-            random_inputs((BLOCK, "model_dim")), run_function, 0.01),
-        "norm_rotate": Fast(
-            dict(norm_rotate=norm_rotate), dict(norm_rotate=NormRotary.apply),
-            norm_rotate_inputs, run_function, 0.02),
-        "qkv_kernel": Fast(
-            qkv, dict(make_qkv=fused_qkv), qkv_inputs, run_qkv, 0.02, "GPU"),
-        "flex_attention": Fast(
-            masked_attention, dict(make_mask=build_block_mask, attention=attend_flex),
-            attention_inputs, run_attention, 0.02, "compiled GPU"),
-        "cpu_attention": Fast(
-            masked_attention, dict(make_mask=build_cpu_mask, attention=BlockAttention.apply),
-            attention_inputs, run_attention, 0.02, "eager CPU"),
-        "block_attention": Fast(
-            masked_attention, dict(make_mask=build_dense_mask, attention=attend_blocks),
-            attention_inputs, run_attention, 0.02),
-        "cross_entropy": Fast(
-            loss, dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
-            head_loss_inputs, run_function, 0.02, "GPU and softcap"),
-        "head_loss": Fast(
-            loss, dict(head_loss=fused_head_loss), head_loss_inputs, run_function, 0.02),
-        "relu2_mlp": Fast(
-            mlp, dict(relu2_mlp=fused_relu2_mlp), mlp_inputs, run_function, 0.02, "Hopper"),
-        "symmetric_matmul": Fast(
-            dict(symmetric_matmul=symmetric_matmul), dict(symmetric_matmul=triton_symmetric_matmul),
-            random_inputs((2, 256, 304)), run_symmetric_matmul, 0.01, needs="GPU"),
-        "sparse_embedding": Fast(
-            dict(embedding=embedding), dict(embedding=sparse_embedding),
-            embedding_inputs, run_embedding, 0.01, is_compiled=False),
-        "fused_adamw": Fast(
-            dict(adamw=RULES["adamw"].update), dict(adamw=fused_adamw),
-            random_inputs(*[(100,)] * 4), run_adamw, 0.01, "CPU", is_compiled=False),
-        "fp8_head": Fast(
-            loss, dict(head_loss=functools.partial(  # scales for the comparison only
-                fused_head_loss, scales=FP8Scales(64 / 448, 1 / 448, 1 / 448))),
-            head_loss_inputs, run_function, 0.2, "fp8_head"),
-        "fp8_mlp": Fast(
-            mlp, dict(relu2_mlp=relu2_mlp_fp8), mlp_inputs, run_fp8_mlp, 0.2, "fp8_mlp"),
-        "fp8_qkv": Fast(
-            qkv, dict(make_qkv=make_qkv_fp8), qkv_inputs, run_qkv, 0.2, "fp8_qkv"),
-    }
-
-
-def random_inputs(*shapes: tuple[int, ...], scales: Iterable[float] = ()) -> Callable:
-    """Return a function that makes normal tensors of these shapes. A dimension may be an option's name."""
-    def make(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-        sizes = [[getattr(cfg, n) if isinstance(n, str) else n for n in shape] for shape in shapes]
-        return [(torch.randn(size, device=device) * factor).to(dtype)
-                for size, factor in zip(sizes, [*scales, *[1.0] * len(sizes)])], ()
-
-    return make
-
-
-def attention_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make q and k (T, H, K), v (T, H, L), and doc_ids (T,)."""
-    heads = (4 * BLOCK, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim)
-    make = random_inputs(heads, heads, (*heads[:2], "head_dim"), scales=[cfg.head_dim**-0.5])
-    return make(cfg, device, dtype)[0], (torch.arange(4 * BLOCK, device=device) // 300,)
-
-
-def run_attention(forms: dict[str, Callable], q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor
-                  ) -> list[Tensor]:
-    """FlexAttention takes the window as a tensor. Blocked masks take the dtype of the scores."""
-    build_mask, window = forms["make_mask"], BLOCK
-    if build_mask is build_block_mask:
-        window = torch.full((), BLOCK, device=q.device)
-    elif build_mask is not make_mask:
-        build_mask = functools.partial(build_mask, dtype=q.dtype)
-    return [forms["attention"](q, k, v, build_mask(doc_ids, window))]
-
-
-def norm_rotate_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    leaves, _ = random_inputs((BLOCK, 2, "num_heads", 1, "head_dim"))(cfg, device, dtype)
-    angles = torch.arange(BLOCK, device=device)[:, None, None] / (1.0 + torch.arange(
-        cfg.head_dim // 4, device=device))
-    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
-    rope = expand_rope(rope, cfg.head_dim, cfg.rotary_pairs)
-    table_dtype = torch.float32 if device.type == "cuda" else dtype
-    return leaves, (*(x.to(table_dtype) for x in rope[:2]), cfg.rotary_pairs, cfg.qk_norm)
-
-
-def qkv_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), weight (2HK + HL, D), and RoPE for a paired layer with key offset, two sequences."""
-    heads = Heads(cfg.num_heads, cfg.head_dim, cfg.head_dim, 2 - cfg.num_heads % 2, True, cfg.rotary_pairs,
-                  cfg.qk_norm)
-    K, P = heads.qk_dim, heads.num_positions
-    leaves, _ = random_inputs((BLOCK, "model_dim"), (cfg.num_heads * (2 * K + heads.v_dim), "model_dim"),
-                              scales=[1.0, cfg.model_dim**-0.5])(cfg, device, dtype)
-    positions = torch.arange(BLOCK, device=device) % (BLOCK // 2)
-    angles = positions[:, None, None] / (1.0 + torch.arange(K // 4, device=device)) + torch.arange(
-        P, device=device)[:, None]
-    is_unrotated = mark_unrotated(positions == 0, K // 4, K, cfg.rotary_pairs).to(dtype)
-    rope = Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=device))
-    return leaves, (rope, heads, StepInputs((), {}, is_unrotated, positions == 0))
-
-
-def run_qkv(forms: dict[str, Callable], *inputs) -> list[Tensor]:
-    return [*forms["make_qkv"](*inputs, Operations())]
-
-
-def head_loss_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make normalized x (T, D), weight (V, D), targets (T, 2) (-1: none), loss weights (2,) and softcap."""
-    make = random_inputs((64, "model_dim"), (256, "model_dim"), scales=[1.0, 0.1])
-    (x, weight), _ = make(cfg, device, dtype)
-    targets = torch.arange(128, device=device).view(64, 2)
-    targets = targets.masked_fill(targets % 7 == 3, -1)
-    softcap = Softcap(*cfg.softcap)
-    return [rms_norm(x), weight], (targets, torch.tensor([1.0, 0.5], device=device), softcap)
-
-
-def run_symmetric_matmul(forms: dict[str, Callable], x: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        gram = symmetric_matmul(x)
-        return [forms["symmetric_matmul"](x), forms["symmetric_matmul"](gram, gram, 0.5, 2.0)]
-
-
-def mlp_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    """Make x (T, D), and the matrices up and down (D, M)."""
-    matrix = cfg.model_dim, cfg.mlp_hidden
-    return random_inputs((BLOCK, cfg.model_dim), matrix, matrix, scales=[1.0, *[cfg.model_dim**-0.5] * 2])(
-        cfg, device, dtype)
-
-
-def embedding_inputs(cfg: Config, device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], tuple]:
-    rows = torch.arange(BLOCK, device=device) ** 2 % 50
-    return [], (*random_inputs((64, "model_dim"), (BLOCK, "model_dim"))(cfg, device, dtype)[0], rows)
-
-
-def run_embedding(forms: dict[str, Callable], table: Tensor, grad: Tensor, rows: Tensor) -> list[Tensor]:
-    """Look up rows. Returns the rows, and the gradient of the table."""
-    table = nn.Parameter(table.clone())
-    if forms["embedding"] is not embedding:
-        table.sparse_grad = RowSparseGradient(table.detach().flatten(), *table.shape, Comm())
-    y = forms["embedding"](rows, table)
-    y.backward(grad)
-    return [y.detach(), table.grad if table.grad is not None else table.sparse_grad.wait().view_as(table)]
-
-
-def run_adamw(forms: dict[str, Callable], weight: Tensor, *grads: Tensor) -> list[Tensor]:
-    """Apply one update per gradient. Returns the change of the weight, and the final optimizer state."""
-    param, state = weight.detach().clone(), RULES["adamw"].init_state(weight.detach())
-    for step, grad in enumerate(grads, 1):
-        args = UpdateArgs(*map(torch.tensor, (0.02, 0.001, 0.0, 2.0, 1 - 0.8**step, 1 - 0.95**step)),
-                          betas=(0.8, 0.95), eps=1e-8)
-        forms["adamw"](param, grad.detach(), state, args)
-    return [param - weight.detach(), *state.values()]
-
-
-def run_fp8_mlp(forms: dict[str, Callable], x: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    return [forms["relu2_mlp"](x, up, down, DelayedScaling().to(x.device))]
-
-
-def run_function(forms: dict[str, Callable], *inputs) -> list[Tensor]:
-    """Call the only function of a form."""
-    (function,) = forms.values()
-    return [function(*inputs)]
+FORMS = ("rms_norm", "qkv_kernel", "flex_attention", "block_attention", "head_loss", "cross_entropy",
+         "relu2_mlp", "symmetric_matmul")
+FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
+VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
+FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
+PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
 def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Operations:
-    """Operations with the named fast forms. dtype: dtype of the activations."""
-    ops = Operations()
-    for name in (name for name in list_fast_forms() if name in names):
-        fast = list_fast_forms()[name].fast
-        ops = ops._replace(**{key: fast[key] for key in Operations._fields if key in fast})
-    if "cpu_attention" in names or "block_attention" in names:
-        ops = ops._replace(make_mask=functools.partial(ops.make_mask, dtype=dtype))
-    if "fp8_head" in names:
-        ops = ops._replace(head_loss=functools.partial(
-            fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg)))
-    if "fp8_mlp" in names and "relu2_mlp" in names:
-        ops = ops._replace(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel=True))
-    if "fp8_qkv" in names and "qkv_kernel" in names:
-        ops = ops._replace(make_qkv=functools.partial(fused_qkv, use_fp8=True))
-    return ops
+    """Operations with the named fast forms. Later rows replace earlier ones."""
+    names, replaced = set(names), {}
+    rows = dict(
+        rms_norm=dict(rms_norm=RMSNorm.apply),
+        qkv_kernel=dict(make_qkv=fused_qkv),
+        flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
+        block_attention=dict(make_mask=build_dense_mask, attention=BlockAttention.apply),
+        head_loss=dict(head_loss=fused_head_loss),
+        cross_entropy=dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
+        relu2_mlp=dict(relu2_mlp=FusedMLP.apply),
+        symmetric_matmul=dict(symmetric_matmul=triton_symmetric_matmul),
+        fp8_head=dict(head_loss=functools.partial(
+            fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg))),
+        fp8_mlp=dict(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel="relu2_mlp" in names)),
+        fp8_qkv=dict(make_qkv=functools.partial(fused_qkv, use_fp8=True)))
+    for name, functions in rows.items():
+        if name in names:
+            replaced |= functions
+    return Operations(dtype, **replaced)
 
 
-def compare_forms(row: Fast, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
-                  ) -> list[Tensor]:
-    """Relative error () of each result and of each input gradient of a fast form."""
-    leaves, constants = row.inputs(cfg, device, dtype)
-    results = []
-    for forms in (row.fast, row.plain):
-        inputs = [x.detach().clone().requires_grad_() for x in leaves]
-        run = functools.partial(row.run, forms)
-        if use_compile and row.is_compiled and forms is row.fast:
-            run = torch.compile(run, dynamic=False)
-        outputs = run(*inputs, *constants)
-        if any(output.requires_grad for output in outputs):
-            sum((output.float() * (output.detach().float() + 1)).sum() for output in outputs).backward()
-        results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
-    pairs = list(zip(*results, strict=True))
-    if any((ours is None) != (plain is None) for ours, plain in pairs):
-        raise RuntimeError("its plain form returns gradients for other inputs")
-    return [(ours.float() - plain.float()).norm() / plain.float().norm()
-            for ours, plain in pairs if plain is not None]
+def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[str]]:
+    """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
+    is_gpu = rt.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(rt.device) if is_gpu else (0, 0)
+    has_triton = is_gpu and triton is not None
+    has_kernels = has_triton and capability >= (8, 0)  # the tiles need the registers of these GPUs
+    has_flex = has_triton and capability >= (7, 0)
+    has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
+    has_tiles = cfg.model_dim % 64 == cfg.mlp_hidden % 128 == 0
+    auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
+                head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
+                relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
+                symmetric_matmul=has_kernels)
+    names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
+    has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
+    pays_off = rt.use_compile and cfg.model_dim >= FP8_MIN_DIM  # for measuring amax
+    auto_fp8 = dict(fp8_head=has_fp8, fp8_mlp=has_fp8 and pays_off, fp8_qkv=has_fp8 and pays_off)
+    fp8 = [name for name in FP8_FORMS if name[4:] in cfg.fp8_parts and cfg.fp8 != "off"
+           and (cfg.fp8 == "on" or auto_fp8[name]) and (has_kernels or name != "fp8_qkv")]
+
+    check = FormCheck(cfg, rt.device)
+    names, lines = check.keep_equal(names, torch.float32, 0.01)
+    longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
+    if not {"flex_attention", "block_attention"} & {*names} and longest > PLAIN_ATTENTION_TOKENS:
+        if not has_flex or cfg.fast != ("auto",):
+            raise RunError(f"attention() needs masks of {longest} x {longest} tokens: give --seq_len, "
+                           f"--micro_batch_tokens and --val_seq_len of at most {PLAIN_ATTENTION_TOKENS}", 2)
+        names.append("flex_attention")
+        lines.append("attention() needs too large masks. FlexAttention runs, without an edit of attention()")
+    if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
+        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.3)
+        lines += more_lines
+    return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
 
 
-def verify(name: str, cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool,
-           others: frozenset[str] = frozenset()) -> str:
-    """Why a form cannot be used, or "". FP8 forms call the Triton kernels that `others` names."""
-    row, kernels = list_fast_forms()[name], others & set(TRITON_FORMS)
-    if name in FP8_FORMS and kernels:
-        ops = make_operations(cfg, {name, *kernels}, dtype)
-        row = row._replace(fast={key: getattr(ops, key) for key in row.fast})
-    if name in TRITON_FORMS and triton is None:
-        return "Triton is not installed"
-    if name in TRITON_FORMS and not supports_bfloat16(device):
-        return "its tiles need more registers than GPUs below capability 8.0 have"
-    try:
-        for error in compare_forms(row, cfg, device, dtype, use_compile):
-            if not error < row.tolerance:
-                return f"it differs from its plain form by {float(error):.3g}"
-    except Exception as error:  # a compiler error must not stop training
-        return f"it fails on this {device.type} device: {' '.join(str(error).split())[:120]}"
-    return ""
+class FormCheck:
+    """A small copy of the model: random parameters, 768 tokens in four documents, and its plain results."""
 
-# ==== FAST ATTENTION =======================================================================================
-# Attention without T x T masks, by blocks of queries and keys. With a compiler on a GPU, FlexAttention skips
-# invisible blocks. Elsewhere each block of queries reads the blocks of keys in its window. All masks agree
-# with is_visible() if doc_ids never decrease.
+    def __init__(self, cfg: Config, device: torch.device):
+        stage = dataclasses.replace(cfg.full_stages[0], window_long=255, window_short=140, seq_len=384,
+                                    tokens_per_step=768, num_classes=None)
+        self.cfg = cfg = dataclasses.replace(
+            cfg, vocab_size=min(cfg.vocab_size, 1024), ngram_rows=600 if cfg.ngram_rows else 0,
+            val_windows=(), stages=(stage,), extension_steps=0, embed_dtype="float32",
+            matrix_dtype="float32")
+        torch.manual_seed(0)
+        self.model = GPT(cfg).to(device)
+        for param in self.model.parameters():  # zeros would hide every fault
+            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
+            param.data += std * torch.randn(param.shape).to(device)
+        self.scales = DelayedScales(self.model, Comm())
+        tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
+        tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
+        batch = make_batch(tokens, cfg.vocab_size - 1, cfg.document_mask, cfg.max_attention_len)
+        self.batch, state = move_batch(batch, device), Schedule(cfg).at(0)
+        self.step_inputs = make_step_inputs(state, 768, 384, cfg, device)
+        self.loss_weights = torch.tensor(state.loss_weights, device=device)
+        self.plain = self.run([], torch.float32)
 
-DENSE_BLOCK = {"cpu": 64, "cuda": 256}  # tokens. Small blocks waste less work, large ones multiply faster
+    def run(self, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Loss, all gradients, and an orthogonalized matrix, by the named forms."""
+        ops = make_operations(self.cfg, names, dtype)
+        self.model.zero_grad()
+        loss = self.model(self.batch, self.step_inputs, ops, self.loss_weights)
+        loss.backward()
+        self.scales.collect()
+        matrices = self.model.embed.detach()[:256, :200].expand(2, -1, -1)  # not square
+        named = self.model.named_parameters()
+        results = {name: param.grad for name, param in named if param.grad is not None}
+        return {**results, "loss": loss.detach(), "orthogonalized": orthogonalize(
+            matrices, self.cfg.orthogonalize, torch.float32, ops.symmetric_matmul)}
+
+    def find_error(self, names: list[str], dtype: torch.dtype, limit: float) -> str:
+        """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients."""
+        try:
+            results = self.run(names, dtype)
+        except Exception as error:  # a compiler error must not stop training
+            return f"it fails on this {self.batch.inputs.device.type} device: {str(error).strip()[:120]}"
+        if results.keys() != self.plain.keys():
+            return f"it has gradients of {sorted(results.keys() ^ self.plain.keys())}"
+        for name, plain in self.plain.items():
+            error = float((results[name] - plain).norm() / plain.norm())
+            if not error < limit:
+                return f"{name} differs from its plain form by {error:.3g}"
+        return ""
+
+    def keep_equal(self, names: list[str], dtype: torch.dtype, limit: float) -> tuple[list[str], list[str]]:
+        """The names without forms whose results differ, and a line for each of those."""
+        if not self.find_error(names, dtype, limit):
+            return names, []
+        kept, lines = [], []
+        for name in names:
+            error = self.find_error([*kept, name], dtype, limit)
+            if error:
+                lines.append(f"fast form {name}: off ({error})")
+            else:
+                kept.append(name)
+        return kept, lines
+
+# ==== FAST ATTENTION AND NORM ==============================================================================
+# Attention without T x T masks. On a GPU FlexAttention skips invisible blocks. Elsewhere each block of
+# queries reads the blocks of keys in its window. Masks agree with is_visible() if doc_ids never decrease.
+
+DENSE_BLOCK = 64  # tokens. Small blocks waste less work, large ones multiply faster
 # FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
 FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
                     num_warps=4)
@@ -2887,68 +2803,44 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """attention() by FlexAttention, which never stores the scores."""
     options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
+    attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
     q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
-    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
+    y = attend(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
     return y[0].transpose(0, 1)  # (T, H, K)
 
 
-def choose_blocks(doc_ids: Tensor, window: int, size: int | None) -> tuple[int, int]:
-    """Returns (C, M): a query block of C tokens reads its own key block and the M - 1 blocks before it."""
-    num_tokens = doc_ids.size(0)
-    size = math.gcd(num_tokens, size or DENSE_BLOCK[doc_ids.device.type])
+@functools.cache
+def compile_flex_attention() -> Callable:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def build_dense_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
+    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf.
+
+    A block of queries reads its own block of keys and the M - 1 blocks before it. All blocks share one mask
+    for causality and window. A table look-up hides the keys before the query's document.
+    """
+    num_tokens, window = doc_ids.size(0), int(window)
+    size = math.gcd(num_tokens, DENSE_BLOCK)
     num_blocks = 1 + -(-window // size)
-    return (size, num_blocks) if num_blocks * size < num_tokens else (num_tokens, 1)
-
-
-def build_dense_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32,
-                     size: int | None = None) -> Tensor:
-    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf."""
-    size, num_blocks = choose_blocks(doc_ids, window, size)
-    starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device).view(-1, 1, 1)
-    queries = starts + torch.arange(size, device=doc_ids.device)[:, None]  # (T/C, C, 1)
-    keys = starts + torch.arange((1 - num_blocks) * size, size, device=doc_ids.device)  # (T/C, 1, M * C)
-    visible = (keys >= 0) & is_visible(queries, keys.clamp(min=0), doc_ids, window)
-    return torch.zeros(visible.shape, dtype=dtype, device=doc_ids.device).masked_fill(~visible, -math.inf)
-
-
-def build_cpu_mask(doc_ids: Tensor, window: int, dtype: torch.dtype = torch.float32, size: int | None = None
-                   ) -> Tensor:
-    """Equals build_dense_mask(), but takes a sixth of the time if nothing is compiled. All blocks share one
-    mask for causality and window. A table look-up hides the keys before the query's document."""
-    size, num_blocks = choose_blocks(doc_ids, window, size)
+    if num_blocks * size >= num_tokens:
+        size, num_blocks = num_tokens, 1
     num_keys, num_before = num_blocks * size, (num_blocks - 1) * size
-    square = torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=doc_ids.device)
+    square = torch.full((num_keys, num_keys), -math.inf, device=doc_ids.device)
     hidden = square[:size].triu(num_before + 1) + square[:size].tril(num_before - window - 1)  # (C, M * C)
-    starts = torch.arange(0, doc_ids.size(0), size, device=doc_ids.device)[:, None]
+    starts = torch.arange(0, num_tokens, size, device=doc_ids.device)[:, None]
     first = torch.searchsorted(doc_ids, doc_ids).view(-1, size) - (starts - num_before)  # (T/C, C)
     return F.embedding(first.clamp(min=0), square.tril(-1)).add_(hidden)
 
 
-def split_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (T, H, K) -> query blocks (T/C, H, C, K), and their keys and values (T/C, H, M * C, K)."""
-    num_blocks, size, num_keys = mask.shape
-    blocks = [q.unflatten(0, (num_blocks, size)).transpose(1, 2)]
-    for x in (k, v):
-        x = F.pad(x, (0, 0, 0, 0, num_keys - size, 0)).unflatten(0, (-1, size))  # (T/C + M - 1, C, H, K)
-        x = torch.cat([x[i : i + num_blocks] for i in range(num_keys // size)], dim=1)  # (T/C, M * C, H, K)
-        blocks.append(x.transpose(1, 2))
-    return tuple(blocks)
-
-
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """attention() by blocks, on any device. Memory is linear in T."""
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        y = F.scaled_dot_product_attention(*split_blocks(q, k, v, mask), attn_mask=mask[:, None], scale=1.0)
-    return y.transpose(1, 2).flatten(0, 1)  # (T, H, K)
-
-
 class BlockAttention(torch.autograd.Function):
-    """attend_blocks() without copies of keys and values. A CPU needs a third less time."""
+    """attention() by blocks, without copies of keys and values. Memory is linear in T."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """q, k, v (T, H, K), mask (T/C, C, M * C) -> (T, H, K)."""
         num_blocks, size, num_keys = mask.shape
+        mask = mask.type_as(q)
         q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
         k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
         scores = q.new_empty(q.size(0), *mask.shape)  # (H, T/C, C, M * C)
@@ -2982,22 +2874,14 @@ class BlockAttention(torch.autograd.Function):
         grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
         return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
 
-# ==== FAST NORMS AND ADAM ==================================================================================
-# Closed-form gradients take fewer passes over memory than autograd. With a compiler, each gradient is one
-# kernel. The functions of this section replace rms_norm(), norm_rotate() and adamw().
-
-def inverse_rms(x: Tensor) -> Tensor:
-    """1 / root mean square of x: (..., D) -> (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
-    return torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)
-
 
 class RMSNorm(torch.autograd.Function):
     """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        scale = inverse_rms(x)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
+        scale = torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)  # (..., 1)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -3007,49 +2891,6 @@ class RMSNorm(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
         return torch.addcmul(grad, y, mean, value=-1) * scale
-
-
-class NormRotary(torch.autograd.Function):
-    """norm_rotate() with its gradient. On CPUs it takes a third less time. Rotation and norm commute, so
-    backward needs only the output."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, pairs: str, has_norm: bool) -> Tensor:
-        scale = inverse_rms(x) if has_norm else None
-        y = rotate(x, cos, sin, pairs)
-        y = y * scale if has_norm else y
-        y = y.type_as(x) if y.dtype != x.dtype else y  # PyTorch 2.11 loses gradients of needless casts
-        ctx.pairs = pairs
-        ctx.save_for_backward(y, cos, sin, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """grad (T, ..., K) -> gradient of x."""
-        y, cos, sin, scale = ctx.saved_tensors
-        if scale is not None:  # the gradient of the norm. The mean square of the output is cos^2 + sin^2
-            square = (cos[:1, ..., :1].square() + sin[:1, ..., :1].square()) * y.size(-1)
-            mean = torch.linalg.vecdot(grad, y)[..., None] / square
-            grad = torch.addcmul(grad, y, mean.type_as(grad), value=-1) * scale
-        return rotate(grad, cos, sin, ctx.pairs, inverse=True).type_as(y), None, None, None, None
-
-
-def can_fuse_adamw(bucket: Bucket, cfg: Config) -> bool:
-    """Whether fused_adamw() can update a bucket: float32, one learning rate, no cautious decay."""
-    dtypes = {bucket.values.dtype, *(state.dtype for state in bucket.state.values())}
-    return (bucket.group.rule == "adamw" and cfg.decay == "decoupled" and dtypes == {torch.float32}
-            and bucket.lr_mul.numel() == bucket.wd_mul.numel() == 1)
-
-
-def fused_adamw(param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
-    """Apply rule adamw by PyTorch's kernel, which takes an eighth of the time on a CPU. A huge step count
-    disables the kernel's bias correction. Instead lr includes the correction, because adamw() adds eps
-    before it."""
-    lr = float(args.lr * args.bias_correction2.sqrt() / args.bias_correction1)
-    torch._fused_adamw_(
-        [param], [grad * args.grad_scale], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-        [torch.tensor(1e9)], lr=lr, beta1=float(args.betas[0]), beta2=float(args.betas[1]), eps=args.eps,
-        amsgrad=False, maximize=False, weight_decay=float(args.weight_decay) / lr if lr else 0.0)
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
@@ -3103,45 +2944,16 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     return torch._scaled_mm(a, b.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-class LinearFP8(torch.autograd.Function):
-    """x W^T in FP8 for queries, keys and values. The weight's scale is amax / limit."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        """x (T, K) normalized, weight (N, K) -> (T, N)."""
-        x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
-        w8, w_scale = quantize_fp8(weight, E4M3)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.weight_dtype = weight.dtype
-        return scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """grad (T, N) -> gradients of x (T, K) and weight (N, K)."""
-        x8, x_scale, w8, w_scale = ctx.saved_tensors
-        grad8, scale = quantize_fp8(grad, E4M3, QKV_LIMIT / 448)
-        grad_t, x_t = grad8.T.contiguous(), x8.T.contiguous()
-        grad_x = scaled_matmul(grad8, w8.T.contiguous(), scale, w_scale, grad.dtype, fast=False)
-        grad_w = scaled_matmul(grad_t, x_t, scale, x_scale, grad.dtype, fast=False)
-        return grad_x, grad_w.to(ctx.weight_dtype)
-
-
-def make_qkv_fp8(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs,
-                 ops: Operations) -> tuple[Tensor, Tensor, Tensor]:
-    """make_qkv() with LinearFP8."""
-    return make_qkv(x, weight, rope, heads, step_inputs, ops._replace(linear=LinearFP8.apply))
-
-
 class MLPFP8(torch.autograd.Function):
     """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
 
     @staticmethod
     def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_grad_scale: Tensor,
-                amax: Tensor, use_kernel: bool) -> Tensor:
+                use_kernel: bool) -> Tensor:
         """x (T, D), up and down (D, M) -> (T, D).
 
-        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up.
-        amax (2,) is not used. Backward returns the amax of these two tensors as its gradient.
+        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up. Backward
+        returns the amax of these two tensors as the gradients of their scales.
         """
         x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
@@ -3153,8 +2965,8 @@ class MLPFP8(torch.autograd.Function):
         return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, Tensor, None]:
-        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and amax (2,)."""
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and two amax ()."""
         (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale, hidden_amax,
          pre_grad_scale) = ctx.saved_tensors
         grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
@@ -3165,44 +2977,39 @@ class MLPFP8(torch.autograd.Function):
         x_t, grad_t = (transpose(y, ctx.use_kernel) for y in (x8, grad8))
         grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_grad_scale, grad.dtype, fast=False)
         grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
-        return grad_x, grad_up, grad_down, None, None, torch.stack((hidden_amax, pre_amax)), None
+        return grad_x, grad_up, grad_down, hidden_amax, pre_amax, None
 
 
-def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scaling: DelayedScaling, use_kernel: bool = False
-                  ) -> Tensor:
-    return MLPFP8.apply(x, up, down, scaling.hidden_scale, scaling.pre_grad_scale, scaling.amax, use_kernel)
-
-
-class DelayedScaling(nn.Module):
-    """Scales of MLPFP8, from the amax of the previous step. A kernel can then quantize its own result."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("hidden_scale", torch.tensor(1.0), persistent=False)
-        self.register_buffer("pre_grad_scale", torch.tensor(2.0**-3), persistent=False)
-        self.register_buffer("amax", torch.zeros(2), persistent=False)  # its gradient is the amax
+def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scales: tuple[Tensor, Tensor],
+                  use_kernel: bool = False) -> Tensor:
+    return MLPFP8.apply(x, up, down, *scales, use_kernel)
 
 
 class DelayedScales:
-    """Delayed scaling of a whole model. The amax over all ranks determines the scales of the next step."""
+    """Scales of MLPFP8 in all MLPs. They follow from the amax of the previous step over all ranks.
+
+    So a kernel can quantize its own result.
+    """
 
     FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
-    def __init__(self, model: nn.Module, comm: Comm):
-        modules = [module for module in model.modules() if isinstance(module, DelayedScaling)]
-        self.scales = [scale for m in modules for scale in (m.hidden_scale, m.pre_grad_scale)]
-        self.inputs = [m.amax.requires_grad_() for m in modules]
-        self.comm, self.amax, self.work = comm, None, None  # amax (modules, 2) of this step so far
-        device = self.scales[0].device if modules else None
+    def __init__(self, model: GPT, comm: Comm, has_fp8: bool = True):
+        mlps = [module for module in model.modules() if isinstance(module, MLP) and has_fp8]
+        self.comm, self.amax, self.work, device = comm, None, None, model.embed.device
+        self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
+        for mlp in mlps:
+            mlp.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
+                               for value in (1.0, 2.0**-3))
+            self.leaves += mlp.scales
         self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
     def collect(self) -> None:
         """After each backward: keep the largest amax. Autograd would add the micro-batches."""
-        if self.inputs and self.inputs[0].grad is not None:
-            found = torch.stack([amax.grad for amax in self.inputs])
+        if self.leaves and self.leaves[0].grad is not None:
+            found = torch.stack([leaf.grad for leaf in self.leaves]).view(-1, 2)  # (MLPs, 2)
             self.amax = found if self.amax is None else torch.maximum(self.amax, found)
-            for amax in self.inputs:
-                amax.grad = None
+            for leaf in self.leaves:
+                leaf.grad = None
 
     def start(self) -> None:
         """After the last backward: start the asynchronous amax all-reduce."""
@@ -3215,10 +3022,18 @@ class DelayedScales:
             self.work.wait()
         if self.amax is not None:
             is_usable = self.amax.isfinite() & (self.amax > 0)
-            old = torch.stack(self.scales).view_as(self.amax)
-            new = (self.amax * self.factors).maximum(self.floors).where(is_usable, old)
-            torch._foreach_copy_(self.scales, list(new.flatten().unbind()))
+            new = (self.amax * self.factors).maximum(self.floors)
+            self.set(new.where(is_usable, self.read().view_as(new)).flatten())
             self.clear()
+
+    @torch.no_grad()
+    def set(self, scales: Tensor) -> None:
+        """Set all scales (2 * MLPs,)."""
+        torch._foreach_copy_(self.leaves, list(scales.unbind()))
+
+    def read(self) -> Tensor:
+        """All scales (2 * MLPs,)."""
+        return torch.stack(self.leaves).detach()
 
     def clear(self) -> None:
         self.amax = self.work = None
@@ -3234,8 +3049,9 @@ class FusedQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
-                is_start: Tensor, heads: Heads, use_fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, n), is_start (T,) -> q, k, v."""
+                num_rotating: int, is_start: Tensor, heads: Heads, use_fp8: bool
+                ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
         tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
         if use_fp8:
             x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
@@ -3244,8 +3060,9 @@ class FusedQKV(torch.autograd.Function):
         else:
             packed = x @ weight.type_as(x).T
         q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
-        launch_qkv(packed, tables, heads, q, k)
-        ctx.heads, ctx.use_fp8, ctx.weight_dtype = heads, use_fp8, weight.dtype
+        launch_qkv(packed, tables, num_rotating, heads, q, k)
+        ctx.num_rotating, ctx.heads = num_rotating, heads
+        ctx.use_fp8, ctx.weight_dtype = use_fp8, weight.dtype
         ctx.save_for_backward(packed, *tables, *((x8, x_scale, w8, w_scale) if use_fp8 else (x, weight)))
         return q, k, packed[:, 2 * H * K :]
 
@@ -3256,33 +3073,34 @@ class FusedQKV(torch.autograd.Function):
         grads = [grad.contiguous() for grad in grads]
         grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
         grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
-        launch_qkv(packed, tables, ctx.heads, *grads, grad, grad_t)
+        launch_qkv(packed, tables, ctx.num_rotating, ctx.heads, *grads, grad, grad_t)
         if ctx.use_fp8:
             (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], QKV_LIMIT / 448)
             grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
             grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
         else:
             grad_x, grad_w = grad @ saved[1].type_as(grad), grad.T @ saved[0]
-        return grad_x, grad_w.to(ctx.weight_dtype), None, None, None, None, None, None
+        return grad_x, grad_w.to(ctx.weight_dtype), *[None] * 7
 
 
 def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
               use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls, see LinearFP8."""
+    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
 
-def launch_qkv(packed: Tensor, tables: Iterable[Tensor], heads: Heads, q: Tensor, k: Tensor,
-               v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None) -> None:
+def launch_qkv(packed: Tensor, tables: Iterable[Tensor], num_rotating: int, heads: Heads, q: Tensor,
+               k: Tensor, v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None
+               ) -> None:
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
-    (num_tokens, width), (H, K, L, P, key_offset, pairs, has_norm) = packed.shape, heads
+    (num_tokens, width), (H, K, L, P, key_offset, has_norm) = packed.shape, heads
     cos, sin, softmax_scale, is_start = tables
     num_slots, width_k = 2 * H + (0 if grad is None else triton.cdiv(H * L, K)), triton.next_power_of_2(K)
     block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
     qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
         packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
-            v, grad, grad_t)), num_tokens, width, H, K, P, cos.size(-1), grad is not None,
-        0.0 if grad_t is None else 448 / QKV_LIMIT, RMS_EPS, pairs == "adjacent", has_norm, key_offset,
+            v, grad, grad_t)), num_tokens, width, H, K, P, num_rotating, grad is not None,
+        0.0 if grad_t is None else 448 / QKV_LIMIT, RMS_EPS, has_norm, key_offset,
         BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
@@ -3367,42 +3185,32 @@ def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() by a kernel, which does not store x @ up."""
+    """relu2_mlp() by a kernel, which does not store x @ up. Sources: 2026-01-14, 2026-06-11."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, _scales: tuple | None = None) -> Tensor:
         """x (T, D), up and down (D, M) -> (T, D)."""
-        hidden = relu2_matmul(x, up)  # (T, M)
+        hidden = launch_relu2_matmul(x.contiguous(), up.contiguous(), None, x.dtype)  # (T, M)
         ctx.save_for_backward(x, up, down, hidden)
         return hidden @ down.T
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """grad (T, D) -> gradients of x (T, D), up and down (D, M)."""
         x, up, down, hidden = ctx.saved_tensors
-        grad_pre = relu2_matmul(grad, down, hidden)  # (T, M)
-        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden
-
-
-def fused_relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scaling: DelayedScaling | None = None) -> Tensor:
-    return FusedMLP.apply(x, up, down)
-
-
-def relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
-
-    The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
-    form's result. Sources: 2026-01-14, 2026-06-11.
-    """
-    return launch_relu2_matmul(x.contiguous(), w.contiguous(), hidden, x.dtype)
+        grad_pre = launch_relu2_matmul(grad.contiguous(), down.contiguous(), hidden, grad.dtype)  # (T, M)
+        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden, None
 
 
 def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_scale: Tensor,
                      out_dtype: torch.dtype, dtype: torch.dtype, use_kernel: bool,
                      hidden: Tensor | None = None, hidden_scale: Tensor | None = None
                      ) -> tuple[Tensor, Tensor, Tensor]:
-    """relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M). Returns the output / out_scale in FP8, its
-    transpose (M, T), and the amax () of the output. dtype: of the product x w, if no kernel is used."""
+    """launch_relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M).
+
+    Returns the output / out_scale in FP8, its transpose (M, T), and the amax () of the output. dtype: of the
+    product x w, if no kernel is used.
+    """
     w_t = w.T.contiguous()  # (M, D), the layout of FP8 tensor cores
     if use_kernel:
         scale = x_scale * w_scale if hidden is None else x_scale * w_scale * hidden_scale.sqrt()
@@ -3418,7 +3226,11 @@ def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out
 def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: torch.dtype,
                         out_t: Tensor | None = None, scales: Tensor | None = None, amax: Tensor | None = None
                         ) -> Tensor:
-    """Launch relu2_matmul_kernel. out_t (M, T), scales (2,) and amax (): only for FP8."""
+    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
+
+    The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
+    form's result. out_t (M, T), scales (2,) and amax (): only for FP8.
+    """
     (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
     is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients: float32 sums
     is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.device.type == "cuda"
@@ -3485,27 +3297,22 @@ if triton is not None:
             tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
 
     @triton.jit
-    def split_pairs(x, IS_ADJACENT: tl.constexpr):
+    def split_halves(x):
         """x (T, K) -> first and second channel of each pair, (T, K/2) each."""
-        HALF: tl.constexpr = x.shape[1] // 2
-        if IS_ADJACENT:
-            return tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
-        else:
-            return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, HALF)), (0, 2, 1)))
+        return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
     @triton.jit
-    def join_pairs(first, second, IS_ADJACENT: tl.constexpr):
-        """Inverse of split_pairs()."""
-        x = tl.join(first, second)
-        x = x if IS_ADJACENT else tl.permute(x, (0, 2, 1))
+    def join_halves(first, second):
+        """Inverse of split_halves()."""
+        x = tl.permute(tl.join(first, second), (0, 2, 1))
         return tl.reshape(x, (first.shape[0], 2 * first.shape[1]))
 
     @triton.jit
     def qkv_kernel(packed_ptr, cos_ptr, sin_ptr, softmax_scale_ptr, is_start_ptr, q_ptr, k_ptr, v_ptr,
                    grad_ptr, grad_t_ptr, T, WIDTH, H: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
                    N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
-                   IS_ADJACENT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr,
-                   BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+                   HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+                   BLOCK_K: tl.constexpr):
         """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate.
 
         In backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
@@ -3515,8 +3322,8 @@ if triton is not None:
         slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         HALF: tl.constexpr = BLOCK_K // 2
         columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
-        inside, is_unrotated = columns < K, (columns >= 2 * N if IS_ADJACENT else columns % HALF >= N)
-        if BLOCK_K > K and not IS_ADJACENT:  # pad each half of a head to half a tile
+        inside, is_unrotated = columns < K, columns % HALF >= N
+        if BLOCK_K > K:  # pad each half of a head to half a tile
             inside, columns = columns % HALF < K // 2, columns % HALF + columns // HALF * (K // 2)
         inside = (tokens[:, None] < T) & inside[None, :] & (slot * K + columns[None, :] < WIDTH)
         packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
@@ -3525,7 +3332,7 @@ if triton is not None:
             x = tl.load(packed_ptr + packed, mask=inside, other=0.0).to(tl.float32)
             inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / K + EPS) if HAS_NORM else 1.0
             x *= inverse_rms
-            table = (tokens[:, None] * P + head % P) * N + pairs[None, :]
+            table = (tokens[:, None] * P + head % P) * (K // 2) + pairs[None, :]
             rotates = (tokens[:, None] < T) & (pairs[None, :] < N)
             scale = tl.where(is_key, 1.0, tl.load(softmax_scale_ptr).to(tl.float32))
             cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
@@ -3547,13 +3354,13 @@ if triton is not None:
                 grad = tl.load(out_ptr + here, mask=stays, other=0.0).to(tl.float32)
                 if HAS_OFFSET:
                     grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)
-                first, second = split_pairs(grad, IS_ADJACENT)
-                grad = join_pairs(first * cos - second * sin, second * cos + first * sin, IS_ADJACENT)
+                first, second = split_halves(grad)
+                grad = join_halves(first * cos - second * sin, second * cos + first * sin)
                 if HAS_NORM:
                     grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) * inverse_rms
             else:
-                first, second = split_pairs(x, IS_ADJACENT)
-                y = join_pairs(first * cos + second * sin, second * cos - first * sin, IS_ADJACENT)
+                first, second = split_halves(x)
+                y = join_halves(first * cos + second * sin, second * cos - first * sin)
                 y = y.to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + here, y, mask=stays)
                 if HAS_OFFSET:
@@ -3684,272 +3491,176 @@ if triton is not None:
         if LIMIT > 0:
             tl.store(out_t_ptr + columns.to(tl.int64)[:, None] * ROWS + rows[None, :], total.T)
 
-# ==== ROW-SPARSE GRADIENTS =================================================================================
-# Few rows of value and n-gram embeddings have a gradient. Each rank sums the gradients of each row and sends
-# (row, sum) pairs to the owners of the rows. They have a tenth of the bytes of the dense gradient. The order
-# of additions is fixed. Forward builds the RowPlan, so its counts are on the host before backward.
+# ==== TABLES ===============================================================================================
+# The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
+# rows that each rank reads in a micro-batch. Forward fetches them from their owners into a leaf, and reads
+# the leaf. Autograd sums the leaf's gradient, and a hook sends it back to the owners. So no row numbers are
+# sent, and neither counts nor sums depend on the order of arrival.
 
-class DistinctRows(typing.NamedTuple):
-    """The distinct rows among row numbers (T,). [7, 3, 7] has rows [3, 7, padding] and places [1, 0, 1]."""
+class RowPlan(typing.NamedTuple):
+    """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
 
-    rows: Tensor  # (T,) distinct, in ascending order, then padding
-    places: Tensor  # (T,) index in `rows` of each row number
-
-
-def find_distinct(rows: Tensor, padding: int) -> DistinctRows:
-    ordered, order = rows.long().sort(stable=True)  # (T,)
-    is_new = torch.ones_like(ordered, dtype=torch.bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    places = is_new.cumsum(0) - 1
-    distinct = torch.full_like(ordered, padding).scatter_(0, places, ordered)
-    return DistinctRows(distinct, torch.empty_like(places).scatter_(0, order, places))
+    places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
+    wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
+    sent: tuple[int, ...]  # number of wanted rows by reader
+    received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
 
 
-def sum_rows(grad: Tensor, distinct: DistinctRows, out: Tensor | None = None, grid: float = 0.0) -> Tensor:
-    """Sum grad (T, D) of each distinct row, in a fixed order -> (T, D). The remaining entries are zero.
-
-    With out (R, D) add the sums to its rows, and return it. Sums are rounded to multiples of grid. The sum
-    of row `padding` is undefined.
-    """
-    sums = torch.ops.aten.embedding_dense_backward(grad, distinct.places, len(grad), -1, False)
-    sums = round_to_multiple(sums, grid) if grid else sums
-    return sums if out is None else add_rows(out, distinct.rows, sums)
-
-
-def add_rows(out: Tensor, rows: Tensor, sums: Tensor) -> Tensor:
-    """Add sums (n, D) to distinct rows (n,). Only padding repeats. index_add_() is six times slower."""
-    out[rows] = out[rows] + sums
-    return out
+def plan_rows(reads: list[Tensor], rank: int, num_rows: int) -> RowPlan:
+    """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
+    size = -(-num_rows // len(reads))
+    first_row = rank * size
+    distinct, places = reads[rank].unique(return_inverse=True)
+    received = torch.bincount(distinct // size, minlength=len(reads)).tolist()
+    wanted = []
+    for rows in reads:
+        owned = rows[(rows >= first_row) & (rows < first_row + size)]
+        wanted.append(torch.from_numpy(np.sort(owned.numpy())).unique_consecutive())  # faster than unique()
+    return RowPlan(places, torch.cat(wanted).long() - first_row, tuple(map(len, wanted)), tuple(received))
 
 
-class RowPlan:
-    """The distinct rows of a table that the tokens of a micro-batch read, and the ranks that own them."""
-
-    def __init__(self, rows: Tensor, num_rows: int, comm: Comm):
-        """rows (T,) of a table (num_rows, D)."""
-        self.comm, self.rows_per_rank, self.received_rows = comm, -(-num_rows // comm.world_size), None
-        self.distinct = find_distinct(rows, self.rows_per_rank * comm.world_size)
-        if comm.world_size > 1:
-            first = torch.arange(1 + comm.world_size, device=rows.device) * self.rows_per_rank
-            counts = torch.searchsorted(self.distinct.rows, first).diff()  # (N,) rows that each rank owns
-            self.counts = HostCopy(comm.gather_shards(counts[None]))  # (N, N), senders by owners
-
-    def send_rows(self) -> tuple[list[int], list[int]]:
-        """Send row numbers to their owners, once for all tables. Returns counts by owner, and by sender."""
-        counts, rank = self.counts.read().tolist(), self.comm.rank
-        sent, received = counts[rank], [row[rank] for row in counts]
-        if self.received_rows is None:
-            self.received_rows = self.comm.all_to_all(
-                self.distinct.rows[: sum(sent), None], sent, received)
-        return sent, received
-
-    def send(self, sums: Tensor) -> ReceivedRows:
-        """Send sums (T, D) of the rows to their owners."""
-        sent, received = self.send_rows()
-        return ReceivedRows(*self.received_rows, *self.comm.all_to_all(sums[: sum(sent)], sent, received),
-                            received, self.rows_per_rank * self.comm.rank)
-
-    def fetch(self, shard: Tensor) -> Tensor:
-        """The distinct rows (n, D) of a ShardedTable, from their owners."""
-        sent, received = self.send_rows()
-        rows, work = self.received_rows
-        work.wait()
-        wanted = shard[rows[:, 0] - self.rows_per_rank * self.comm.rank]
-        fetched, work = self.comm.all_to_all(wanted, received, sent)
-        work.wait()
-        return fetched
+def plan_reads(tokens: list[np.ndarray], rank: int, cfg: Config) -> tuple[RowPlan, RowPlan | None]:
+    """Plans for value embeddings and n-grams. tokens: the inputs (sequences, seq_len) of each rank."""
+    is_start = torch.arange(tokens[0].size) % tokens[0].shape[1] == 0
+    tokens = [torch.from_numpy(x.astype(np.int32).ravel()) for x in tokens]
+    token_plan = plan_rows(tokens, rank, cfg.padded_vocab_size)
+    if not cfg.ngram_rows:
+        return token_plan, None
+    rows = [hash_ngrams(x, is_start, cfg.ngram_rows, cfg.ngram_order).flatten() for x in tokens]
+    return token_plan, plan_rows(rows, rank, cfg.ngram_rows)
 
 
-class ReceivedRows(typing.NamedTuple):
-    """Rows of a gradient that arrive on this rank, ordered by sender."""
-
-    rows: Tensor  # (n, 1)
-    rows_work: dist.Work
-    sums: Tensor  # (n, D)
-    sums_work: dist.Work
-    counts: list[int]  # number of rows by sender
-    first_row: int  # of this rank's shard
-
-    def wait(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait, then return (rows within the shard (n,), sums (n, D)) from each sender."""
-        self.rows_work.wait()
-        self.sums_work.wait()
-        rows = self.rows[:, 0] - self.first_row
-        return zip(rows.split(self.counts), self.sums.split(self.counts))
+def make_ngram_table(cfg: Config, rt: Runtime) -> Tensor | None:
+    """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
+    if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
+        return None
+    num_rows = -(-cfg.ngram_rows // rt.world_size) + 1  # and one of padding
+    return torch.zeros(num_rows, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype), device=rt.device)
 
 
-class RowSparseGradient:
-    """Gradient of this rank's shard of a table, accumulated from row sums."""
+class Table(Bucket):
+    """A table whose rows (R, D) are divided among the ranks.
 
-    is_dense = True  # the gradient has all rows of the shard
-
-    def __init__(self, shard: Tensor, num_rows: int, row_size: int, comm: Comm, grid: float = 0.0,
-                 on_added: Callable[[], None] | None = None):
-        self.shard, self.num_rows, self.row_size, self.comm = shard, num_rows, row_size, comm
-        self.grid, self.on_added = grid, on_added
-        self.sums = None  # (rows of the shard + 1 of padding, D)
-        if self.is_dense:
-            self.sums = shard.new_zeros(len(shard) // row_size + 1, row_size)
-        self.received: ReceivedRows | None = None
-
-    def add(self, plan: RowPlan, grad: Tensor) -> None:
-        """Add grad (T, D) of a micro-batch. Several ranks send its sums, and add the previous sums."""
-        is_alone = self.comm.world_size == 1
-        sums = sum_rows(grad, plan.distinct, self.sums if is_alone else None, self.grid)
-        if not is_alone:
-            received, self.received = self.received, plan.send(sums)
-            self._accumulate(received.wait() if received else ())
-        elif not self.is_dense:  # else sum_rows() has added them
-            self._accumulate([(plan.distinct.rows, sums)])
-        if self.on_added:
-            self.on_added()
-
-    def wait(self) -> Tensor:
-        """The gradient of the shard (M/N,), after all communication."""
-        if self.received:
-            received, self.received = self.received, None
-            self._accumulate(received.wait())
-        return self.sums[:-1].flatten()
-
-    def clear(self) -> None:
-        self.received = None
-        self.sums.zero_()
-
-    def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-        for rows, sums in pieces:
-            add_rows(self.sums, rows, sums)
-
-
-def can_shard(group: Group, rt: Runtime) -> bool:
-    """Whether tables of this group are divided among the ranks. See ShardedTable."""
-    return "sparse_embedding" in rt.fast and bool(RULES[group.rule].row_state)
-
-
-class ShardedTable(Bucket):
-    """A table whose rows (R, D) are divided among the ranks. An update visits only rows with a gradient.
-
-    A rank stores R/N rows and one extra row at the end. Padding points to it, and no update changes it.
-    Source: record 92.
+    With a rule that has state per row, an update visits only rows with a gradient. The last row of the shard
+    is then padding. Source: record 92.
     """
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
 
-    def _store(self) -> None:
+    def store(self, cfg: Config) -> None:
+        """The parameter becomes this rank's rows."""
         ((name, param),) = self.params.items()
-        self.values, self.shard, self.slices = param.data, param.data, {name: slice(None)}
+        comm = self.comm
+        self.is_sparse = bool(self.rule.row_state)
+        self.num_rows = cfg.ngram_rows if name == "ngram" else len(param)
+        size = -(-self.num_rows // comm.world_size)
+        if name != "ngram" or not self.is_sparse:  # else GPT has only this rank's rows
+            param.data = param.data[comm.rank * size :][:size].clone()
+        self.values = self.shard = param.data
+        self.unit, self.first_row = param.shape[1:], comm.rank * size
+        param.owner = self
         self.is_dry = False  # updates change nothing, for the warm-up
-        # One entry per update: the old values of the rows that it changed. None: no snapshot needs them. The
-        # first entry belongs to update number `first_undo`
-        self.undo: deque | None = None
-        self.first_undo = 0
+        self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
+        self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
+        self.total = None if self.is_sparse else torch.zeros_like(self.shard)
 
-    def update(self, update: Callable, args: UpdateArgs, timer: StepTimer) -> None:
-        """Wait for the gradients, update the rows that have one, clear the gradients."""
-        timer.enter("communication")
-        rows, grad = self.sparse.wait()  # (n,), (n, D)
-        timer.enter("optimizer")
-        size = min(self.ROWS_AT_ONCE, 1 << (len(rows) - 1).bit_length())  # a power of 2: few shapes compile
-        padding = -len(rows) % size
-        rows, grad = F.pad(rows, (0, padding), value=len(self.shard) - 1), F.pad(grad, (0, 0, 0, padding))
-        tensors, replaced = [self.shard, *self.state.values()], []
+    def start_reading(self, plan: RowPlan) -> TableRows:
+        """Fetch the rows of a micro-batch into a leaf."""
+        leaf, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
+        if torch.is_grad_enabled():
+            leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+        return TableRows(leaf, plan.places, work)
+
+    def add_hooks(self) -> None:
+        """start_reading() adds them to its leaves."""
+
+    def add(self, plan: RowPlan, leaf: Tensor) -> None:
+        """Send the gradient of a leaf to the owners of the rows."""
+        self.collect()  # of earlier micro-batches, so that memory is bounded
+        grad = round_to_multiple(leaf.grad, self.grid) if self.grid else leaf.grad
+        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
+        leaf.grad = None
+
+    def start_reduce(self) -> None:
+        """The hooks of the leaves have sent the gradients."""
+
+    def collect(self) -> None:
+        """Add the gradients that arrive, by micro-batch and sender."""
+        for plan, grad, work in self.arriving:
+            if work is not None:
+                work.wait()
+            self.pieces += zip(plan.wanted.split(plan.sent), grad.split(plan.sent))
+        self.arriving = []
+        if not self.is_sparse:
+            for rows, grad in self.pieces:
+                self.total[rows] += grad  # index_add_() is six times slower
+            self.pieces = []
+
+    def wait_for_gradient(self) -> None:
+        self.collect()
+        self.grad = self.total
+        if self.is_sparse:
+            rows, grads = map(torch.cat, zip(*self.pieces))
+            self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
+
+    def update(self, update: Callable, args: UpdateArgs) -> None:
+        """Update all rows, or those that have a finite gradient. Clear the gradients."""
+        if not self.is_sparse:
+            super().update(update, args)
+            return
+        num_rows = len(self.rows)
+        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())  # a power of 2: few shapes compile
+        padding = -num_rows % size
+        rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
+        grad = F.pad(self.grad, (0, 0, 0, padding))
+        tensors = [self.shard, *self.state.values()]
         for part, part_grad in zip(rows.split(size), grad.split(size)):
             new = [tensor[part] for tensor in tensors]
-            if self.undo is not None and not self.is_dry:
-                replaced.append((part, [x.clone() for x in new]))
             update(new[0], part_grad, dict(zip(self.state, new[1:])), args)  # changes `new` in place
-            for tensor, values in zip(tensors, new) if not self.is_dry else ():
-                tensor[part] = values
-        if replaced:
-            self.undo.append(replaced)
-        timer.add_norms(self, grad, None)
+            for tensor, values in zip(tensors, new):
+                if not self.is_dry:
+                    tensor[part] = values
         self.clear()
-        self.needs_gather = True
 
     def start_gather(self) -> None:
-        self.needs_gather = False  # forward fetches the rows that it needs
+        """Forward fetches the rows that it needs."""
 
-    def mark(self) -> int:
-        """Record updates from now on. Returns a mark. take_back(mark) restores the present rows."""
-        self.undo = deque() if self.undo is None else self.undo
-        return self.first_undo + len(self.undo)
-
-    def take_back(self, mark: int) -> None:
-        """Undo all updates since mark() returned this number."""
-        while self.first_undo + len(self.undo) > mark:
-            for part, old in self.undo.pop():
-                for tensor, values in zip([self.shard, *self.state.values()], old):
-                    tensor[part] = values
-
-    def forget(self, mark: int | None) -> None:
-        """Delete the records before this mark. None: delete all, and stop recording."""
-        if mark is None:
-            self.undo = None
-        while self.undo and self.first_undo < mark:
-            self.undo.popleft()
-            self.first_undo += 1
-
-    def owned(self) -> Iterator[tuple[str, int, slice]]:
-        start, num_rows = self.comm.rank * (len(self.shard) - 1), len(self.shard) - 1
-        for name in self.params:
-            yield name, start, slice(0, max(0, min(num_rows, self.sparse.num_rows - start)))
-
-    def count_units(self, _name: str) -> int:
-        return self.sparse.num_rows
-
-
-class SparseRows(RowSparseGradient):
-    """Gradient of this rank's rows of a ShardedTable, only of rows that were read since the last update."""
-
-    is_dense = False
-    pieces: tuple[tuple[Tensor, Tensor], ...] = ()  # rows of the shard (n,), and their sums (n, D)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Distinct rows (n,) and their gradients (n, D), after all communication. The rest is padding."""
-        if self.received:
-            received, self.received = self.received, None
-            self._accumulate(received.wait())
-        rows, sums = (torch.cat(x) for x in zip(*self.pieces))
-        distinct = find_distinct(rows, len(self.shard) - 1)
-        return distinct.rows, sum_rows(sums, distinct)
+    def gather(self) -> Tensor:
+        """The whole table (R, D), on the CPU."""
+        ((_, _, owned),) = self.owned()
+        return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
 
     def clear(self) -> None:
-        self.received, self.pieces = None, ()
+        self.grad, self.pieces, self.arriving = None, [], []
+        if not self.is_sparse:
+            self.total.zero_()
 
-    def _accumulate(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.pieces = (*self.pieces, *pieces)
+    def owned(self) -> Iterator[tuple[str, int, slice]]:
+        num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
+        yield self.name, self.first_row, slice(0, max(0, num_rows))
 
-
-class SparseEmbedding(torch.autograd.Function):
-    """embedding() whose backward adds row sums to table.sparse_grad and makes no dense table.grad."""
-
-    @staticmethod
-    def forward(ctx, table: nn.Parameter, rows: Tensor, plan: RowPlan) -> Tensor:
-        """table (R, D), rows (T,) -> (T, D)."""
-        ctx.table, ctx.plan = table, plan
-        if isinstance(table.sparse_grad, SparseRows) and plan.comm.world_size > 1:
-            return F.embedding(plan.distinct.places, plan.fetch(table))
-        return F.embedding(rows, table)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None, None]:
-        ctx.table.sparse_grad.add(ctx.plan, grad)  # (T, D)
-        return None, None, None
+    def count_units(self, _name: str) -> int:
+        return self.num_rows
 
 
-def sparse_embedding(rows: Tensor, table: Tensor) -> Tensor:
-    """embedding() by SparseEmbedding. All tables that read one tensor of rows share a plan, rows.plan."""
-    if not torch.is_grad_enabled() and not isinstance(table.sparse_grad, SparseRows):
-        return F.embedding(rows, table)
-    if not hasattr(rows, "plan"):
-        rows.plan = RowPlan(rows, table.sparse_grad.num_rows, table.sparse_grad.comm)
-    return SparseEmbedding.apply(table, rows, rows.plan)
+def sum_equal_rows(rows: Tensor, grad: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Sum the gradients (n, D) of equal rows (n,), in their order. Returns (rows (n,), sums (n, D)).
+
+    The rows are distinct, in ascending order, then padding. So their number stays on the device.
+    """
+    ordered, order = rows.sort(stable=True)
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    ordered_places = is_new.cumsum(0) - 1
+    distinct = torch.full_like(ordered, padding).scatter_(0, ordered_places, ordered)
+    places = torch.empty_like(order).scatter_(0, order, ordered_places)
+    return distinct, torch.ops.aten.embedding_dense_backward(grad, places, len(grad), -1, False)
 
 # ############################## PART THREE: INFRASTRUCTURE #################################################
 
 # ==== DEVICE ===============================================================================================
-# The device, the process group, and the choices made at startup: dtype, compiler, fast forms, FP8. All ranks
-# use rank 0's choices, and the run stores them as options. To add a choice, add it to choose_precision() and
-# describe_choices().
+# The device, the process group, and the choices made at startup: dtype, compiler, fast forms with FP8. All
+# ranks use rank 0's choices, and the run stores them as options.
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -3967,9 +3678,8 @@ class Runtime:
     comm: Comm = dataclasses.field(default_factory=lambda: Comm())
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
-    fast: frozenset[str] = frozenset()  # names in list_fast_forms() that replace code of part one
-    fp8: frozenset[str] = frozenset()  # names in FP8_FORMS, used during training
-    ngram_rows: int = 0  # for --ngram_rows=-1. 0: the record's number
+    fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
+    ngram_rows: int = 0  # for --ngram_rows=-1
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
@@ -4019,14 +3729,13 @@ def start_runtime(cfg: Config) -> Runtime:
 
 
 def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
-    """Choose dtype, compiler, fast forms and FP8 by short trials. All ranks use rank 0's choices."""
+    """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
-    use_compile, compile_line = choose_compile(cfg, rt.device)
-    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt.device, dtype, use_compile)
-    fp8_lines = {name: choose_fp8(cfg, rt.device, name, dtype, use_compile, fast)
-                 for name in FP8_FORMS if name.removeprefix("fp8_") in cfg.fp8_parts}
-    fp8 = frozenset(name for name, (works, _) in fp8_lines.items() if works)
-    lines += [line for name, (_, line) in fp8_lines.items() if name in fp8 or rt.device.type == "cuda"]
+    use_compile = cfg.compile == "on" or (
+        cfg.compile == "auto" and rt.device.type == "cuda" and triton is not None
+        and torch.cuda.get_device_capability(rt.device) >= (7, 0))
+    rt = dataclasses.replace(rt, dtype=dtype, use_compile=use_compile)
+    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt)
     if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
         lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
     ngram_rows = cfg.ngram_rows
@@ -4034,9 +3743,8 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
         ngram_rows = choose_ngram_rows(cfg, rt)
         lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, fast=fast, fp8=fp8,
-        ngram_rows=ngram_rows, peak_flops=peak_flops,
-        notes=(f"{dtype_line}, {compile_line}, {fast_line}", *lines))))
+        dtype=dtype, use_compile=use_compile, fast=fast, ngram_rows=ngram_rows, peak_flops=peak_flops,
+        notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
 
 
 def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
@@ -4051,25 +3759,9 @@ def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
 
 def describe_choices(rt: Runtime) -> dict:
     """The choices in force, as options."""
+    fp8 = rt.fast & {*FP8_FORMS}
     return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
-                fast=sorted(rt.fast) or ["off"], fp8="on" if rt.fp8 else "off", ngram_rows=rt.ngram_rows)
-
-
-def keep_choices(cfg: Config, rt: Runtime, saved: dict) -> Runtime:
-    """choose_precision(), but options set to auto keep the choices of a checkpoint if this machine has them.
-
-    saved: the checkpoint's metadata. Its number of n-gram rows always stays.
-    """
-    kept = {name: value for name, value in saved["choices"].items()
-            if getattr(cfg, name) in ("auto", ("auto",), -1)}
-    try:
-        rt = choose_precision(change_options(cfg, kept), rt)
-        line = "dtype and fast forms are those of the checkpoint"
-    except RunError as error:
-        rows = {name: kept[name] for name in kept if name == "ngram_rows"}
-        rt = choose_precision(change_options(cfg, rows), rt)
-        line = f"this machine lacks the choices of the checkpoint ({error})"
-    return dataclasses.replace(rt, notes=(line, *rt.notes))
+                fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off", ngram_rows=rt.ngram_rows)
 
 
 def clock(device: torch.device) -> float:
@@ -4104,14 +3796,6 @@ def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float,
     return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
-def choose_compile(cfg: Config, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and a line for the log. auto: with CUDA, Triton and capability 7.0."""
-    use_compile = cfg.compile == "on"
-    if cfg.compile == "auto" and device.type == "cuda" and triton is not None:
-        use_compile = torch.cuda.get_device_capability(device) >= (7, 0)
-    return use_compile, f"torch.compile {'on' if use_compile else 'off'}"
-
-
 def read_peak_memory_mib(rt: Runtime) -> int:
     """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
     if rt.device.type == "cuda":
@@ -4122,13 +3806,10 @@ def read_peak_memory_mib(rt: Runtime) -> int:
 class HostCopy:
     """An asynchronous copy of a tensor to the CPU. The caller may change the tensor immediately."""
 
-    PINNED = 2**20  # largest copy in bytes that gets pinned memory. Pinning 5 GB takes a second
-
     def __init__(self, tensor: Tensor, out: Tensor | None = None):
         tensor, self.event = tensor.detach(), None
         is_cuda = tensor.device.type != "cpu"
-        self.copy = out if out is not None else torch.empty_like(
-            tensor, device="cpu", pin_memory=is_cuda and tensor.nbytes <= self.PINNED)
+        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=is_cuda) if out is None else out
         self.copy.copy_(tensor, non_blocking=True)
         if is_cuda:
             self.event = torch.cuda.Event()
@@ -4149,9 +3830,12 @@ class Stop:
     def __init__(self, rt: Runtime):
         self.rt, self.work, self.flags = rt, None, torch.zeros(2, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
+        self.old_handlers: dict = {}
 
-    @contextmanager
-    def catch_signals(self):
+    def __enter__(self) -> Stop:
+        return self
+
+    def catch_signals(self) -> None:
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
 
         Outside the main thread nothing is caught. A signal that is ignored stays ignored.
@@ -4159,17 +3843,16 @@ class Stop:
         def handle(signum: int, _frame) -> None:
             self.requested = self.requested or 128 + signum
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
-                signal.signal(signum, old[signum])
+                signal.signal(signum, self.old_handlers[signum])
 
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if is_main_thread else ()
-        old = {number: signal.signal(number, handle) for number in signals
-               if signal.getsignal(number) != signal.SIG_IGN}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.old_handlers[number] = signal.signal(number, handle)
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
 
     def exchange(self, write_state: int) -> tuple[int, int]:
         """Return (exit status, write state), the largest of all ranks at the last call.
@@ -4212,80 +3895,6 @@ class TrainClock:
         yield
         self.started = clock(self.device)
 
-# ==== CHOICE OF FAST FORMS =================================================================================
-# Chooses the rows of list_fast_forms() to use on this device.
-
-PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
-FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
-FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
-
-
-def find_obstacle(needs: str, cfg: Config, device: torch.device, use_compile: bool) -> str:
-    """The reason that auto (of --fast or an fp8 option) skips a form on this device, or ""."""
-    is_gpu = device.type == "cuda"
-    if needs in ("GPU", "GPU and softcap") and not is_gpu:
-        return "plain PyTorch is faster on a CPU"
-    if needs == "GPU and softcap" and not 0 < cfg.softcap[0] <= 80:
-        return "its sums need a softcap of at most 80"
-    if needs == "compiled GPU" and not (is_gpu and use_compile):
-        return "FlexAttention is fast only if it is compiled for a GPU"
-    if needs in ("CPU", "eager CPU") and (is_gpu or use_compile and needs == "eager CPU"):
-        return "it is for CPU runs without torch.compile"
-    if needs == "Hopper" and not (is_gpu and torch.cuda.get_device_capability(device) == (9, 0)):
-        return "it was measured on Hopper GPUs only"
-    if needs == "Hopper" and (cfg.model_dim % 64 or cfg.mlp_hidden % 128):
-        return "its tiles do not divide the matrices"
-    if needs in FP8_FORMS and not is_gpu:
-        return "no CPU multiplies FP8 faster than bfloat16. --fp8=on forces it"
-    if needs in FP8_FORMS and cfg.dtype == "float32":
-        return "--dtype=float32"
-    if needs in FP8_FORMS[1:] and (not use_compile or cfg.model_dim < FP8_MIN_DIM):
-        return "measuring amax costs more time than FP8 saves"
-    return ""
-
-
-def choose_fast_forms(cfg: Config, device: torch.device, dtype: torch.dtype, use_compile: bool
-                      ) -> tuple[frozenset[str], list[str]]:
-    """Choose and verify fast forms. Returns (their names, lines for the log)."""
-    chosen, replaced, lines, wanted = [], set(), [], list(cfg.fast)
-    names = [name for name in list_fast_forms() if name not in FP8_FORMS]
-    for name in names:
-        row = list_fast_forms()[name]
-        is_replaced = replaced & row.fast.keys()
-        obstacle = find_obstacle(row.needs, cfg, device, use_compile)
-        if is_replaced or obstacle if wanted == ["auto"] else name not in wanted:
-            continue
-        reason = verify(name, cfg, device, dtype, use_compile)
-        if is_replaced and not reason:
-            reason = "another named form replaces this operation already"
-        if reason and wanted != ["auto"]:
-            raise RunError(f"--fast={','.join(cfg.fast)}: {name} cannot be used ({reason}): leave it out", 2)
-        if reason:
-            lines.append(f"fast form {name}: off ({reason})")
-        else:
-            chosen.append(name)
-            replaced |= row.fast.keys()
-    longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
-    if "attention" not in replaced and longest > PLAIN_ATTENTION_TOKENS:
-        why = f" ({'; '.join(lines)})" if lines else ""
-        raise RunError(f"attention runs in its plain form{why}, whose masks of {longest} x "
-                       f"{longest} tokens do not fit in memory: give --seq_len, --micro_batch_tokens and "
-                       f"--val_seq_len of at most {PLAIN_ATTENTION_TOKENS}", 2)
-    return frozenset(chosen), [f"fast forms: {', '.join(chosen) or 'none'}", *lines]
-
-
-def choose_fp8(cfg: Config, device: torch.device, name: str, dtype: torch.dtype, use_compile: bool,
-               fast: frozenset[str] = frozenset()) -> tuple[bool, str]:
-    """Return whether to use an FP8 form, and a line for the log. fast: the other fast forms in use."""
-    label, reason = name.replace("_", " "), "--fp8=off" if cfg.fp8 == "off" else ""
-    if cfg.fp8 == "auto":
-        reason = find_obstacle(name, cfg, device, use_compile)
-    if not reason:
-        reason = verify(name, cfg, device, dtype, use_compile, fast)
-        if reason and cfg.fp8 == "on":
-            raise RunError(f"--fp8=on, but {label} cannot be used ({reason}): use --fp8=auto", 2)
-    return not reason, f"{label}: off ({reason})" if reason else f"{label}: on"
-
 # ==== COMM =================================================================================================
 # All collectives of the program.
 # torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
@@ -4312,12 +3921,14 @@ class Comm:
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
         return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
 
-    def all_to_all(self, sent: Tensor, send_counts: list[int], receive_counts: list[int]
-                   ) -> tuple[Tensor, dist.Work]:
+    def all_to_all(self, sent: Tensor, send_counts: Iterable[int], receive_counts: Iterable[int]
+                   ) -> tuple[Tensor, dist.Work | None]:
         """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
+        if self.world_size == 1:
+            return sent, None
         received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
         work = dist.all_to_all_single(received.view(torch.uint8), sent.contiguous().view(torch.uint8),
-                                      receive_counts, send_counts, async_op=True)
+                                      list(receive_counts), list(send_counts), async_op=True)
         return received, work
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -4332,14 +3943,6 @@ class Comm:
             return None
         group = self.gloo_group if on_cpu else None
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def gather_shards(self, shard: Tensor) -> Tensor:
-        """Concatenate all ranks' shards (M/N, ...) to (M, ...), on every rank."""
-        if self.world_size == 1:
-            return shard
-        full = shard.new_empty(self.world_size * len(shard), *shard.shape[1:])
-        all_gather_single(full.view(torch.uint8), shard.contiguous().view(torch.uint8))
-        return full
 
     def local_shard(self, full: Tensor) -> Tensor:
         """This rank's (M/N, ...) view of (M, ...)."""
@@ -4383,15 +3986,6 @@ def share_problem(problem: str, rt: Runtime) -> None:
     """Raise RunError on all ranks if one of them has a problem."""
     for found in filter(None, rt.comm.gather_objects(problem)):
         raise RunError(found, 2)
-
-
-def round_to_multiple(x: Tensor, unit: float) -> Tensor:
-    """Round to multiples of a power of two, so that sums are exact and independent of their order.
-
-    Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
-    """
-    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
-    return (x + shift).sub_(shift)
 
 # ==== SHARD FILES ==========================================================================================
 # Token files and GPT-2's vocabulary: reading and checking. data/README.md describes the format.
@@ -4732,7 +4326,7 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
-    forms = ["auto", "off", *(form for form in list_fast_forms() if form not in FP8_FORMS)]
+    forms = ["auto", "off", *FORMS]
     yield not set(cfg.fast) <= set(forms), f"--fast={','.join(cfg.fast)}: choose among {', '.join(forms)}"
     yield not cfg.stages, "--stages is empty"
     for stage in cfg.full_stages:
@@ -4776,7 +4370,7 @@ def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
     """
     num_micro_batches, sequences = check_world_size(cfg, world_size)
     with torch.device("meta"):
-        model = GPT(cfg, Runtime(ngram_rows=ngram_rows))
+        model = GPT(dataclasses.replace(cfg, ngram_rows=ngram_rows or cfg.ngram_rows))
         num_params = sum(p.numel() for name, p in model.named_parameters()
                          if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
@@ -4849,6 +4443,7 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard])
     first = rt.comm.broadcast_object(run)
     share_problem(f"rank {rt.rank} has another script, config or data than rank 0"
                   if first["key"] != run["key"] else "", rt)
+    share_problem((check_writable(cfg) or check_record(cfg, first)) if rt.is_main else "", rt)
     return first
 
 
@@ -4915,6 +4510,12 @@ def find_result_folder(cfg: Config) -> Path:
     return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
 
 
+def find_result(cfg: Config, run: dict) -> Path | None:
+    """The result of a run that is finished."""
+    paths = (folder / f"{run['run_id']}.json" for folder in (Path(cfg.out, "logs"), find_result_folder(cfg)))
+    return next(filter(Path.exists, paths), None)
+
+
 def check_record(cfg: Config, run: dict) -> str:
     """The reason why this run does not fit its record's newest result, or ""."""
     for path in sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
@@ -4937,38 +4538,6 @@ def check_writable(cfg: Config) -> str:
     return ""
 
 
-class LossHistory:
-    """Mean training loss of all ranks, by step. Losses are read late, so no step waits for the device."""
-
-    def __init__(self, rt: Runtime, points: list[list[float]]):
-        self.rt, self.points = rt, points  # [step, loss]
-        self.batch = 1 if rt.device.type == "cpu" else 10  # steps per all-reduce
-        self.losses: list[tuple[int, Tensor]] = []  # (step, loss of this rank), unsent
-        self.pending: tuple[tuple[int, ...], HostCopy] | None = None
-
-    def add(self, step: int, loss: Tensor) -> None:
-        """Add a loss, the mean over the tokens of this rank. All ranks must call it."""
-        self.losses.append((step, loss))
-        if self.batch == 1:
-            self.flush()
-        elif len(self.losses) >= self.batch:
-            self._read_then_send()
-
-    def flush(self) -> None:
-        """Read all losses so far. All ranks must call it."""
-        self._read_then_send()
-        self._read_then_send()
-
-    def _read_then_send(self) -> None:
-        if self.pending:
-            (steps, losses), self.pending = self.pending, None
-            self.points += [[step, loss] for step, loss in zip(steps, losses.read().tolist())]
-        if self.losses:
-            steps, losses = zip(*self.losses)
-            mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
-            self.pending, self.losses = (steps, HostCopy(mean)), []
-
-
 def measure_run(trainer: Trainer, run: dict) -> dict:
     """Speed and memory of a finished run, for its result."""
     rt, progress = trainer.rt, trainer.progress
@@ -4984,21 +4553,24 @@ def measure_run(trainer: Trainer, run: dict) -> dict:
 class RunLog:
     """Log lines, events, progress and result of a run. Without a terminal there are 20 progress lines."""
 
-    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict):
+    LOSSES_AT_ONCE = 20  # training losses that a GPU keeps before it must hand them over
+
+    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress: Progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
-        self.cfg, self.rt, self.run, self.bar, self.tracker = cfg, rt, run, None, None
+        self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
+        self.bar = self.tracker = None
         self.files: dict[str, typing.BinaryIO] = {}  # by suffix, open from __enter__() on
         self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
-        self.losses = LossHistory(rt, list(saved.get("train_points", ())))
-        self.num_logged = len(self.losses.points)
-        self.step_times: dict[int, float] = {}  # {step: seconds on the clock}, until the loss arrives
+        self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
+        self.waiting: list[tuple[int, Tensor, float]] = []  # (step, loss of this rank, seconds on the clock)
 
     def __enter__(self) -> RunLog:
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
-            self.files[suffix] = open(Path(self.cfg.out, "logs", self.run["run_id"] + suffix), "ab")
+            path = Path(self.cfg.out, "logs", self.run["run_id"] + suffix)
+            self.files[suffix] = open(path, "ab", buffering=0)
         if self.files and not self.files[".txt"].tell():
-            self.print(f"{json.dumps(self.run)}\n{'=' * 100}", to_console=False)
+            self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
         if self.rt.is_main and self.cfg.tracker != "off":
             self.tracker = importlib.import_module(self.cfg.tracker)  # wandb and trackio have one interface
             self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
@@ -5010,60 +4582,71 @@ class RunLog:
         if self.tracker:
             self.tracker.finish()
         if isinstance(error, RunError):
-            self.print(str(error), to_console=False)
+            self.write(".txt", str(error))
         for file in self.files.values():
             file.close()
 
-    def _append(self, suffix: str, line: str) -> None:
-        """Write a line. A full disk is reported once, and training continues."""
-        try:
-            if suffix in self.files:
-                self.files[suffix].write((line + "\n").encode())
-                self.files[suffix].flush()
-        except OSError as error:
-            file = self.files.pop(suffix)
-            print0(f"{file.name} cannot be written ({error.strerror}): training continues", self.rt)
+    def write(self, suffix: str, line: str) -> None:
+        """Append a line to a file of this run."""
+        if suffix in self.files:
+            self.files[suffix].write(f"{line}\n".encode())
 
-    def print(self, text: str, to_console: bool = True) -> None:
-        self._append(".txt", text)
-        if to_console:
-            print0(text, self.rt)
+    def print(self, text: str) -> None:
+        self.write(".txt", text)
+        print0(text, self.rt)
 
     def write_event(self, event: str, step: int, **entries) -> None:
-        self._append(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
+        self.write(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
         if self.tracker:
             self.tracker.log({event: entries}, step=step)
 
-    def start_training(self, trainer: Trainer) -> None:
-        """Begin to show progress."""
-        self.progress = trainer.progress
+    def print_start(self, resume_line: str) -> None:
+        """Print sizes and choices, and begin to show progress."""
+        cfg, derived = self.cfg, self.run["config"]["derived"]
+        sizes = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
+                 f"{self.rt.world_size} x {self.rt.device.type}, "
+                 f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
+        for line in filter(None, (sizes, *self.rt.notes, resume_line)):
+            self.print(line)
         if sys.stderr.isatty() and self.rt.is_main:
-            self.bar = tqdm(total=self.cfg.num_iterations, initial=self.progress.step, unit="step",
+            self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
-    def log_step(self, loss: Tensor, _timer: StepTimer, train_time: float) -> None:
-        """Record a step, counted from 1. log_losses() writes its line when its loss has arrived."""
+    def log_validation(self, val_loss: float, seconds: float) -> None:
+        """Log a validation at this number of seconds on the clock."""
+        step, num_iterations, time_ms = self.progress.step, self.cfg.num_iterations, 1000 * seconds
+        self.val_points.append([step, val_loss, round(time_ms)])
+        self.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
+        self.print(f"step:{step}/{num_iterations} val_loss:{val_loss:.4f} train_time:{time_ms:.0f}ms "
+                   f"step_avg:{time_ms / max(step, 1):.2f}ms")
+        self.check_loss("validation", step, val_loss)
+
+    def log_step(self, loss: Tensor, seconds: float) -> None:
+        """Record the loss of a step, and show progress."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
-        self.step_times[step] = train_time
-        self.losses.add(step, loss)
-        self.log_losses()
-        points = self.losses.points
-        text = f"{self.progress.tokens / train_time:,.0f} tokens/s"
-        text = f"loss {points[-1][1]:.4f}, {text}" if points else text
+        self.waiting.append((step, loss, seconds))
+        if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
+            self.flush_losses()
+        text = f"{self.progress.tokens / seconds:,.0f} tokens/s"
+        if self.train_points:
+            text = f"loss {self.train_points[-1][1]:.4f}, {text}"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
         elif step < num_iterations and step % -(-num_iterations // 20) == 0:
             self.print(f"step {step}/{num_iterations}: {text}")
 
-    def log_losses(self) -> None:
-        """Log all steps whose loss has arrived. Without --guard raise RunError if a loss is not finite."""
-        num_iterations = self.cfg.num_iterations
-        for step, loss in self.losses.points[self.num_logged :]:
-            self.num_logged += 1
-            time_ms = 1000 * self.step_times.pop(step, 0.0)
-            self.print(f"step:{step}/{num_iterations} train_time:{time_ms:.0f}ms "
-                       f"step_avg:{time_ms / step:.2f}ms train_loss:{loss:.4f}", to_console=False)
+    def flush_losses(self) -> None:
+        """Log all steps so far. All ranks must call it."""
+        if not self.waiting:
+            return
+        steps, losses, times = zip(*self.waiting)
+        self.waiting = []
+        mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
+        for step, loss, seconds in zip(steps, mean.tolist(), times):
+            self.train_points.append([step, loss])
+            self.write(".txt", f"step:{step}/{self.cfg.num_iterations} train_time:{1000 * seconds:.0f}ms "
+                               f"step_avg:{1000 * seconds / step:.2f}ms train_loss:{loss:.4f}")
             self.check_loss("training", step, loss)
 
     def check_loss(self, kind: str, step: int, loss: float) -> None:
@@ -5072,36 +4655,28 @@ class RunLog:
         if not math.isfinite(loss) and (not self.cfg.guard or is_last):
             raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
 
-    def flush_losses(self) -> None:
-        """Log all steps so far. All ranks must call it."""
-        self.losses.flush()
-        self.log_losses()
-
     def finish(self, measured: dict) -> None:
-        """Write the script and the result, and print a summary. RunError if they cannot be written."""
+        """Write the script and the result, and print a summary."""
         if not self.rt.is_main:
             return
         cfg, run, folder = self.cfg, self.run, find_result_folder(self.cfg)
-        points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses.points]
+        points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.train_points]
         result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **run, train_points=points,
                       val_points=self.val_points, final_val_loss=self.val_points[-1][1], **measured)
+        folder.mkdir(parents=True, exist_ok=True)
+        script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
+        if not script.exists():
+            write_atomic(script, SCRIPT)
+        for suffix, file in self.files.items() if cfg.record else ():
+            shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
         path = folder / f"{run['run_id']}.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
-            if not script.exists():
-                write_atomic(script, SCRIPT)
-            for suffix, file in self.files.items() if cfg.record else ():
-                shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
-            write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
-        except OSError as error:
-            raise RunError(f"{path} cannot be written ({error.strerror}): this run has no result") from None
-        names = ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
-                 "mfu", "peak_memory_mib")
-        card = {name: result[name] for name in names} | {"result": path}
+        write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
         if self.bar is not None:
             self.bar.close()
-        print0("\n".join(f"{name + ':':<17}{value}" for name, value in card.items()), self.rt)
+        for name in ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
+                     "mfu", "peak_memory_mib"):
+            print0(f"{name + ':':<17}{result[name]}", self.rt)
+        print0(f"result:          {path}", self.rt)
 
 # ==== CHECKPOINTS ==========================================================================================
 # checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has one file for each rank, with the rows that
@@ -5117,15 +4692,14 @@ class Progress:
     train_time: float = 0.0  # seconds on the clock
     resumed_at: list[int] = dataclasses.field(default_factory=list)
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
-    measured_step: int = 0  # last step that telemetry measured
     num_actions: int = 0  # rollbacks by the guard
     lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
 
 
 def list_steps(folder: Path) -> list[Path]:
     """Complete checkpoints in the folder of a run, the highest step first."""
-    return sorted((path.parent for path in folder.glob("step_*/state.json")
-                   if path.parent.name[5:].isdigit()), key=lambda path: int(path.name[5:]), reverse=True)
+    steps = (path.parent for path in folder.glob("step_*/state.json") if path.parent.name[5:].isdigit())
+    return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def read_metadata(step: Path) -> dict:
@@ -5138,8 +4712,7 @@ def read_metadata(step: Path) -> dict:
 
 def list_files(step: Path) -> list[Path]:
     """The files with tensors of a checkpoint."""
-    names = read_metadata(step)["files"]
-    return [step / name for name in names if re.fullmatch(r"rank\d+(_\d+)?\.pt", name)]
+    return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
 
 
 def is_whole(step: Path, rt: Runtime) -> bool:
@@ -5187,15 +4760,16 @@ def find_key_folder(cfg: Config, run: dict) -> Path:
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
-def find_start(cfg: Config, run: dict, rt: Runtime) -> tuple[Path | None, typing.BinaryIO | None, str]:
-    """Find the checkpoint to continue from. Returns (its folder, lock of its run, log line).
+def find_start(cfg: Config, run: dict, rt: Runtime
+               ) -> tuple[Path | None, dict, typing.BinaryIO | None, str]:
+    """Find the checkpoint to continue from. Returns (its folder, metadata, lock of its run, log line).
 
-    It is the newest step of the newest run with this key whose files are whole on all ranks. Without one it
-    is --resume=PATH, or None. Only rank 0 has the lock. All ranks must call it.
+    It is the newest step of the newest run with this key whose files are whole on all ranks, and that run
+    goes on. Without one it is --resume=PATH, or None. Only rank 0 has the lock. All ranks must call it.
     """
     folder, lock = find_key_folder(cfg, run), None
     if not cfg.resume:
-        return None, None, ""
+        return None, {}, None, ""
     runs = sorted((path for path in folder.glob("*") if RUN_ID.fullmatch(path.name)), reverse=True)
     newest = next(filter(list_steps, runs), None)
     if newest and rt.is_main:
@@ -5204,15 +4778,23 @@ def find_start(cfg: Config, run: dict, rt: Runtime) -> tuple[Path | None, typing
     share_problem("" if is_locked else f"{newest} is in use by another process: wait for its end", rt)
     steps = list_steps(newest) if newest else []
     for step in [*steps, *([Path(cfg.resume)] if cfg.resume != "auto" else [])]:
-        if all(rt.comm.gather_objects(is_whole(step, rt))):
-            return step, lock, f"resumed {step}"
+        if not all(rt.comm.gather_objects(is_whole(step, rt))):
+            continue
+        saved = read_metadata(step)
+        if saved.get("key") == run["key"]:
+            run["run_id"] = step.parent.name
+        if cfg.record and saved["hardware"] != run["hardware"]:
+            raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
+        if saved["progress"]["step"] > cfg.num_iterations:
+            raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
+        return step, saved, lock, f"resumed {step}"
     if steps or cfg.resume != "auto":
         raise RunError(f"{steps[0] if steps else cfg.resume} is damaged: give another --resume=PATH, or "
                        "start without it", 2)
     pattern = f"{cfg.preset}_seed{cfg.seed}_*/*/step_*/state.json"
     others = sorted(folder.parent.glob(pattern), key=os.path.getmtime)
     hint = f". The newest one of another script or config is --resume={others[-1].parent}" if others else ""
-    return None, None, f"starting anew: no checkpoint in {folder}{hint}"
+    return None, {}, None, f"starting anew: no checkpoint in {folder}{hint}"
 
 
 def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
@@ -5221,8 +4803,8 @@ def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
     trainer.scales.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
             for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
-    if trainer.scales.scales and trainer.rt.is_main:
-        rows["fp8/scales/0"] = torch.stack(trainer.scales.scales)
+    if trainer.scales.leaves and trainer.rt.is_main:
+        rows["fp8/scales/0"] = trainer.scales.read()
     return rows
 
 
@@ -5235,8 +4817,8 @@ def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
               for entry, pieces in entries.items()}
     needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
               for name in bucket.params for key, tensor in bucket.tensors().items()}
-    if trainer.scales.scales:
-        needed["fp8/scales"] = (len(trainer.scales.scales),)
+    if trainer.scales.leaves:
+        needed["fp8/scales"] = (len(trainer.scales.leaves),)
     for entry in sorted(needed.keys() | stored.keys()):
         if needed.get(entry) != stored.get(entry):
             raise RunError(f"{step} has {entry} of shape {stored.get(entry)}, this run {needed.get(entry)}: "
@@ -5249,12 +4831,11 @@ def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
             if low < high:
                 rows[low - int(first) : high - int(first)] = piece[low - start : high - start]
     for bucket in optimizer.buckets:
-        if bucket not in optimizer.tables:
-            bucket.start_gather()
+        bucket.start_gather()
         bucket.clear()
     optimizer.finish()
     for _, scales in entries.get("fp8/scales", ()):
-        torch._foreach_copy_(trainer.scales.scales, list(scales.to(trainer.rt.device).unbind()))
+        trainer.scales.set(scales)
     for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
         setattr(trainer.progress, name, metadata["progress"][name])
     trainer.progress.resumed_at.append(trainer.progress.step)
@@ -5266,13 +4847,11 @@ class Checkpoints:
     """Writes a checkpoint file per rank in the background, and keeps the two newest steps of this run."""
 
     KEPT = 2
-    WRITTEN, WRITING, FAILED = range(3)  # state of a rank's file
-    PIECE_BYTES = 2 * 10**9  # larger entries are written from the device, while training waits
     MODEL_BYTES = 10**9  # limit of model.pt
 
     def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int, lock: typing.BinaryIO | None):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
-        self.log, self.rt, self.bos, self.lock, self.is_started = log, rt, bos, lock, False
+        self.log, self.rt, self.bos, self.lock = log, rt, bos, lock
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.metadata: dict | None = None  # of the step that is being written
         self.is_fresh = False  # all ranks have exchanged their states since the write began
@@ -5288,7 +4867,6 @@ class Checkpoints:
 
     def start(self, trainer: Trainer) -> None:
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
-        self.is_started = True
         if self.rt.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or lock_run(self.folder)
@@ -5297,85 +4875,60 @@ class Checkpoints:
         self.rt.comm.barrier()
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         for entry, rows in collect_rows(trainer).items():
-            if rows.nbytes <= self.PIECE_BYTES:
-                self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
+            self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 
     def save(self, trainer: Trainer, must_write: bool = False) -> None:
         """Write step_<step>/ in the background. Skipped if the last one is unfinished. All ranks call it.
 
         must_write: wait for the last one, and for this one.
         """
-        step, rt = trainer.progress.step, self.rt
+        step = trainer.progress.step
         if must_write:
             self.wait()
         if self.metadata is not None:
-            self.log.print(f"no checkpoint of step {step}: the one of step "
-                           f"{self.metadata['progress']['step']} is not written yet")
+            self.log.print(f"no checkpoint of step {step}: the last one is not written yet")
             return
-        if not self.is_started:
+        if not self.copies:
             self.start(trainer)
-        folder = self.folder / f".step_{step:06d}.partial"
-        copies, large = {}, []
-        for entry, rows in collect_rows(trainer).items():
-            if entry in self.copies:
-                copies[entry] = HostCopy(rows, self.copies[entry])
-            else:
-                name, _, first = entry.rpartition("/")
-                size = max(1, self.PIECE_BYTES // rows[0].nbytes)
-                large += [(f"{name}/{int(first) + start}", rows[start : start + size])
-                          for start in range(0, len(rows), size)]
-        files = [f"rank{rt.rank}.pt", *(f"rank{rt.rank}_{i}.pt" for i in range(len(large)))]
-        problem = self._write(zip(map(folder.__truediv__, files[1:]), ({x: y} for x, y in large)))
+        copies = {entry: HostCopy(rows, self.copies[entry]) for entry, rows in collect_rows(trainer).items()}
         self.metadata = dict(
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
             optimizer_steps=trainer.optimizer.step_count, bos=self.bos,
-            files=sum(rt.comm.gather_objects(files), []), val_points=list(self.log.val_points),
-            train_points=list(self.log.losses.points))
-        self.writing = self.executor.submit(self._write, [(folder / files[0], copies)], problem)
-        self.is_fresh = False
+            val_points=list(self.log.val_points), train_points=list(self.log.train_points))
+        self.writing, self.is_fresh = self.executor.submit(self.write, step, copies), False
         if must_write:
             self.wait()
 
-    def _write(self, files: Iterable[tuple[Path, dict]], problem: str = "") -> str:
-        """Write tensors, or HostCopies, by name to files. Returns this or an earlier problem, or ""."""
-        try:
-            for path, entries in files:
-                tensors = {entry: x.read() if isinstance(x, HostCopy) else x.cpu()
-                           for entry, x in entries.items()}
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, functools.partial(torch.save, tensors))
-        except (OSError, RuntimeError) as error:  # torch.save() can turn an OSError into a RuntimeError
-            problem = problem or str(error).splitlines()[0]
-        return problem
+    def write(self, step: int, copies: dict[str, HostCopy]) -> None:
+        """Write this rank's file of a step."""
+        folder = self.folder / f".step_{step:06d}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {entry: copy.read() for entry, copy in copies.items()}
+        write_atomic(folder / f"rank{self.rt.rank}.pt", functools.partial(torch.save, tensors))
 
     def exchange(self, stop: Stop) -> int:
         """Agree with all ranks after a step. Returns the exit status to stop with, or 0."""
-        state = self.WRITTEN
-        if self.writing is not None:
-            state = self.WRITING if not self.writing.done() else self.FAILED * bool(self.writing.result())
-        status, states = stop.exchange(state)
-        is_known = self.is_fresh or self.rt.world_size == 1
-        if self.metadata is not None and is_known and states != self.WRITING:
-            self._finish(states == self.WRITTEN)
+        is_writing = self.writing is not None and not self.writing.done()
+        status, is_any_writing = stop.exchange(is_writing)
+        if self.metadata is not None and not is_any_writing and (self.is_fresh or self.rt.world_size == 1):
+            self.finish()
         self.is_fresh = True
         return status
 
     def wait(self) -> None:
         """Wait until all ranks have written their files. All ranks must call it."""
         if self.metadata is not None:
-            problems = self.rt.comm.gather_objects(self.writing.result())
-            self._finish(not any(problems))
+            self.writing.result()
+            self.rt.comm.barrier()
+            self.finish()
 
-    def _finish(self, is_written: bool) -> None:
+    def finish(self) -> None:
         """Give the folder of a written checkpoint its name."""
+        self.writing.result()  # raises the error of a failed write
         metadata, self.metadata = self.metadata, None
-        step, problem = metadata["progress"]["step"], self.writing.result()
-        partial, folder = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
-        if not self.rt.is_main:
-            return
-        try:
-            if not is_written:
-                raise OSError(problem or "another rank failed")
+        if self.rt.is_main:
+            step = metadata["progress"]["step"]
+            partial, folder = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
             write_atomic(partial / "state.json", json.dumps(metadata).encode())
             remove_step(folder)  # of a run that was continued from an older step
             partial.rename(folder)
@@ -5383,44 +4936,35 @@ class Checkpoints:
             for old in list_steps(self.folder)[self.KEPT :]:
                 remove_step(old)
             self.log.write_event("checkpoint", step, path=str(folder))
-        except OSError as error:
-            self.log.print(f"no checkpoint of step {step}: {self.folder} cannot be written ({error})")
-            shutil.rmtree(partial, ignore_errors=True)
 
     def end(self, status: int) -> typing.NoReturn:
         """End the run after a checkpoint. All ranks must call it."""
-        steps = list_steps(self.folder)
-        saved = f"{steps[0]}. --resume=auto continues" if steps else "no checkpoint"
         step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
-        cause = signal.Signals(status - 128).name
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
-        raise RunError(f"stopped by {cause} after step {step} of {num_iterations}: {saved}", status)
+        name, folder = signal.Signals(status - 128).name, self.folder / f"step_{step:06d}"
+        raise RunError(f"stopped by {name} after step {step} of {num_iterations}: {folder}. --resume=auto "
+                       "continues", status)
 
     def write_model(self, trainer: Trainer) -> None:
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
-        optimizer, tensors = trainer.optimizer, {}
-        tables = sum(table.values.nbytes for table in optimizer.tables) * self.rt.world_size
-        if tables + sum(param.nbytes for param in trainer.model.parameters()) > self.MODEL_BYTES:
+        buckets = trainer.optimizer.buckets
+        if sum(bucket.values.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
             return
-        for bucket in optimizer.buckets:
-            for name, param in bucket.params.items():
-                if bucket in optimizer.tables:
-                    param = self.rt.comm.gather_shards(param[:-1])[: bucket.sparse.num_rows]
-                tensors[name] = param.detach().cpu()
-        if not self.rt.is_main:
-            return
-        path = self.folder / "model.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
-        write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-        print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
+        tensors = {name: (bucket.gather() if isinstance(bucket, Table) else param).detach().cpu()
+                   for bucket in buckets for name, param in bucket.params.items()}
+        if self.rt.is_main:
+            path = self.folder / "model.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
+            write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
+            print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
 
 
 def list_tensors(trainer: Trainer) -> list[Tensor]:
-    """All tensors that training changes, except of a ShardedTable: parameters, state, FP8 scales."""
-    optimizer = trainer.optimizer
-    return [*(tensor for bucket in optimizer.buckets if bucket not in optimizer.tables
-              for tensor in (bucket.values, *bucket.state.values())), *trainer.scales.scales]
+    """All tensors that training changes, except of tables with sparse updates."""
+    buckets = [bucket for bucket in trainer.optimizer.buckets if not bucket.rule.row_state]
+    tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
+    return [*tensors, *trainer.scales.leaves]
 
 
 class Snapshot:
@@ -5432,8 +4976,6 @@ class Snapshot:
         trainer.scales.finish()
         self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
         self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
-        # A ShardedTable is not copied. It records the changes since its mark
-        self.marks = [table.mark() for table in trainer.optimizer.tables]
 
     def restore(self) -> None:
         """Restore the snapshot exactly, and discard all gradients."""
@@ -5443,121 +4985,85 @@ class Snapshot:
         optimizer.step_count = self.step_count
         optimizer.set_tied(self.is_tied)
         for tensor, copy in zip(list_tensors(self.trainer), self.copies):
-            tensor.copy_(copy)
-        for table, mark in zip(optimizer.tables, self.marks):
-            table.take_back(mark)
+            tensor.data.copy_(copy)
         for part in (*optimizer.buckets, scales):
             part.clear()
 
-    def forget_earlier(self) -> None:
-        """Free the records of tables that are older than this snapshot."""
-        for table, mark in zip(self.trainer.optimizer.tables, self.marks):
-            table.forget(mark)
-
 # ==== TELEMETRY AND GUARD ==================================================================================
-# Callbacks after each step. Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier
-# state if training diverges. Both are off by default. To measure more, extend StepTimer.add_norms() or
-# Telemetry.inspect().
+# Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
+# diverges. Both wrap the updates of buckets, so the recipe does not know them. Both are off by default. To
+# measure more, extend UpdateNorms.measure() or Telemetry.end_step().
 
-class StepTimer:
-    """Measures the seconds of each part of a step, and sums of squares by parameter group."""
+def measure_norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
 
-    PARTS = ("data wait", "forward and backward", "communication", "optimizer", "measuring")
 
-    def __init__(self, groups: Iterable[str], rt: Runtime, is_full: bool = False):
-        """groups: without any nothing is measured. is_full: measure everything, not only gradients. This
-        synchronizes the device at each part."""
-        self.rows, self.rt, self.is_full = {group: i for i, group in enumerate(groups)}, rt, is_full
-        self.sums = torch.zeros(len(self.rows), 4, device=rt.device)  # of grad, weight, update, momentum
-        self.updated: set[str] = set()  # groups with an update in this step
-        self.measured: set[str] = set()  # of these, groups with more than gradients measured
-        self.seconds, self.part, self.since = dict.fromkeys(self.PARTS, 0.0), "", 0.0
+class UpdateNorms:
+    """Sums of squares of this rank's updates, by parameter group."""
 
-    def enter(self, part: str) -> None:
-        """Begin a part of the step. "" ends the step."""
-        if self.is_full:
-            now = clock(self.rt.device)
-            if self.part:
-                self.seconds[self.part] += now - self.since
-            self.part, self.since = part, now
+    def __init__(self, optimizer: Optimizer, is_full: bool):
+        """is_full: of weights, updates and momentum, too. Without it only of gradients."""
+        self.optimizer, self.is_full, self.is_on, self.tokens_per_step = optimizer, is_full, True, 1
+        self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
+        self.sums = torch.zeros(len(self.groups), 4, device=optimizer.buckets[0].shard.device)
+        for bucket in optimizer.buckets:
+            bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
-    def add_norms(self, bucket: Bucket, grad: Tensor, before: Tensor | None) -> None:
-        """Add a bucket: gradient of the mean loss. With `before` also weights, update and momentum."""
-        if not self.rows:
+    def measure(self, bucket: Bucket, run_update: Callable, rule_update: Callable, args: UpdateArgs) -> None:
+        """Update a bucket and add its sums: gradient of the mean loss, weight, update, momentum."""
+        if not self.is_on:
+            run_update(rule_update, args)
             return
-        tensors = [grad]
-        if before is not None:
-            momentum = next(iter(bucket.state.values()))
-            tensors += [bucket.shard, bucket.shard.float() - before.float(), momentum]
-            self.measured.add(bucket.group_name)
-        norms = [torch.linalg.vector_norm(x, dtype=at_least_fp32(x)) for x in tensors]
-        squares = torch.stack(norms).square()
-        squares[0] /= bucket.num_tokens**2
-        self.sums[self.rows[bucket.group_name]][: len(tensors)] += squares
-        self.updated.add(bucket.group_name)
+        before, is_full = bucket.shard, self.is_full and not bucket.rule.row_state
+        if is_full:
+            before = before.clone()
+        last_step, late_step = self.optimizer.step_count - 1, self.optimizer.late_step
+        num_tokens = self.tokens_per_step * bucket.group.period(last_step, late_step)
+        norms = [measure_norm(bucket.grad) / num_tokens]
+        run_update(rule_update, args)  # clears the gradient
+        if is_full:
+            update, momentum = bucket.shard.float() - before.float(), next(iter(bucket.state.values()))
+            norms += map(measure_norm, (bucket.shard, update, momentum))
+        self.sums[self.groups.index(bucket.group_name), : len(norms)] += torch.stack(norms).square()
 
-
-def measure_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> dict[str, float]:
-    """Fraction of values that quantize_fp8() would saturate, and fraction that it would flush to zero."""
-    is_zero = quantize_fp8(x, dtype, scale)[0].float() == 0
-    return dict(saturated=(x.float().abs() > scale * torch.finfo(dtype).max).float().mean().item(),
-                flushed=((x != 0) & is_zero).float().mean().item())
+    def take(self) -> Tensor:
+        """The sums (groups, 4) since the last call."""
+        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        return sums
 
 
 class Telemetry:
-    """Measures every telemetry_every-th step. FP8 of the head is measured on its first micro-batch."""
-
-    SAMPLE = 256  # number of tokens sampled in the head, and of rows sampled from its matrix
+    """Measures every telemetry_every-th step."""
 
     def __init__(self, trainer: Trainer, log: RunLog):
-        self.trainer, self.log, self.every = trainer, log, trainer.cfg.telemetry_every
-        self.measured: dict = {}  # last measurement of the head
+        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=True)
 
-    def start_step(self) -> bool:
-        """Return whether the next step is measured. If so, inspect() gets its first micro-batch."""
-        is_measured = (self.trainer.progress.step + 1) % self.every == 0
-        self.trainer.inspect = self.inspect if is_measured else None
-        return is_measured
+    def start_step(self) -> None:
+        """Measure the next step if it is one of them."""
+        step, every = self.trainer.progress.step, self.trainer.cfg.telemetry_every
+        self.norms.is_on = (step + 1) % every == 0
+        self.norms.tokens_per_step = self.trainer.schedule.at(step).stage.tokens_per_step
+        self.started = clock(self.trainer.rt.device) if self.norms.is_on else 0.0
 
-    @torch.no_grad()
-    def inspect(self, batch: Batch, step_inputs: StepInputs) -> None:
-        """Measure the head on a micro-batch, before training on it."""
-        optimizer = self.trainer.optimizer
-        optimizer.timer.enter("communication")
-        optimizer.finish()  # all-gathers of the parameters may be in flight
-        optimizer.timer.enter("measuring")
-        x = self.trainer.model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
-        head, every = self.trainer.model.head, max(1, len(x) // self.SAMPLE)
-        x, targets, w = x[::every], batch.targets[::every, None], head.weight.type_as(x)
-        scales = head_fp8_scales(self.trainer.cfg)
-        _, grads = softcapped_cross_entropy(x @ w.T, targets, x.new_ones(1), head.softcap, torch.float32,
-                                            scales.grad)
-        self.measured = dict(x=measure_fp8(x, scales.x, E4M3),
-                             w=measure_fp8(w[:: max(1, len(w) // self.SAMPLE)], scales.weight, E4M3),
-                             grad=measure_fp8(grads, 1.0, E5M2))
-        optimizer.timer.enter("forward and backward")
-        self.trainer.inspect = None
-
-    def end_step(self, _loss: Tensor, timer: StepTimer, train_time: float) -> None:
+    def end_step(self, train_time: float) -> None:
         """Write the line of a measured step. Groups without an update in this step are left out."""
-        if not timer.is_full:
+        if not self.norms.is_on:
             return
-        rt, progress, points = self.trainer.rt, self.trainer.progress, self.log.losses.points
-        self.log.flush_losses()
-        norms = rt.comm.all_reduce(timer.sums).sqrt().tolist()
-        losses = [loss for step, loss in points if step > progress.measured_step]
-        progress.measured_step = progress.step
+        trainer, log, groups = self.trainer, self.log, {}
+        seconds = clock(trainer.rt.device) - self.started
+        log.flush_losses()
+        losses = [loss for _, loss in log.train_points[-trainer.cfg.telemetry_every :]]
         slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
-        groups = {}
-        for group, (grad, weight, update, momentum) in zip(timer.rows, norms):
-            if group in timer.updated:
+        sums = trainer.rt.comm.all_reduce(self.norms.take()).sqrt().tolist()
+        for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
+            if grad:
                 groups[group] = dict(grad_norm=grad)
-            if group in timer.measured:
-                groups[group] |= dict(weight_norm=weight, update_ratio=update / max(weight, 1e-30),
-                                      momentum_norm=momentum)
-        self.log.write_event("telemetry", progress.step, train_time_ms=round(train_time * 1000),
-                             loss=losses[-1], loss_slope_per_1000_steps=slope,
-                             groups=groups, fp8=self.measured, seconds=timer.seconds)
+            if grad and weight:
+                groups[group].update(
+                    weight_norm=weight, update_ratio=update / weight, momentum_norm=momentum)
+        log.write_event("telemetry", trainer.progress.step, train_time_ms=round(train_time * 1000),
+                        loss=losses[-1], loss_slope_per_1000_steps=slope, groups=groups,
+                        seconds=dict(step=seconds))
 
 
 LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
@@ -5566,16 +5072,14 @@ LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears
 
 def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
     """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
-    model, progress = trainer.model, trainer.progress
-    in_use = {*(name if name == "fp8_head" else "fp8" for name in model.fp8), str(trainer.rt.dtype)[6:]}
+    fast, dtype, progress = trainer.fast, trainer.ops.dtype, trainer.progress
+    in_use = {form if form == "fp8_head" else "fp8" for form in fast & {*FP8_FORMS}} | {str(dtype)[6:]}
     name = next((name for name in names if name in in_use), "")
     if name == "bfloat16":
-        trainer.rt = trainer.optimizer.rt = dataclasses.replace(trainer.rt, dtype=torch.float32)
-        model.dtype = torch.float32
-        model.use_fp8(model.fp8)
-        trainer.step_inputs.clear()
+        trainer.choose_operations(torch.float32, fast)
+        trainer.optimizer.dtype = torch.float32
     elif name:
-        model.use_fp8(model.fp8 - {"fp8_head"} if name == "fp8_head" else model.fp8 & {"fp8_head"})
+        trainer.choose_operations(dtype, fast - ({name} if name == "fp8_head" else {"fp8_mlp", "fp8_qkv"}))
     if name and name not in progress.lowered:
         progress.lowered.append(name)
     return LOW_PRECISIONS.get(name, "")
@@ -5585,7 +5089,7 @@ class Guard:
     """Restores an earlier state and raises the precision if a step's loss or gradient is out of range.
 
     Step and data go on. All ranks decide from all-reduced sums, so they agree. The sums are read one step
-    late, so that no GPU waits, except before a snapshot.
+    late, so that no GPU waits.
     """
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
@@ -5594,58 +5098,48 @@ class Guard:
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
 
     def __init__(self, trainer: Trainer, log: RunLog):
-        self.trainer, self.log = trainer, log
-        # Exclude groups that skip steps, because their gradient norms vary with the step
-        groups = (trainer.cfg.groups[name] for name in trainer.optimizer.groups)
-        self.steady = torch.tensor([float(group.every == 1 and not group.late_every) for group in groups],
-                                   device=trainer.rt.device)
+        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=False)
+        groups = trainer.cfg.groups  # norms of groups that skip steps vary with the step
+        self.steady = torch.tensor([float(groups[name].every == 1 and not groups[name].late_every)
+                                    for name in self.norms.groups], device=trainer.rt.device)
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
-        self.is_snapshot_due = False
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
-    def end_step(self, loss: Tensor, timer: StepTimer, _elapsed: float = 0.0) -> None:
-        """Check the previous step. If a snapshot is due, check this step too, and take it."""
-        trainer, step, squares = self.trainer, self.trainer.progress.step, timer.sums[:, 0]  # by group
-        weight = sum(trainer.schedule.at(step - 1).loss_weights) or 1.0  # makes losses of stages comparable
+    def end_step(self, loss: Tensor, state: StepState, must_wait: bool) -> None:
+        """Check the previous step, and with must_wait this step. Take a snapshot if it is time."""
+        trainer, step = self.trainer, self.trainer.progress.step
+        squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
+        weight = sum(state.loss_weights) or 1.0  # makes losses of stages comparable
         sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
         self.pending.append((step, HostCopy(trainer.rt.comm.all_reduce(sums))))
-        self.is_snapshot_due |= step % self.SNAPSHOT_EVERY == 0
-        if not self.is_snapshot_due or not trainer.optimizer.has_no_pending_gradients():
-            self.check_steps(up_to=step - 1)
-        elif self.check_steps(up_to=step):
-            self.snapshots = [*self.snapshots[-1:], (step, Snapshot(trainer))]
-            self.snapshots[0][1].forget_earlier()
-            self.is_snapshot_due = False
-
-    def check_steps(self, up_to: int) -> bool:
-        """Check the pending steps up to step `up_to`. Returns False if a fault caused a rollback."""
-        while self.pending and self.pending[0][0] <= up_to:
-            step, sums = self.pending.pop(0)
-            loss, square, all_squares = sums.read().tolist()
-            grad_norm = math.sqrt(square) if math.isfinite(all_squares) else all_squares
-            fault = self._find_fault(loss, grad_norm)
+        while len(self.pending) > (0 if must_wait else 1):
+            number, copy = self.pending.pop(0)
+            fault = self.find_fault(*copy.read().tolist())
             if fault:
-                self._roll_back(step, fault)
-                return False
-            good = self.trainer.progress.good_steps
-            good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
-        return True
+                self.roll_back(number, fault)
+                return
+        is_due = step - self.snapshots[-1][0] >= self.SNAPSHOT_EVERY
+        if is_due and trainer.optimizer.has_no_pending_gradients():
+            self.snapshots = [self.snapshots[-1], (step, Snapshot(trainer))]
 
-    def _find_fault(self, loss: float, grad_norm: float) -> str:
-        good = np.array(self.trainer.progress.good_steps)
-        medians = np.median(good, axis=0) if len(good) else (math.inf, math.inf)
+    def find_fault(self, loss: float, square: float, all_squares: float) -> str:
+        """Compare a step with the last good steps. A good one joins them."""
+        good = self.trainer.progress.good_steps
+        grad_norm = math.sqrt(square) if math.isfinite(all_squares) else math.nan
+        medians = np.median(good, axis=0) if good else (math.inf, math.inf)
         if len(good) < self.LEAST_STEPS:  # gradients begin near zero, because output projections do
             medians = medians[0], math.inf
         for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
                                    ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
             if not math.isfinite(value) or value > limit:
                 return f"{name} {value:.4g} exceeds {limit:.4g}"
+        good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
         return ""
 
-    def _roll_back(self, step: int, fault: str) -> None:
+    def roll_back(self, step: int, fault: str) -> None:
         """Restore the newest trusted snapshot, and raise the precision. RunError if it is the highest."""
         trainer, progress = self.trainer, self.trainer.progress
-        while len(self.snapshots) > 1 and progress.step - self.snapshots[-1][0] < self.TRIAL_STEPS:
+        if len(self.snapshots) > 1 and progress.step - self.snapshots[-1][0] < self.TRIAL_STEPS:
             self.snapshots.pop()
         made, snapshot = self.snapshots[-1]
         snapshot.restore()
@@ -5662,66 +5156,6 @@ class Guard:
 # ==== MAIN =================================================================================================
 # Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A
 # RunError is printed as one line. Unexpected exceptions keep their traceback.
-
-def train(cfg: Config, argv: list[str]) -> None:
-    """The whole run: inputs, model, warm-up, loop, result."""
-    # 1. Data, and the checkpoint to continue from
-    rt = start_runtime(cfg)
-    setup_start = time.perf_counter()
-    train_data = TrainData(cfg, Schedule(cfg))
-    val_data = ValData(cfg, train_data.bos)
-    token_ids = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
-    run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
-    data_setup_s = round(time.perf_counter() - setup_start, 2)
-    share_problem((check_writable(cfg) or check_record(cfg, run)) if rt.is_main else "", rt)
-    step, lock, resume_line = find_start(cfg, run, rt)
-    saved = read_metadata(step) if step else {}
-    is_continued = saved.get("key") == run["key"]
-    if is_continued:
-        run["run_id"] = step.parent.name
-        for result in (Path(cfg.out, "logs"), find_result_folder(cfg)):
-            if (result / f"{run['run_id']}.json").exists():
-                print0(f"{result / run['run_id']}.json is the result of this run: nothing to do", rt)
-                return
-    if saved and cfg.record and saved["hardware"] != run["hardware"]:
-        raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
-    if saved and saved["progress"]["step"] > cfg.num_iterations:
-        raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
-    rt = keep_choices(cfg, rt, saved) if saved else choose_precision(cfg, rt)
-    run["choices"] = describe_choices(rt)
-    run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
-
-    # 2. Log, checkpoints and model
-    log = RunLog(cfg, rt, run, saved)
-    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, lock)
-    stop, trainer = Stop(rt), Trainer(cfg, rt)
-    if saved:
-        load_state(trainer, step, saved)
-    with log, checkpoints:
-        derived = run["config"]["derived"]
-        sizes = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, {rt.world_size} x "
-                 f"{rt.device.type}, {derived['train_tokens'] / 1e6:.2f} M training tokens")
-        for line in filter(None, (sizes, *rt.notes, resume_line)):
-            log.print(line)
-
-        # 3. Warm-up off the clock, and memory for checkpoints
-        start, telemetry = clock(rt.device), Telemetry(trainer, log)
-        trainer.warm_up(train_data, val_data, telemetry.inspect if cfg.telemetry_every else None)
-        gc.freeze()  # the garbage collector ignores all objects of the setup
-        if cfg.checkpoint_every:
-            checkpoints.start(trainer)
-        setup = dict(compile_time_s=round(clock(rt.device) - start, 2), data_setup_s=data_setup_s)
-
-        # 4. Training and result. A signal after the last step has no effect
-        log.start_training(trainer)
-        with stop.catch_signals():
-            rt.comm.barrier()
-            rt.comm.set_timeout(STEP_TIMEOUT)
-            trainer.run(train_data, val_data, log, checkpoints, stop, telemetry, token_ids)
-            stop.collect()
-            log.finish({**setup, **measure_run(trainer, run)})
-            checkpoints.write_model(trainer)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Returns the exit status, and prints a RunError as one line."""

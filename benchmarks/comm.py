@@ -10,8 +10,8 @@ random.
 
 The first table times all_reduce and reduce_scatter plus all_gather, which send equal bytes, over message
 sizes. Bus bandwidth is 2 (N - 1) / N times size over time, the rate of each rank's link. The second table
-times training steps of the first stage at several --comm_bucket_mb, and a step that sends nothing. The
-difference is exposed communication.
+times training steps of the first stage, and steps that send no gradients and no parameters except rows of
+tables. The difference is exposed communication.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from records.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
@@ -39,7 +40,7 @@ with require_packages():
     from benchmarks import common
 
 REPEATS = 5  # of each message, for the median
-PASSES = 2  # over the bucket sizes, so that noise affects all of them
+PASSES = 2  # over both kinds of steps, so that noise affects both
 
 
 def make_groups(rt: gpt.Runtime) -> dict[str, tuple[dist.ProcessGroup | None, int]]:
@@ -99,24 +100,15 @@ def measure_messages(max_mb: float, rt: gpt.Runtime) -> list[dict]:
 
 
 @contextlib.contextmanager
-def send_nothing(rt: gpt.Runtime):
+def send_nothing() -> Iterator[None]:
     """Make a step keep its local sums and its old parameters, so that it sends no buckets.
 
-    It does the rest of its work. Rows of sparse gradients are still exchanged.
+    It does the rest of its work. Rows of tables are still exchanged.
     """
-    real = gpt.reduce_scatter_single, gpt.all_gather_single
-
-    def copy_own(shard: torch.Tensor, full: torch.Tensor, async_op: bool) -> SimpleNamespace:
-        shard.copy_(rt.comm.local_shard(full))
-        return SimpleNamespace(wait=lambda: None)
-
-    gpt.reduce_scatter_single = copy_own
-    gpt.all_gather_single = lambda full, shard, async_op=False, **more: (
-        SimpleNamespace(wait=lambda: None) if async_op else real[1](full, shard, **more))
-    try:
+    done = SimpleNamespace(wait=lambda: None)
+    with patch.multiple(gpt.Comm, all_gather=lambda comm, full, shard: done,
+                        reduce_scatter=lambda comm, full: (comm.local_shard(full).clone(), done)):
         yield
-    finally:
-        gpt.reduce_scatter_single, gpt.all_gather_single = real
 
 
 @contextlib.contextmanager
@@ -128,28 +120,22 @@ def count_bytes() -> Iterator[Counter]:
         all_gather=lambda comm, full, shard: full.nbytes - shard.nbytes,
         all_to_all=lambda comm, rows, send_counts, _: (
             (sum(send_counts) - send_counts[comm.rank]) * rows.itemsize * math.prod(rows.shape[1:])))
-    real = {name: getattr(gpt.Comm, name) for name in sizes}
 
-    def wrap(name: str) -> Callable:
+    def wrap(name: str, real: Callable) -> Callable:
         def counted(comm: gpt.Comm, *args):
             sent[name] += sizes[name](comm, *args)
-            return real[name](comm, *args)
+            return real(comm, *args)
 
         return counted
 
-    for name in sizes:
-        setattr(gpt.Comm, name, wrap(name))
-    try:
+    with patch.multiple(gpt.Comm, **{name: wrap(name, getattr(gpt.Comm, name)) for name in sizes}):
         yield sent
-    finally:
-        for name in sizes:
-            setattr(gpt.Comm, name, real[name])
 
 
 def count_minimum_bytes(optimizer: gpt.Optimizer, first_step: int, last_step: int) -> float:
     """Bytes that a rank must send in these steps: each gradient and each parameter once per update.
 
-    The 1/N that the rank owns is not sent. Row-sparse gradients are not included.
+    The 1/N that the rank owns is not sent. Tables are not included.
     """
     total = 0.0
     for bucket in optimizer.buckets:
@@ -161,27 +147,26 @@ def count_minimum_bytes(optimizer: gpt.Optimizer, first_step: int, last_step: in
         if bucket is optimizer.bucket_of["embed"] and optimizer.cfg.tie_head:
             first = -(-(optimizer.untie_step + 1) // bucket.group.every)
             first_update = min(max(first_update, first), last_update)
-        total += (last_update - first_update) * num_bytes * (1 if bucket.sparse else 2)
-    return total * (1 - 1 / optimizer.rt.world_size)
+        total += (last_update - first_update) * num_bytes * 2
+    return total * (1 - 1 / optimizer.comm.world_size)
 
 
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
-    """(seconds of each step of the first stage on the slowest rank, messages and MB per step).
+    """(seconds of each step of the first stage on the slowest rank, MB per step).
 
     The first cycle of adam_every steps compiles both kinds of updates and is not timed.
     """
     trainer = gpt.Trainer(cfg, rt)
-    state, bos = trainer.schedule.at(0), cfg.vocab_size - 1
-    stage, rng = state.stage, np.random.default_rng(rt.rank)
+    cfg, state, bos = trainer.cfg, trainer.schedule.at(0), cfg.vocab_size - 1
+    stage, rng = state.stage, np.random.default_rng(0)
     _, rows = gpt.sequences_per_rank(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
-    tokens = rng.integers(0, bos, (rows, stage.seq_len + 1))
-    tokens[:, :: stage.max_doc_len] = bos
-    batch = gpt.Batch(*(x.to(rt.device) for x in gpt.make_batch(tokens, bos)[:3]))
+    tokens = rng.integers(0, bos, (rt.world_size, rows, stage.seq_len + 1))
+    tokens[:, :, :: stage.max_doc_len] = bos
+    batch = gpt.add_plans(gpt.make_batch(tokens[rt.rank], bos), list(tokens), rt.rank, cfg)
     if stage.num_classes:  # other targets are ignored
-        classes = torch.arange(stage.num_classes, device=rt.device)
-        batch = batch._replace(classes=classes.expand(rows, -1).contiguous())
-    batches, seconds, warm_up = iter(lambda: batch, None), [], cfg.adam_every
-    total = warm_up + num_steps
+        batch = batch._replace(classes=torch.arange(stage.num_classes).repeat(rows, 1))
+    batch, warm_up = gpt.move_batch(batch, rt.device), cfg.adam_every
+    batches, seconds, total = iter(lambda: batch, None), [], warm_up + num_steps
     with count_bytes() as num_bytes:
         for _ in range(total):
             dist.barrier()
@@ -190,52 +175,35 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
             trainer.optimizer.finish()
             seconds.append(gpt.clock(rt.device) - start)
     minimum = num_bytes["all_to_all"] + count_minimum_bytes(trainer.optimizer, 0, total)
-    mb, minimum_mb = (count / 1e6 / total for count in (sum(num_bytes.values()), minimum))
-    sent = dict(messages=2 * len(trainer.optimizer.updated), mb=mb, minimum_mb=minimum_mb)
+    sent = dict(mb=sum(num_bytes.values()) / 1e6 / total, minimum_mb=minimum / 1e6 / total)
     slowest = torch.tensor(seconds[warm_up:], device=rt.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     del trainer
-    gc.collect()  # hooks and parameters form cycles, which would keep the models of all sizes
+    gc.collect()  # hooks and parameters form cycles, which would keep both models
     return slowest.tolist(), sent
 
 
-def choose_buckets(cfg: gpt.Config) -> list[float]:
-    """Powers of two from 1/64 of the parameters up to all of them, in MB."""
-    with torch.device("meta"):
-        total = sum(p.nbytes for p in gpt.GPT(cfg).parameters()) / 1e6
-    return [2.0 ** math.ceil(math.log2(total / 4**i)) for i in range(4)]
-
-
 def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict]:
-    """One row for each bucket size. The first row sends nothing."""
-    variants: list[float | None] = [None, *choose_buckets(cfg)]
-    seconds: dict[float | None, list[float]] = {variant: [] for variant in variants}
-    sent, count = {}, max(1, num_steps // PASSES // cfg.adam_every) * cfg.adam_every
-    for variant in tqdm(variants * PASSES, desc="steps", disable=not rt.is_main):
-        with send_nothing(rt) if variant is None else contextlib.nullcontext():
-            bucket_mb = variants[1] if variant is None else variant
-            times, sent[variant] = time_steps(dataclasses.replace(cfg, comm_bucket_mb=bucket_mb), rt,
-                                              count)
-        seconds[variant] += times
-    sent[None] |= dict(messages=0, mb=0.0)
-    means = {variant: common.time_step(seconds[variant], cfg.adam_every) for variant in variants}
+    """Two rows: steps that send nothing, and steps."""
+    seconds, sent = {False: [], True: []}, {}
+    count = max(1, num_steps // PASSES // cfg.adam_every) * cfg.adam_every
+    for sends in tqdm([False, True] * PASSES, desc="steps", disable=not rt.is_main):
+        with contextlib.nullcontext() if sends else send_nothing():
+            times, sent[sends] = time_steps(cfg, rt, count)
+        seconds[sends] += times
+    sent[False]["mb"] = 0.0
+    means = {sends: common.time_step(seconds[sends], cfg.adam_every) for sends in seconds}
     flops = count_step_flops(cfg) / (rt.peak_flops * rt.world_size)
-    return [dict(bucket_mb=variant, **sent[variant], ms=1e3 * mean,
-                 spread_ms=1e3 * (max(seconds[variant]) - min(seconds[variant])),
-                 exposed=max(0.0, 1 - means[None] / mean), utilisation=flops / mean)
-            for variant, mean in means.items()]
+    return [dict(sends=sends, **sent[sends], ms=1e3 * mean,
+                 spread_ms=1e3 * (max(seconds[sends]) - min(seconds[sends])),
+                 exposed=max(0.0, 1 - means[False] / mean), utilisation=flops / mean)
+            for sends, mean in means.items()]
 
 
 def count_step_flops(cfg: gpt.Config) -> int:
     """FLOPs of a step of the first stage."""
     first = dataclasses.replace(cfg, stages=cfg.stages[:1], extension_steps=0)
     return gpt.count_flops(first) * cfg.full_stages[0].tokens_per_step
-
-
-def recommend(rows: list[dict]) -> float:
-    """The largest bucket within 2 % of the fastest: fewer collectives and larger batches of updates."""
-    fastest = min(row["ms"] for row in rows)
-    return max(row["bucket_mb"] for row in rows if row["ms"] <= 1.02 * fastest)
 
 
 def format_report(result: dict) -> str:
@@ -248,19 +216,19 @@ def format_report(result: dict) -> str:
         cells = [f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" for kind in list(row)[-2:]]
         lines.append(f"| {row['group']}, {row['ranks']} | {row['bytes'] / 2**10:,.0f} KB "
                      f"| {' | '.join(cells)} |")
-    lines += ["", "| --comm_bucket_mb | messages | MB sent (least) | ms per step | spread | exposed | "
-              "utilisation |", "|---|---|---|---|---|---|---|"]
+    lines += ["", "| steps | MB sent (least) | ms per step | spread | exposed | utilisation |",
+              "|---|---|---|---|---|---|"]
     for row in result["steps"]:
-        sends = row["bucket_mb"] is not None
-        label = f"{row['bucket_mb']:g}" if sends else "nothing sent"
-        sent = f"{row['messages']} | {row['mb']:.2f} ({row['minimum_mb']:.2f})" if sends else "- | -"
-        lines.append(f"| {label} | {sent} | {row['ms']:.1f} | {row['spread_ms']:.1f} | "
+        kind, sent = "nothing sent", "-"
+        if row["sends"]:
+            kind, sent = "as trained", f"{row['mb']:.2f} ({row['minimum_mb']:.2f})"
+        lines.append(f"| {kind} | {sent} | {row['ms']:.1f} | {row['spread_ms']:.1f} | "
                      f"{100 * row['exposed']:.1f} % | {100 * row['utilisation']:.1f} % |")
-    return "\n".join((*lines, "", *result["advice"]))
+    return "\n".join((*lines, "", result["advice"]))
 
 
-def advise(result: dict) -> list[str]:
-    """Lines with latency, bandwidth, whether they suffice, and the recommended bucket size."""
+def advise(result: dict) -> str:
+    """A line with latency, bandwidth, and whether they suffice."""
     whole = [row for row in result["messages"] if row["group"] == "all ranks"]
     kind = "reduce_scatter + all_gather"
     latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
@@ -269,11 +237,9 @@ def advise(result: dict) -> list[str]:
     share = bare / (bare + silent["ms"])
     word = ("suits the recipe" if share < 0.1 else "costs something" if share < 0.3
             else "is too slow for this step")
-    return [
-        f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step take "
-        f"{bare:.1f} ms, computing takes {silent['ms']:.1f} ms. That is {100 * share:.0f} % without "
-        f"overlap: this connection {word}",
-        f"recommended: --comm_bucket_mb={result['recommended_bucket_mb']:g}"]
+    return (f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step "
+            f"take {bare:.1f} ms, computing takes {silent['ms']:.1f} ms. That is {100 * share:.0f} % "
+            f"without overlap: this connection {word}")
 
 
 def measure(args: Namespace, values: dict) -> None:
@@ -286,7 +252,6 @@ def measure(args: Namespace, values: dict) -> None:
     nodes = rt.world_size // gpt.env_int("LOCAL_WORLD_SIZE", rt.world_size)
     result = dict(common.describe_run(rt), nodes=nodes, backend=dist.get_backend(), preset=cfg.preset,
                   messages=measure_messages(max_mb, rt), steps=measure_steps(cfg, rt, args.num_steps))
-    result["recommended_bucket_mb"] = recommend(result["steps"][1:])
     result["advice"] = advise(result)
     if rt.is_main:
         common.write_report("\n" + format_report(result), result, args.json)
@@ -300,9 +265,8 @@ def main() -> int:
     parser.add_argument("--max_mb", type=at_least(0.004, float),
                         help="largest message (default 256, without GPUs 16)")
     parser.add_argument("--num_steps", type=at_least(1), default=8,
-                        help="steps of each bucket size (default %(default)s)")
+                        help="steps of each kind (default %(default)s)")
     args, rest = parser.parse_known_args()
-
     return run_guarded(lambda: measure(args, gpt.parse_argv(rest)))
 
 

@@ -52,9 +52,11 @@ class Version:
         alone = dict(is_alone=True) if takes(script.start_runtime, "is_alone") else {}  # also until 78c3572
         rt = script.choose_precision(cfg, script.start_runtime(cfg, **alone))
         self.trainer = script.Trainer(cfg, rt)
-        data = script.TrainData(cfg, self.trainer.schedule)
-        first = (cfg, rt) if takes(data.batches, "cfg") else (rt,)  # until ce47886 batches() took the config
-        self.cfg, self.rt = cfg, rt
+        self.rt, self.cfg = rt, self.trainer.cfg
+        data = script.TrainData(self.cfg, self.trainer.schedule)
+        # batches() took the config until ce47886, and the runtime until e324cd9
+        kinds = dict(cfg=cfg, rt=rt, comm=getattr(rt, "comm", None))
+        first = [value for name, value in kinds.items() if takes(data.batches, name)]
         self.batches = script.Prefetcher(data.batches(*first, 0, cfg.num_iterations), rt.device)
         self.losses, self.seconds = [], []
 

@@ -45,14 +45,14 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 @torch.no_grad()
 def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     """(step, loss, share of repeats, loss on them, loss on the rest) of a checkpoint."""
-    model, cfg, rt, facts = load_model(path, device="cpu")
+    model, cfg, ops, facts = load_model(path, device="cpu")
     data, step = gpt.ValData(cfg), facts["progress"]["step"]
     state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
-    losses, repeats = [], []
-    for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // data.batch_tokens))), leave=False):
-        batch = data.batch(index)
-        step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
-        x = model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
+    num_tokens, losses, repeats = data.batch_tokens, [], []
+    for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // num_tokens))), leave=False):
+        batch = gpt.make_batch(data.read_batch(index), data.bos, cfg.document_mask)
+        step_inputs = gpt.make_step_inputs(state, num_tokens, cfg.val_seq_len, cfg, batch.inputs.device)
+        x = model.run_layers(batch, step_inputs, ops)
         logits = model.head.compute_logits(x)
         losses.append(F.cross_entropy(logits.float(), batch.targets, reduction="none"))
         repeats.append(find_repeats(batch, window))

@@ -99,9 +99,9 @@ def measure(args: Namespace) -> int:
     """Train for the given seconds or steps, validate on the tokens of the preset, print a line."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(args.options)})
-    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
     check_sizes(args, cfg, min(len(train) - 2, len(val) - 1))
+    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     torch.manual_seed(cfg.seed)
     rng = np.random.default_rng(cfg.seed)
     model = PlainGPT(cfg, args.context, args.num_heads)

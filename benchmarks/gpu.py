@@ -133,19 +133,13 @@ def time_steps(*options: str) -> Callable[[Day], dict]:
     return measure
 
 
-def list_plain(is_rehearsal: bool, options: list[str]) -> str:
-    """The value of --fast that leaves out only our kernels."""
-    device = torch.device("cpu" if is_rehearsal else "cuda")
-    return step.list_forms(gpt.make_config(gpt.parse_argv(options)), device, not is_rehearsal)
-
-
 def train(day: Day) -> dict:
     """Train with our kernels and without, one micro-batch a step. Losses must differ only by rounding."""
     size = (["--num_iterations=12", "--val_loss_every=4"] if day.args.rehearse
             else ["--num_iterations=300", "--val_loss_every=100", "--tokens_per_step=49152",
                   "--val_tokens=1048576"])
     facts: dict = dict(ok=False, curves={})
-    for name, forms in ("with", "auto"), ("without", list_plain(day.args.rehearse, day.options)):
+    for name, forms in ("with", "auto"), ("without", step.list_forms(not day.args.rehearse)):
         folder = day.scratch / f"{name}_kernels"
         done = day.run("train_gpt.py", *day.options, *size, f"--fast={forms}", f"--out={folder}")
         if done.returncode:
@@ -163,7 +157,7 @@ def tune(day: Day) -> dict:
     """Run benchmarks/tune.py in the remaining time. A refused alternative is an error."""
     path = day.scratch / "tune.json"
     few = (["--rounds=2", "--alternative=--micro_batch_tokens=512",
-            f"--alternative=--fast={list_plain(True, day.options)}"] if day.args.rehearse else [])
+            f"--alternative=--fast={step.list_forms(False)}"] if day.args.rehearse else [])
     done = day.run("benchmarks/tune.py", *day.options, *few, f"--seconds={max(1, day.left() - 45):.0f}",
                    f"--json={path}")
     if done.returncode:
@@ -187,7 +181,7 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
     newest = "--preset=smoke_frontier" if is_rehearsal else "--preset=frontier"
-    plain = list_plain(is_rehearsal, ["--preset=smoke" if is_rehearsal else "--preset=track_1"])
+    plain = step.list_forms(not is_rehearsal)
     steps = "--num_steps=6" if is_rehearsal else "--num_steps=18"
     parts = dict(
         tests=Part("the tests marked gpu, six at a time", 90, run_tests, is_timed=False),

@@ -64,6 +64,11 @@ def load(card: str, folder: Path, options: list[str]) -> dict:
     return json.loads(path.read_text())
 
 
+KERNELS = {"cross_entropy_kernel": "head: cross-entropy kernel",
+           "qkv_kernel": "blocks: norm, RoPE, packing (our kernel)",
+           "transpose_kernel": "FP8 transposes (our kernel)"}
+
+
 def find_part(graph: dict, node: dict) -> str:
     """The row of the table for a kernel."""
     if graph["name"].startswith("Rule."):
@@ -76,14 +81,8 @@ def find_part(graph: dict, node: dict) -> str:
         return next(name for least, name in sizes if node["flops"] >= least)
     if node["is_template"]:
         return f"blocks: FlexAttention {graph['direction']}"
-    if node["call"] == "cross_entropy_kernel":
-        return "head: cross-entropy kernel"
-    if node["call"] == "qkv_kernel":
-        return "blocks: norm, RoPE, packing (our kernel)"
-    if node["call"] == "transpose_kernel":
-        return "FP8 transposes (our kernel)"
-    if any("_scaled_mm" in operation for operation in node["operations"]) and node["bytes"] > 8e8:
-        return "head: gradient turned for FP8"
+    if node["call"] in KERNELS:
+        return KERNELS[node["call"]]
     if any("relu" in operation for operation in node["operations"]):
         return "blocks: ReLU^2"
     return f"pointwise {graph['direction']}"
@@ -131,6 +130,9 @@ def format_messages(run: dict, device: Device) -> str:
     return "\n".join([*lines, *(f"| {name} | {ms:.2f} |" for name, ms in longest[:12])])
 
 
+SENT = "sent, if nothing hid it"
+
+
 def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
     """{part: [ms, GB, TFLOP, kernels]} of a step on each of these GPUs."""
     share = run["micros_per_step"] / run["micros"] / ranks
@@ -142,7 +144,7 @@ def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
             parts[part][i] += count * amount
 
     for graph in run["graphs"]:
-        count = sum(scales.get(phase, 0) * calls for phase, calls in graph["calls"].items())
+        count = sum(scale * graph["calls"].get(phase, 0) for phase, scale in scales.items())
         for part, *amounts in time_nodes(run, graph, device) if count else ():
             add(part, count, *amounts)
     for phase, scale in scales.items():
@@ -151,7 +153,7 @@ def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
             add("eager: look-ups, sums of gradients", scale * count, ms, num_bytes / count)
     if ranks > 1:
         sent = run["bytes_per_rank"] * (ranks - 1) / ranks
-        parts["sent, if nothing hid it"] = [1e3 * sent / device.link / ATTAINABLE["link"], sent / 1e9, 0, 0]
+        parts[SENT] = [1e3 * sent / device.link / ATTAINABLE["link"], sent / 1e9, 0, 0]
     return parts
 
 
@@ -170,11 +172,10 @@ def format_table(runs: dict[str, dict]) -> str:
 
     for part in names:
         add_line(part, {name: table.get(part, [0.0] * 4) for name, table in tables.items()})
-    for title, ranks in (("**sum, one GPU**", 1), ("**sum, each of 8 GPUs**", 8)):
-        add_line(title, {name: [sum(column) for column in zip(*tabulate(run, DEVICES[name], ranks).values())]
-                         for name, run in runs.items()})
-    sent = {name: tabulate(run, DEVICES[name], 8)["sent, if nothing hid it"] for name, run in runs.items()}
-    add_line("of these sent, if nothing hid it", sent)
+    eight = {name: tabulate(run, DEVICES[name], 8) for name, run in runs.items()}
+    for title, found in (("**sum, one GPU**", tables), ("**sum, each of 8 GPUs**", eight)):
+        add_line(title, {name: list(map(sum, zip(*table.values()))) for name, table in found.items()})
+    add_line("of these sent, if nothing hid it", {name: table[SENT] for name, table in eight.items()})
     return "\n".join(lines)
 
 

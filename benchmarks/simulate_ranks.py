@@ -8,8 +8,10 @@ after the other. Communicators that send simultaneously share the link.
 
 import math
 import statistics
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -48,16 +50,15 @@ class Recorder:
 
     def __init__(self, rt: gpt.Runtime):
         self.rt, self.events, self.names, self.marks = rt, [], [], []
-        self.bucket = ""  # name of the bucket in communication or update
+        self.bucket = ""  # name of the bucket in communication
 
     def add(self, event: Event) -> None:
         self.events.append(event)
+        mark = time.perf_counter()
         if self.rt.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
-            self.marks.append(mark)
-        else:
-            self.marks.append(gpt.clock(self.rt.device))
+        self.marks.append(mark)
 
     def send(self, kind: str, communicator: str, num_bytes: float) -> Message:
         message = Message(self, f"{kind} {self.bucket}")
@@ -67,13 +68,10 @@ class Recorder:
     def read(self) -> list[Event]:
         """Return the events with the computation before each of them, and start a new record."""
         gpt.clock(self.rt.device)
-        found, last = [], None
-        for event, mark in zip(self.events, self.marks):
-            if last is not None:
-                ms = last.elapsed_time(mark) if self.rt.device.type == "cuda" else 1e3 * (mark - last)
-                found.append(Event("compute", f"until {event.kind} {event.name}", ms=ms))
-            found.append(event)
-            last = mark
+        found = self.events[:1]
+        for event, last, mark in zip(self.events[1:], self.marks, self.marks[1:]):
+            ms = last.elapsed_time(mark) if self.rt.device.type == "cuda" else 1e3 * (mark - last)
+            found += [Event("compute", f"until {event.kind} {event.name}", ms=ms), event]
         self.events, self.marks = [], []
         return found
 
@@ -86,48 +84,36 @@ class Recorder:
             shard.copy_(full.view(ranks, *shard.shape)[0])
             return self.send("reduce", "reductions", full.nbytes - shard.nbytes)
 
-        def all_gather(full, shard, **options):
-            if options.get("async_op"):
-                return self.send("gather", "gathers", full.nbytes * (ranks - 1) / ranks)
-            full.view(ranks, -1).copy_(shard.reshape(1, -1))  # as if all ranks had this shard
+        def all_gather(full, shard, **_):
+            return self.send("gather", "gathers", full.nbytes - shard.nbytes)
 
         def all_to_all(received, sent, _receive_counts, send_counts, **_):
             received.zero_()
             num_bytes = (sum(send_counts) - send_counts[0]) * (sent.nbytes / max(1, len(sent)))
             return self.send("rows", "reductions", num_bytes)
 
-        def all_reduce(tensor, *_, **options):
-            if options.get("async_op"):
-                return self.send("all-reduce", "reductions", 2 * tensor.nbytes * (ranks - 1) / ranks)
+        def all_reduce(tensor, *_, **_options):
+            return self.send("all-reduce", "reductions", 2 * tensor.nbytes * (ranks - 1) / ranks)
 
-        def named(method, find_name):
-            def call(owner, *args):
-                before, self.bucket = self.bucket, find_name(owner)
-                try:
-                    return method(owner, *args)
-                finally:
-                    self.bucket = before
-            return call
+        def named(owner, name, suffix=""):
+            method = getattr(owner, name)
 
-        # called by gpt.Comm, which still counts their bytes
-        new = [(gpt, "reduce_scatter_single", reduce_scatter), (gpt, "all_gather_single", all_gather),
-               (gpt.dist, "all_to_all_single", all_to_all), (gpt.dist, "all_reduce", all_reduce),
-               (gpt.dist, "broadcast", lambda *_, **__: None),
-               *((gpt.Bucket, name, named(getattr(gpt.Bucket, name), lambda bucket: bucket.name))
-                 for name in ("start_reduce", "update", "start_gather")),
-               # the hook of a row-sparse gradient knows the bucket
-               (gpt.RowSparseGradient, "add",
-                named(gpt.RowSparseGradient.add, lambda sparse: sparse.on_added.args[0].name)),
-               # forward fetches rows of the n-gram table
-               (gpt.RowPlan, "fetch", named(gpt.RowPlan.fetch, lambda _: "(fetched)"))]
-        old = [(owner, name, getattr(owner, name)) for owner, name, _ in new]
-        for owner, name, value in new:
-            setattr(owner, name, value)
-        try:
+            def call(bucket, *args):
+                self.bucket = bucket.name + suffix
+                result = method(bucket, *args)
+                self.bucket = ""
+                return result
+            return owner, name, call
+
+        with ExitStack() as stack:
+            for owner, name, function in (
+                    (gpt, "reduce_scatter_single", reduce_scatter), (gpt, "all_gather_single", all_gather),
+                    (gpt.dist, "all_to_all_single", all_to_all), (gpt.dist, "all_reduce", all_reduce),
+                    (gpt.dist, "broadcast", lambda *_, **__: None), named(gpt.Bucket, "start_reduce"),
+                    named(gpt.Bucket, "start_gather"), named(gpt.Table, "add"),
+                    named(gpt.Table, "start_reading", " (fetched)")):
+                stack.enter_context(patch.object(owner, name, function))
             yield
-        finally:
-            for owner, name, value in old:
-                setattr(owner, name, value)
 
 
 def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycles: int = 5
@@ -143,7 +129,7 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
     with recorder.replace_collectives():
         trainer = gpt.Trainer(cfg, rt)
         same = (batch for _ in range(steps * (num_cycles + 2))
-                for batch in data.batches(rt, last, last + 1))
+                for batch in data.batches(rt.comm, last, last + 1))
         batches = gpt.Prefetcher(same, rt.device)
         for _ in range(num_cycles + 2):  # two to warm up
             trainer.optimizer.step_count = first_of_cycle

@@ -22,7 +22,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +56,7 @@ KERNEL_KINDS = {
     "copies and fills": "^Mem",
     "NCCL": "^nccl"}
 NUM_LONGEST = 10  # listed kernels
+TRITON_FORMS = "qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul"  # with our Triton kernels
 LAYER_TOKENS = 2048  # tokens for which the layers are measured
 
 
@@ -78,39 +78,41 @@ class Subject:
     """One config, ready to step: data, trainer, and the cost of its warm-up."""
 
     def __init__(self, cfg: gpt.Config, rt: gpt.Runtime):
-        self.cfg, self.rt = cfg, rt
+        self.rt, self.cfg = rt, cfg
         # steps until Adam and telemetry have acted at least once
         self.every = math.lcm(cfg.adam_every, cfg.telemetry_every or 1)
         before = count_graphs()
         self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
         start = gpt.clock(rt.device)
         self.trainer = gpt.Trainer(cfg, rt)
-        run = gpt.describe_run(cfg, rt, [], [*self.data.shards, *self.val_data.shards])
-        self.log = gpt.RunLog(cfg, rt, run, {})  # no files before __enter__
-        self.telemetry = gpt.Telemetry(self.trainer, self.log) if cfg.telemetry_every else None
-        self.trainer.warm_up(self.data, self.val_data, self.telemetry.inspect if self.telemetry else None)
+        self.trainer.warm_up(self.data, self.val_data)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
+        run = gpt.describe_run(cfg, rt, [], [*self.data.shards, *self.val_data.shards])
+        self.log = gpt.RunLog(cfg, rt, run, {}, self.trainer.progress)  # no files before __enter__
+        self.log.print = lambda _text: None
+        self.telemetry = gpt.Telemetry(self.trainer, self.log) if cfg.telemetry_every else None
         self.guard = gpt.Guard(self.trainer, self.log) if cfg.guard else None
         self.batches = TimedBatches(gpt.Prefetcher(
-            self.data.batches(rt, 0, cfg.num_iterations), rt.device))
+            self.data.batches(rt.comm, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
 
     def step(self) -> None:
         """Time one training step with telemetry and guard, until its last update is done."""
-        trainer, progress, rt = self.trainer, self.trainer.progress, self.rt
-        start, state = gpt.clock(rt.device), trainer.schedule.at(progress.step)
-        is_measured = self.telemetry is not None and self.telemetry.start_step()
-        groups = trainer.optimizer.groups if is_measured or self.guard else ()
-        timer = trainer.optimizer.timer = gpt.StepTimer(groups, rt, is_measured)
+        trainer, progress, device = self.trainer, self.trainer.progress, self.rt.device
+        start, state = gpt.clock(device), trainer.schedule.at(progress.step)
+        if self.telemetry:
+            self.telemetry.start_step()
         loss = trainer.train_step(self.batches, state)
         progress.step += 1
         progress.tokens += state.stage.tokens_per_step
-        self.log.losses.add(progress.step, loss)
-        for part in filter(None, (self.guard, self.telemetry)):
-            part.end_step(loss, timer, 0.0)
+        self.log.log_step(loss, 1.0)
+        if self.telemetry:
+            self.telemetry.end_step(0.0)
+        if self.guard:
+            self.guard.end_step(loss, state, must_wait=False)
         trainer.optimizer.finish()
-        self.seconds.append(gpt.clock(rt.device) - start)
+        self.seconds.append(gpt.clock(device) - start)
 
     def measure(self) -> dict:
         """The figures of all steps. tokens/s and MFU follow from seconds_per_token."""
@@ -143,17 +145,9 @@ def compare(first: Subject, second: Subject) -> dict:
     return dict(ratio=tokens[1] / tokens[0], ratio_quartiles=common.find_quartiles(ratios)[::2])
 
 
-def list_forms(cfg: gpt.Config, device: torch.device, use_compile: bool, kernels: Collection[str] = ()
-               ) -> str:
-    """A value of --fast: the forms that auto would try here, with only these of our Triton kernels."""
-    names, replaced = [], set()
-    for name, row in gpt.list_fast_forms().items():
-        fits = name in kernels if name in gpt.TRITON_FORMS else not (
-            name in gpt.FP8_FORMS or gpt.find_obstacle(row.needs, cfg, device, use_compile))
-        if fits and not replaced & row.fast.keys():
-            names.append(name)
-            replaced |= row.fast.keys()
-    return ",".join(names)
+def list_forms(is_gpu: bool, *kernels: str) -> str:
+    """A value of --fast: these TRITON_FORMS, and the other forms that a run would choose."""
+    return ",".join(("rms_norm", "flex_attention" if is_gpu else "block_attention", "head_loss", *kernels))
 
 
 def count_graphs() -> int:
@@ -270,7 +264,7 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
-    batches = gpt.Prefetcher(subject.data.batches(rt, 0, num_steps), rt.device)
+    batches = gpt.Prefetcher(subject.data.batches(rt.comm, 0, num_steps), rt.device)
     subject.batches = TimedBatches(batches)
     start, seconds = gpt.clock(rt.device), subject.seconds.copy()
     with profile(activities=activities, record_shapes=True) as prof:
@@ -295,21 +289,21 @@ def measure_layers(subject: Subject) -> list[dict]:
 
     The layers run as they are written, without torch.compile, which would ignore the hooks.
     """
-    model, rt, cfg, rows = subject.trainer.model, subject.rt, subject.cfg, []
+    trainer, rt, cfg, data, rows = subject.trainer, subject.rt, subject.cfg, subject.val_data, []
 
     def measure(_block: torch.nn.Module, _inputs: tuple, x: torch.Tensor) -> None:
         x = x.float()
         rows.append(dict(mean=x.mean().item(), std=x.std().item(), max=x.abs().max().item()))
 
-    tokens, _, doc_ids = (x[:LAYER_TOKENS].to(rt.device) for x in subject.val_data.batch(0)[:3])
-    state = subject.trainer.schedule.at(cfg.num_iterations)
-    step_inputs = gpt.make_step_inputs(state, len(tokens), len(tokens), rt, cfg)
-    hooks = [block.register_forward_hook(measure) for block in model.blocks]
-    subject.trainer.optimizer.finish()
-    model.eval()
+    tokens = data.read_batch(0)[:1, : LAYER_TOKENS + 1]
+    batch = gpt.make_batch(tokens, data.bos, cfg.document_mask)
+    batch = gpt.add_plans(batch, [tokens] * rt.world_size, rt.rank, cfg)  # all ranks read equal rows
+    num_tokens, state = len(batch.inputs), trainer.schedule.at(cfg.num_iterations)
+    step_inputs = gpt.make_step_inputs(state, num_tokens, num_tokens, cfg, rt.device)
+    hooks = [block.register_forward_hook(measure) for block in trainer.model.blocks]
+    trainer.optimizer.finish()
     with torch.compiler.set_stance("force_eager"):
-        model.run_layers(tokens, doc_ids, step_inputs)
-    model.train()
+        trainer.model.run_layers(gpt.move_batch(batch, rt.device), step_inputs, trainer.val_ops)
     for hook in hooks:
         hook.remove()
     return rows
@@ -399,6 +393,7 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
     cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
+    cfg = dataclasses.replace(cfg, ngram_rows=rt.ngram_rows)
     try:
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")

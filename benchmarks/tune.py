@@ -142,7 +142,8 @@ def work(options: list[str]) -> int:
     def time_steps(numbers: Sequence[int]) -> list[float]:
         """Seconds of each of these steps."""
         subject.batches.batches.executor.shutdown(cancel_futures=True)
-        batches = (batch for number in numbers for batch in subject.data.batches(rt, number, number + 1))
+        batches = (batch for number in numbers
+                   for batch in subject.data.batches(rt.comm, number, number + 1))
         subject.batches = step.TimedBatches(gpt.Prefetcher(batches, rt.device))
         subject.seconds = []
         for number in numbers:
@@ -166,7 +167,7 @@ def work(options: list[str]) -> int:
         peak = gpt.read_peak_memory_mib(rt) or 1
         answer(loss=loss, step_seconds=statistics.mean(seconds), data=data,
                seconds_per_token=common.time_token(enumerate(seconds), schedule, subject.every),
-               dtype=str(rt.dtype)[6:], fp8=sorted(rt.fp8),
+               dtype=str(rt.dtype)[6:], fp8=sorted(rt.fast & {*gpt.FP8_FORMS}),
                compiles=rt.use_compile, threads=torch.get_num_threads(), device=rt.device.type,
                machine=f"{rt.world_size} x {hardware.get('gpu', hardware['cpu'])}",
                room=int(0.9 * hardware.get("gpu_memory_mib", peak) / peak))  # how many workers fit
@@ -195,9 +196,8 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
         found += [] if split in splits else [f"--micro_batch_tokens={tokens}"]
         splits.add(split)
     if is_cuda:
-        device = torch.device("cuda")
-        found += [f"--fast={step.list_forms(cfg, device, compiles, kernels)}"
-                  for kernels in (*((name,) for name in gpt.TRITON_FORMS), ())]
+        found += [f"--fast={step.list_forms(True, name)}" for name in step.TRITON_FORMS]
+        found += [f"--fast={step.list_forms(True)}"]
     else:
         found += [f"GOMP_SPINCOUNT={n}" for n in (100_000, 1000) if plain["threads"] > 1]
         found += [f"OMP_NUM_THREADS={n}" for n in (cores // ranks, cores // ranks // 2, 1) if n]
@@ -205,8 +205,6 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
             with suppress(gpt.RunError):
                 gpt.check_world_size(cfg, n)
                 found += [f"NPROC={n} OMP_NUM_THREADS={cores // n}"] if n <= cores and n != ranks else []
-    if ranks > 1:
-        found += [f"--comm_bucket_mb={cfg.comm_bucket_mb * factor}" for factor in (0.25, 4)]
     if not compiles:
         found += ["--compile=on"]
     if is_cuda:

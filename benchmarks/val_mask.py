@@ -108,17 +108,19 @@ def find_impossible_tokens(ids: dict[bytes, int], vocab_size: int) -> torch.Tens
 
 
 @torch.no_grad()
-def measure_losses(model: gpt.GPT, cfg: gpt.Config, rt: gpt.Runtime, bits: torch.Tensor
+def measure_losses(model: gpt.GPT, cfg: gpt.Config, ops: gpt.Operations, bits: torch.Tensor
                    ) -> tuple[float, float]:
     """Validation loss with the windows of the final validation, and the loss without impossible tokens."""
-    data, state = gpt.ValData(cfg), gpt.Schedule(cfg).at(cfg.num_iterations)
-    step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, rt, cfg)
-    bits, places = bits.to(rt.device), torch.arange(8, device=rt.device)
+    data, state, device = gpt.ValData(cfg), gpt.Schedule(cfg).at(cfg.num_iterations), model.embed.device
+    step_inputs = gpt.make_step_inputs(state, data.batch_tokens, cfg.val_seq_len, cfg, device)
+    bits, places = bits.to(device), torch.arange(8, device=device)
     plain = masked = 0.0
     for index in tqdm(range(data.num_batches), disable=None):
-        tokens, targets, doc_ids = (x.to(rt.device) for x in data.batch(index)[:3])
-        x = model.run_layers(tokens, doc_ids, step_inputs)
-        for part, before, target in zip(*(x.split(gpt.LOGITS_CHUNK // 8) for x in (x, tokens, targets))):
+        batch = gpt.make_batch(data.read_batch(index), data.bos, cfg.document_mask)
+        batch = gpt.move_batch(batch, device)
+        x = model.run_layers(batch, step_inputs, ops)
+        tensors = (x, batch.inputs, batch.targets)
+        for part, before, target in zip(*(x.split(gpt.LOGITS_CHUNK // 8) for x in tensors)):
             logits = model.head.compute_logits(part)
             plain += F.cross_entropy(logits, target, reduction="sum").item()
             is_impossible = (bits[before.long(), :, None] >> places & 1).flatten(1) > 0  # (T, V)
@@ -135,10 +137,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def body() -> int:
-        model, cfg, rt, _ = load_model(args.model)
+        model, cfg, ops, _ = load_model(args.model)
         cfg = dataclasses.replace(cfg, vocab_file=args.vocab_file or cfg.vocab_file)
         bits = find_impossible_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
-        plain, masked = measure_losses(model, cfg, rt, bits)
+        plain, masked = measure_losses(model, cfg, ops, bits)
         print(f"validation loss {plain:.4f}, without impossible tokens {masked:.4f}")
         return 0
 

@@ -5,8 +5,8 @@
 
 Folders: validation loss against training time and against tokens, with a line for each run, a color for each
 folder, and a dashed target. Runs with --telemetry_every: four panels each, with losses, gradient norms and
-update ratios by parameter group, and the parts of the step time. make_leaderboard.py draws its pictures with
-plot_ladder() and plot_times().
+update ratios by parameter group, and the time of a step, which older scripts divided into parts.
+make_leaderboard.py draws its pictures with plot_ladder() and plot_times().
 """
 
 import csv

@@ -69,25 +69,21 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
                       for entry, parts in entries.items() if entry.endswith("/")}  # values have an empty key
 
 
-def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Runtime, dict]:
-    """Read a model or checkpoint: (model with plain forms in float32, its config, runtime, metadata)."""
+def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Operations, dict]:
+    """Read a model or checkpoint: (model, its config, operations in float32, metadata)."""
     metadata, tensors = read_tensors(path)
-    plain = dict(fast="off", compile="off", fp8="off", device=device, dtype="float32")
-    cfg = gpt.change_options(gpt.config_from_dict(metadata["config"]), plain)
-    rt = gpt.Runtime(torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"),
-                     ngram_rows=metadata["choices"]["ngram_rows"])
-    with torch.device("meta"):
-        model = gpt.GPT(cfg, rt)
+    cfg = gpt.change_options(gpt.config_from_dict(metadata["config"]),
+                             dict(ngram_rows=metadata["choices"]["ngram_rows"]))
+    model = gpt.GPT(cfg, ngram_table=tensors.get("ngram"))
     params = dict(model.named_parameters())
     if {name: param.numel() for name, param in params.items()} != {
             name: tensor.numel() for name, tensor in tensors.items()}:
         raise gpt.RunError(f"{path} has other parameters: use the script beside the log of its run", 2)
     tensors = {name: tensor.view(params[name].shape) for name, tensor in tensors.items()}
-    model.load_state_dict(tensors, strict=False, assign=True)
-    model.make_buffers()  # buffers are not in the checkpoint
-    model.split_layers(1)  # again, because load_state_dict() replaced the parameters
+    model.load_state_dict(tensors, assign=True)
     model.is_tied = metadata["is_tied"]
-    return model.to(rt.device).eval(), cfg, rt, metadata
+    ops = gpt.make_operations(cfg, ["block_attention"], torch.float32)  # its memory is linear in the tokens
+    return model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"), cfg, ops, metadata
 
 
 def sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -102,18 +98,18 @@ def sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator
 
 
 @torch.no_grad()
-def generate(model: gpt.GPT, cfg: gpt.Config, rt: gpt.Runtime, prompt: list[int], bos: int,
+def generate(model: gpt.GPT, cfg: gpt.Config, ops: gpt.Operations, prompt: list[int], bos: int,
              max_new_tokens: int, choose: Callable[[torch.Tensor], int]) -> Iterator[int]:
     """Yield the tokens after a prompt, until BOS or max_new_tokens tokens. choose() draws from logits (V,).
 
     Windows and RoPE are as in the final validation. The model sees BOS and the last max_doc_len - 1 tokens.
     """
-    state, text = gpt.Schedule(cfg).at(cfg.num_iterations), list(prompt)
+    state, device, text = gpt.Schedule(cfg).at(cfg.num_iterations), model.embed.device, list(prompt)
     for _ in range(max_new_tokens):
-        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=rt.device)
+        tokens = torch.tensor([bos, *text[-(cfg.max_doc_len - 1) :]], dtype=torch.int32, device=device)
         inputs = F.pad(tokens, (0, -len(tokens) % gpt.BLOCK))  # causal attention does not see the padding
-        step_inputs = gpt.make_step_inputs(state, len(inputs), len(inputs), rt, cfg)
-        x = model.run_layers(inputs, torch.zeros_like(inputs), step_inputs)  # (T, D)
+        step_inputs = gpt.make_step_inputs(state, len(inputs), len(inputs), cfg, device)
+        x = model.run_layers(gpt.Batch(inputs, inputs, torch.zeros_like(inputs)), step_inputs, ops)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():  # the model diverged
             return
@@ -149,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def body() -> int:
-        model, cfg, rt, metadata = load_model(find_model(args.model), args.device)
+        model, cfg, ops, metadata = load_model(find_model(args.model), args.device)
         tokenizer = find_tokenizer(cfg.vocab_size)
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
         prompt = read_prompt(text, tokenizer, cfg.vocab_size)
@@ -158,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         for index in range(args.num_samples):
             print("-" * 60 + "\n" if index else "", end=text + ("" if tokenizer else " "), flush=True)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            for token in generate(model, cfg, rt, prompt, metadata["bos"], args.max_new_tokens, choose):
+            for token in generate(model, cfg, ops, prompt, metadata["bos"], args.max_new_tokens, choose):
                 new = f"{token} "
                 if tokenizer:
                     new = escape_controls(decoder.decode(tokenizer.decode([token])))

@@ -28,14 +28,8 @@ from data.text import write_shard  # noqa: E402
 VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
 
 
-LONGEST = (
-    "test_cuda_compile",
-    "test_cuda_compile_cards",
-    "test_whole_run_frontier",
-    "test_whole_run",
-    "test_distributed",
-    "test_checkpoint",
-)  # begin with these files
+# begin with these files
+LONGEST = ("cuda_compile", "cuda_compile_cards", "whole_run_frontier", "whole_run", "distributed", "checkpoint")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for kind in ("slow", "cards"):
         if kind not in config.option.markexpr:
@@ -69,14 +63,8 @@ def measure_small_products():
 
 def slow_but(values, *quick) -> list:
     """Parameters of a test. All values except `quick` are marked slow."""
-    return [
-        value
-        if value in quick
-        else pytest.param(*value, marks=pytest.mark.slow)
-        if isinstance(value, tuple)
-        else pytest.param(value, marks=pytest.mark.slow)
-        for value in values
-    ]
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [value if value in quick else pytest.param(*row, marks=pytest.mark.slow) for value, row in rows]
 
 
 @contextmanager
@@ -100,10 +88,8 @@ def make_documents(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
     parts, total = [], 0
     while total < num_tokens:
         length = int(rng.integers(20, 600))
-        text = (int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6).astype(
-            np.uint16
-        )
-        parts += [np.array([BOS], np.uint16), text]
+        text = int(rng.integers(97, 117)) + np.arange(length) * int(rng.integers(1, 3)) % 6
+        parts += [np.array([BOS], np.uint16), text.astype(np.uint16)]
         total += length + 1
     return np.concatenate(parts)
 
@@ -130,9 +116,11 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called."""
-    comm = gpt.Comm(rank, world_size)
-    return gpt.Runtime(comm=comm, **{"peak_flops": 1e9, **changes})
+    """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called.
+
+    A Trainer has the n-gram rows of its runtime, 0 by default.
+    """
+    return gpt.Runtime(comm=gpt.Comm(rank, world_size), **{"peak_flops": 1e9, **changes})
 
 
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
@@ -170,17 +158,12 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
     return {**json.loads(result.read_text()), "stdout": text, "path": result}
 
 
-VAL_LINE = re.compile(
-    r"^step:(\d+)/(\d+) val_loss:(\d+\.\d{4}) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", re.M
-)
-STEP_LINE = re.compile(
-    r"^step:(\d+)/(\d+) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms train_loss:(\d+\.\d{4}|nan)$", re.M
-)
+TIMES = r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
+VAL_LINE = re.compile(rf"^step:(\d+)/(\d+) val_loss:(\d+\.\d{{4}}) {TIMES}$", re.M)
+STEP_LINE = re.compile(rf"^step:(\d+)/(\d+) {TIMES} train_loss:(\d+\.\d{{4}}|nan)$", re.M)
 
 
-CPU_FORMS = frozenset(  # the fast forms of a CPU without a compiler
-    "rms_norm norm_rotate cpu_attention head_loss sparse_embedding fused_adamw".split()
-)
+CPU_FORMS = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
 
 
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
@@ -217,14 +200,15 @@ def before_call(monkeypatch, owner, name, do) -> None:
 
 def at_step(monkeypatch, step, act) -> None:
     """Call act() once, before this step of a run in this process. Steps count from 1, without the warm-up."""
-    calls = []
+    is_ready, calls = [], []
 
     def do(trainer, *_):
-        if hasattr(trainer, "log") and trainer.progress.step + 1 == step and not calls:
+        if is_ready and trainer.progress.step + 1 == step and not calls:
             calls.append(step)
             act()
 
     before_call(monkeypatch, gpt.Trainer, "train_step", do)
+    before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _stop: is_ready.append(True))
 
 
 def advance(monkeypatch, now, owner, name, seconds) -> None:
@@ -260,8 +244,8 @@ def assert_same_bits(ours: dict, theirs: dict) -> None:
 def make_trainer(shards, **changes):
     """A new trainer, a function that makes one step, and a function that ends its thread."""
     cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
-    fp8 = frozenset(f"fp8_{part}" for part in cfg.fp8_parts if cfg.fp8 == "on" and part != "logits")
-    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, fp8=fp8))
+    fp8 = {f"fp8_{part}" for part in cfg.fp8_parts if cfg.fp8 == "on" and part != "logits"}
+    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS | fp8, ngram_rows=cfg.ngram_rows))
     batches = start_prefetcher(trainer)
 
     def step():
@@ -273,7 +257,5 @@ def make_trainer(shards, **changes):
 
 
 def start_prefetcher(trainer):
-    data = gpt.TrainData(trainer.cfg, trainer.schedule)
-    return gpt.Prefetcher(
-        data.batches(trainer.rt, 0, trainer.cfg.num_iterations), trainer.rt.device
-    )
+    data, rt = gpt.TrainData(trainer.cfg, trainer.schedule), trainer.rt
+    return gpt.Prefetcher(data.batches(rt.comm, 0, trainer.cfg.num_iterations), rt.device)

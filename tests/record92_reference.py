@@ -10,6 +10,7 @@ Storage is compact: rows and slots that nothing reads are not stored. Matrices a
 MLP matrices are hidden x dim. Names and sizes of all parameters: `parameter_sizes`. They live in flat dicts;
 no function changes its arguments, all return new values.
 """
+import json
 import math
 import unicodedata
 from dataclasses import dataclass, field
@@ -46,14 +47,14 @@ class Topology:
     wide: tuple = (3, 10)                           # wide Q and K, long window, key offset, attention gate
     half_v: tuple = (1, 8)
     xsa: tuple = (1, 3)
-    value: tuple = (1, 2, 8, 10)                    # layers with a value embedding; all but the last learn a gate
+    value: tuple = (1, 2, 8, 10)                    # layers with a value embedding; the last learns no gate
     shared: int = 7                                 # h7: this layer's output, which the last layer reads
     from_shared: tuple = (8, 10)                    # attention reads RMSn(h7)
-    x0: tuple = (0, 1, 2, 4, 5, 7)                  # injections of x0 and of the n-gram vector after attention
+    x0: tuple = (0, 1, 2, 4, 5, 7)                  # injections of x0 and of n-grams after attention
     ngram: tuple = (1, 4, 5, 9)
     skip: tuple = (3, 6)                            # from the output of a layer into one without attention
-    post: int = 4                                   # its input gives the gates of this layer and of later ones
-    mlps: tuple = ("0", "1", "2", "3", "4", "5", "6", "8", "8b", "9", "10")     # 8b: the second one of layer 8
+    post: int = 4                                   # its input gives the gates of it and of later layers
+    mlps: tuple = ("0", "1", "2", "3", "4", "5", "6", "8", "8b", "9", "10")     # 8b: the second of layer 8
     end: tuple = ("x_in", "h7", "h9", "ve1", "h3", "ve2", "ve10", "ve8", "mlp_in", "attn_in")   # sources
 
     def __post_init__(self):
@@ -65,8 +66,6 @@ class Topology:
         return self.layers - 1
 
 
-LAYERS, ATTENTION, WIDE, HALF_V = Topology.layers, Topology.attention, Topology.wide, Topology.half_v
-VALUE, MLPS = Topology.value, Topology.mlps
 ROOT = math.sqrt(1.1)
 
 
@@ -74,15 +73,6 @@ class Ramp(NamedTuple):
     """A number of a stage that moves linearly towards its end, which the next stage would reach."""
     begin: float
     end: float
-
-
-def stage_steps_of(durations, taper, base, added, extension):
-    """Steps of the five stages. The taper ends the third duration; it is a share of the whole."""
-    total = sum(durations)
-    ends = [durations[0] / total, (durations[0] + durations[1]) / total, 1 - taper, 1]
-    ends = [round(base * end) for end in ends]
-    ends = [ends[0], ends[1], ends[2] + added, ends[3] + added, ends[3] + added + extension]
-    return tuple(end - first for first, end in zip([0] + ends, ends))
 
 
 @dataclass(frozen=True)
@@ -108,13 +98,13 @@ class Shape:
     groups: int = 12                    # channel groups of the end's coefficients
     ranks: int = 8
     block: int = 128                    # tokens per block of a window
-    # per stage: 1, 2, 3, taper, extension. The last stage is always the extension
-    stage_steps: tuple = stage_steps_of((0.2854, 0.3209, 0.3931), 0.06, 1122, 52, 20)
+    # per stage: 1, 2, 3, taper, extension. The last stage is always the extension. Of 1,122 + 52 + 20 steps,
+    # durations 0.2854, 0.3209, 0.3931, whose last 0.06 is the taper
+    stage_steps: tuple = (320, 361, 374 + 52, 67, 20)
     stage_tokens: tuple = (16384, 32768, 49152, 40960, 16384)           # of a rank
     stage_caps: tuple = (896, 2048, 3072, 3072, 3072)                   # longest document
     stage_blocks: tuple = ((1, 3), (3, 7), (5, 11), (5, 11), (6, 13))   # short, long window
     stage_lr: tuple = (1, 1.52, 1.73, 1.73 * math.sqrt(20 / 24), 1.73 * math.sqrt(20 / 24))
-    boundary_rows: tuple = (64, 96, 128, 128, 64)
     token_weights: tuple = ((1, 0.5, Ramp(0.25, 0)), (1, Ramp(0.5, 0)), (1,), (1,), (1,))
     prefix_weights: tuple = ((0.25,), (0.20, 0.15, 0.10, 0.05), (0,), (0,), (0,))
     candidates: tuple = ((10240,), (10240,), (14336, 14336, 24576), (None,), (None,))   # None: all classes
@@ -143,7 +133,7 @@ class Shape:
     blend_rate: float = 2 / 75
     attention_scale: tuple = (0.13, 0.085)      # narrow, wide heads at the start
     missing_targets_count: bool = True  # False: a target beyond the end has no weight in the gradient
-    calls_end_with_shards: bool = True  # False: only a buffer that a shard cannot fill begins in the next one
+    calls_end_with_shards: bool = True  # False: only a buffer that a shard cannot fill begins in the next
 
     def __post_init__(self):
         assert self.heads % 2 == 0 and self.heads * self.v_full == self.dim >= 12
@@ -175,7 +165,7 @@ MINIATURE = Shape(
     tokenizer=60, vocab=64, dim=32, heads=4, qk_narrow=4, qk_wide=8, v_half=4, v_full=8, hidden=48,
     table_rows=400, sign_rows=16, gate_hidden=6, groups=4, ranks=2, block=4,
     stage_steps=(6, 6, 6, 2, 6), stage_tokens=(16, 24, 32, 28, 16), stage_caps=(7, 12, 18, 18, 18),
-    boundary_rows=(16, 24, 32, 28, 16), candidates=((24,), (32,), (40, 40, 48), (None,), (None,)),
+    candidates=((24,), (32,), (40, 40, 48), (None,), (None,)),
     attention_cap=13, lr_decay_from=5, momentum_ramp=5, momentum_cooldown=4, slow_rail_from=10,
     rare_events_from=8, split_step=21, tail_ema_from=16, blend_from=17, tail_avg_from=21, value_from=19,
     tail_ema_rate=0.3, tail_ema_odd_rate=0.51, tail_avg_rate=0.5, blend_rate=0.4)
@@ -320,7 +310,7 @@ def table_event(shape, step):
 
 
 def table_settings(shape, step, name="table"):
-    """(beta1, beta2, decay multiplier) of an event for the table, or for ve. The table has no first moment."""
+    """(beta1, beta2, decay multiplier) of an event of the table, or of ve. The table has no first moment."""
     steps = 1 if step < shape.rare_events_from else 2       # twice as many since the last event
     _, (beta1, beta2), decay = shape.rates[name]
     return beta1 ** steps, beta2 ** steps, decay * steps
@@ -410,7 +400,7 @@ def attention(shape, p, layer, u, ve, extra, c, segments, windows):
             gate = 2 * torch.sigmoid(source @ p["ve_gate.%d" % layer].T)
         v = v + gate[:, :, None] * rows
     scale = windows.wide_scale if wide else windows.narrow_scale
-    if layer in topology.paired:    # rows 2t, 2t + 1 hold the halves of the heads; the window counts these rows
+    if layer in topology.paired:    # rows 2t, 2t + 1 hold the halves of the heads; the window counts rows
         pairs = [z.reshape(2 * T, H // 2, -1) for z in (q, k, v)]
         y = attend(*pairs, segments.repeat_interleave(2), windows.short, scale).reshape(T, H, v_dim)
     else:
@@ -515,7 +505,7 @@ def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight, missing_co
     """(loss of each row, gradient of their sum to raw). targets, prefixes: columns, -1 for no prefix.
 
     raw: logits before the softcap. The gradient is the recipe's: a target beyond the end is no term of the
-    loss, but with missing_count its weight still counts in the softmax part of the gradient. A missing prefix
+    loss, but with missing_count its weight counts in the softmax part of the gradient. A missing prefix
     counts nowhere.
     """
     T, s = len(raw), torch.sigmoid((raw + 5) / 7.5)
@@ -538,19 +528,15 @@ def loss_and_gradient(raw, targets, prefixes, weights, prefix_weight, missing_co
     return rows, gradient * (23 / 7.5) * s * (1 - s)
 
 
-def validation_loss(shape, p, chunks, impossible=None, step=None):
-    """Mean cross-entropy of chunks of T + 1 tokens before a step, or after training.
-
-    impossible: pairs of record 91's mask.
-    """
-    windows = windows_at(shape, shape.steps - 1, validation=True) if step is None else windows_at(shape, step)
+def validation_loss(shape, p, chunks, step=None):
+    """Mean cross-entropy of chunks of T + 1 tokens before a step, or after training."""
+    is_end = step is None
+    windows = windows_at(shape, shape.steps - 1 if is_end else step, validation=is_end)
     total, count = 0.0, 0
     for chunk in chunks:
         chunk = [int(t) for t in chunk]
         tokens, targets = chunk[:-1], chunk[1:]
         z = forward(shape, p, tokens, validation_boundaries(shape, tokens), windows)[1]
-        for before, after in impossible or ():
-            z[[t for t, token in enumerate(tokens) if token == before], after] = -60
         total -= float(torch.log_softmax(z, dim=1)[torch.arange(len(tokens)), targets].sum())
         count += len(tokens)
     return total / count
@@ -668,7 +654,6 @@ def packed_batches(shape, shards, first=0):
                 break
             buffer, ends, document = filled
             call.append((buffer, attention_boundaries(ends, shape.attention_cap)))
-            assert len(call[-1][1]) < shape.boundary_rows[stage]
             if len(call) == shape.ranks:
                 yield call
                 step, call = step + 1, []
@@ -681,6 +666,16 @@ def prefix_table(vocabulary):
     number = {token: i for i, token in enumerate(vocabulary) if token}
     return [max((number[token[:n]] for n in range(1, len(token)) if token[:n] in number),
                 key=lambda i: len(vocabulary[i]), default=-1) for token in vocabulary]
+
+
+def write_vocabulary(path, tokens):
+    """A file of token ids in the hub's format: bytes that do not print are characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    names = ["".join(characters[byte] for byte in token) for token in tokens]
+    path.write_text(json.dumps({name: i for i, name in enumerate([*names, "<|endoftext|>"])}))
 
 
 # ---------------------------------------------------------------- record 91, mask of impossible tokens
@@ -932,7 +927,7 @@ def write_back(shape, p, averages):
 # ---------------------------------------------------------------- record 92, training
 
 def gradients(shape, p, batch, step, prefix_of, offsets):
-    """(mean over ranks of the summed loss, {name: gradient times gradient_scale}, new offsets of the sweep)."""
+    """(mean over ranks of the summed loss, {name: gradient * gradient_scale}, new offsets of the sweep)."""
     assert len(batch) == shape.ranks
     leaves = {name: value.clone().requires_grad_(True) for name, value in p.items() if name != "signs"}
     weights, prefix_weight = loss_weights(shape, step)
@@ -985,8 +980,8 @@ def update(shape, p, grads, state, step):
             sums["head"] = sums["head"] + sums.pop("embed")
     for name, g in sums.items():
         multiplier, betas, decay = adam_settings(shape, name, step)
-        lr = BASE_LR * multiplier * factor
-        p[name], state["adam"][name] = adam(p[name], g, state["adam"][name], lr, betas, decay, shape.adam_eps)
+        args = BASE_LR * multiplier * factor, betas, decay, shape.adam_eps
+        p[name], state["adam"][name] = adam(p[name], g, state["adam"][name], *args)
     if tied and step % 2 == 1:
         p["embed"] = p["head"].clone()
         if step == shape.split_step:
@@ -1000,7 +995,7 @@ def update(shape, p, grads, state, step):
 ADAM_GROUPS = {"head": "head", "embed": "embed", "ve": "value_embed", "table": "ngram", "scalar": "scalar",
                "residual": "residual", "output": "mix", "gate": "gate"}
 FIXED = dict(        # options with the only values that this reading has
-    sequence_start="document", document_mask=True, epochs=1, qk_norm=True, rotary_pairs="adjacent", smear=True,
+    sequence_start="document", document_mask=True, epochs=1, qk_norm=True, smear=True,
     x0_mix="after_attention", attention_gate_dim=0, value_gate_dim=12, gains=[], ngram_order=3,
     softcap=[23.0, 5.0, 7.5], tie_head=True, orthogonalize="six_maps", decay="cautious", decay_schedule="lr",
     momentum=[0.85, 0.93], lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0, averages=True, grad_grid=0.0)
@@ -1015,21 +1010,23 @@ def topology_of(layers):
     which = lambda condition: tuple(i for i, layer in enumerate(layers) if condition(layer))
     having = lambda name: which(lambda layer: layer[name])
     given = lambda name: which(lambda layer: layer[name] is not None)
-    narrow, wide = which(lambda layer: layer["attention"] == "short"), which(lambda layer: layer["attention"] == "long")
+    narrow, wide = (which(lambda layer, kind=kind: layer["attention"] == kind) for kind in ("short", "long"))
     half_v, last = given("v_dim"), layers[-1]
     layer_of = {layers[i]["value_embed"]: i for i in given("value_embed")}      # of a table
     (shared,) = {layers[i]["attention_from"] for i in given("attention_from")}
     (skip_to,) = given("skip_from")
     (post,) = {layer["gates_from"] for layer in layers} - {0}
     assert having("key_offset") == having("gate") == wide and having("mudd_in") == having("mudd_out")
-    assert layers[0]["ngram"] and last["ngram"] and last["x0"] and last["mudd_in"] == ["x_in", "h%d" % shared]
+    assert layers[0]["ngram"] and last["ngram"] and last["x0"]
+    assert last["mudd_in"] == ["x_in", "h%d" % shared]
     assert [layer["gates_from"] for layer in layers] == [0] * post + [post] * (len(layers) - post)
     mlps = [(i, slot) for slot, name in (("%d", "mlp"), ("%db", "second_mlp")) for i in having(name)]
     return Topology(
         layers=len(layers), attention=tuple(sorted(narrow, key=lambda i: i in half_v)) + wide,
-        paired=having("paired"), wide=wide, half_v=half_v, xsa=having("xsa"), value=tuple(sorted(layer_of.values())),
-        shared=shared, from_shared=given("attention_from"), x0=having("x0")[:-1], ngram=having("ngram")[1:-1],
-        skip=(layers[skip_to]["skip_from"], skip_to), post=post, mlps=tuple(slot % i for i, slot in sorted(mlps)),
+        paired=having("paired"), wide=wide, half_v=half_v, xsa=having("xsa"),
+        value=tuple(sorted(layer_of.values())), shared=shared, from_shared=given("attention_from"),
+        x0=having("x0")[:-1], ngram=having("ngram")[1:-1], post=post,
+        skip=(layers[skip_to]["skip_from"], skip_to), mlps=tuple(slot % i for i, slot in sorted(mlps)),
         end=tuple("ve%d" % layer_of[int(name[2:])] if name.startswith("ve") else name
                   for name in last["mudd_out"]))
 
@@ -1044,8 +1041,9 @@ def shape_of(config):
     other |= {(group, name): config["groups"][group][name] for group, values in FIXED_GROUPS.items()
               for name, value in values.items() if config["groups"][group][name] != value}
     assert not other, other
-    layers, stages, head_dim, ratio = (config[name] for name in ("layers", "stages", "head_dim", "mlp_ratio"))
-    assert config["short_qk_dim"] == head_dim // 2 and {layer["v_dim"] for layer in layers} == {None, head_dim // 2}
+    layers, stages, head_dim, ratio = map(config.get, ("layers", "stages", "head_dim", "mlp_ratio"))
+    assert config["short_qk_dim"] == head_dim // 2
+    assert {layer["v_dim"] for layer in layers} == {None, head_dim // 2}
     up, down = config["mlp_lr_mul"]
     assert math.isclose(up, ratio ** 0.5) and math.isclose(down, 2 * ratio ** 0.5)
     matrix = config["groups"]["matrix"]
@@ -1070,13 +1068,12 @@ def shape_of(config):
     return Shape(
         topology=topology_of(layers), tokenizer=config["vocab_size"],
         vocab=math.ceil(config["vocab_size"] / multiple) * multiple, dim=config["model_dim"],
-        heads=config["num_heads"], qk_group=config["qk_group_heads"], qk_narrow=head_dim // 2, qk_wide=head_dim,
-        v_half=head_dim // 2, v_full=head_dim, hidden=round(ratio * config["model_dim"]),
+        heads=config["num_heads"], qk_group=config["qk_group_heads"], qk_narrow=head_dim // 2,
+        qk_wide=head_dim, v_half=head_dim // 2, v_full=head_dim, hidden=round(ratio * config["model_dim"]),
         table_rows=config["ngram_rows"], gate_hidden=64, groups=config["mudd_groups"],
         ranks=ranks, block=1, stage_steps=tuple(end - first for first, end in zip([0] + ends, ends)),
         stage_tokens=lengths, stage_caps=of_stages("max_doc_len"), stage_lr=of_stages("lr_factor"),
         stage_blocks=tuple((stage["window_short"], stage["window_long"]) for stage in stages),
-        boundary_rows=(math.inf,) * len(stages),
         token_weights=tuple([Ramp(*ends) for ends in stage["loss_weights"]] for stage in stages),
         prefix_weights=tuple(tuple(stage["prefix_weight"]) or (0,) for stage in stages),
         candidates=tuple(stage["num_classes"] for stage in stages),
@@ -1086,7 +1083,8 @@ def shape_of(config):
         adam_eps=config["adam_eps"], gradient_scale=49152 * ranks / config["tokens_per_step"],
         lr_floor=config["final_lr_frac"], lr_decay_from=scheduled * (1 - config["cooldown_frac"]),
         momentum_ramp=config["momentum_warmup_steps"], momentum_cooldown=config["momentum_cooldown_steps"],
-        slow_rail_from=step_at(config["slow_momentum_start"]), rare_events_from=step_at(config["late_start"]),
+        slow_rail_from=step_at(config["slow_momentum_start"]),
+        rare_events_from=step_at(config["late_start"]),
         split_step=step_at(config["untie_frac"]) // 2 * 2 + 1,                  # an odd step
         tail_ema_from=math.ceil(average_from(895) / 2) * 2, blend_from=average_from(897),
         tail_avg_from=average_from(945), value_from=average_from(947), tail_ema_rate=average_rate(2 / 299),
@@ -1096,9 +1094,9 @@ def shape_of(config):
 
 
 def run(config, p, shards, chunks, prefix_of):
-    """(parameters, training loss per token of each step, [step, loss] of each validation) of a run from p on.
+    """A run from p on, which is tied: (parameters, training loss per token of each step, validations).
 
-    shards: arrays of tokens. chunks: see validation_loss. prefix_of: prefix table. p must be tied at the start.
+    Validations are [step, loss]. shards: arrays of tokens. chunks: see validation_loss.
     """
     shape, every, points, losses = shape_of(config), config["val_loss_every"], [], []
     state = start_state(shape, p)

@@ -1,24 +1,25 @@
 """Reference implementation of a whole training run for tests: float64, one packed sequence at a time.
 
-Written only from descriptions: of record 32, of mechanisms of later records, and of the command line. It trains
-the presets track_1 (record 32) and laptop. A run is described by the options that --print_config prints. Parameters
-are one flat dict of float64 tensors, trained in place. Their names:
+Written only from descriptions: of record 32, of mechanisms of later records, and of the command line. It
+trains the presets track_1 (record 32) and laptop. A run is described by the options that --print_config
+prints. What record 92 shares with them (documents in a sequence, n-grams, their update) is in
+record92_reference.py. Parameters are one flat dict of float64 tensors. Their names, where V is the padded
+vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows:
   embed (V,D)  head (V,D)  ve.{i} (V,D)  ngram (R,D)
-                                         V = padded vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows
   q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 in layers with a value embedding
   up.{l} (D,F), used transposed  down.{l} (D,F)                          MLP(u) = down relu(up^T u)^2
-  a.{l} b.{l} c.{l} ()  skip.{l} ()                                      skip in layers that add a skip connection
+  a.{l} b.{l} c.{l} ()  skip.{l} ()                             skip in layers that add a skip connection
 """
 import functools
 import glob
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import torch
-
-F64 = torch.float64
-
+from record92_reference import F64, RECORD_92, fill, ngram_vectors, table_update
+from record92_reference import rms as rms_norm
 
 # ---------------------------------------------------------------- data
 
@@ -36,50 +37,40 @@ def read_shards(pattern):
     return shards, document_start
 
 
-class DocumentPacker:
-    """Packed sequences of documents. Documents are cut to the maximum length, and the rest is discarded."""
+class Packer:
+    """Packed sequences of one shard after the other. A tail that fills no sequence is dropped."""
 
-    def __init__(self, shards, document_start):
-        self.shards, self.document_start = shards, document_start
-        self.shard, self.document = 0, 0
+    def __init__(self, shards, document_start, take):
+        self.shards, self.document_start, self.take = shards, document_start, take
+        self.shard, self.place = 0, 0
 
     def next(self, length, max_doc_len):
         """(inputs, targets, document number of each input) of one sequence with `length` inputs."""
         while True:
-            tokens = self.shards[self.shard]
-            begins = [int(i) for i in np.flatnonzero(tokens == self.document_start)]
-            ends = begins[1:] + [len(tokens)]
-            pieces, held = [], 0
-            while held < length + 1 and self.document < len(begins):
-                begin, end = begins[self.document], ends[self.document]
-                piece = tokens[begin:min(end, begin + max_doc_len, begin + length + 1 - held)]
-                pieces.append(piece)
-                held += len(piece)
-                self.document += 1
-            if held == length + 1:
-                row = np.concatenate(pieces)
-                numbers = np.concatenate([np.full(len(piece), i) for i, piece in enumerate(pieces)])
-                return row[:-1], row[1:], numbers[:-1]
-            self.shard, self.document = self.shard + 1, 0       # too few documents left: drop the tail
+            found = self.take(self.shards[self.shard], self.document_start, self.place, length, max_doc_len)
+            if found is not None:
+                row, numbers, self.place = found
+                return row[:-1], row[1:], numbers
+            self.shard, self.place = self.shard + 1, 0
 
 
-class StreamPacker:
-    """Packed sequences of all tokens of a shard in their order. A tail that fills no sequence is dropped."""
-
-    def __init__(self, shards, document_start):
-        self.shards, self.document_start = shards, document_start
-        self.shard, self.at = 0, 0
-
-    def next(self, length, _):
-        """As in DocumentPacker. The first token begins a document, whatever it is."""
-        while self.at + length + 1 > len(self.shards[self.shard]):
-            self.shard, self.at = self.shard + 1, 0
-        row = self.shards[self.shard][self.at:self.at + length + 1]
-        self.at += length
-        return row[:-1], row[1:], np.cumsum(row[:-1] == self.document_start)
+def take_documents(tokens, document_start, document, length, max_doc_len):
+    """(tokens, document numbers of the inputs, next document), None if too few tokens are left."""
+    begins = np.flatnonzero(tokens == document_start).tolist()
+    filled = fill(tokens.tolist(), begins, document, length, max_doc_len)
+    if filled is None:
+        return None
+    row, ends, document = filled
+    return np.array(row), np.searchsorted(ends, np.arange(length), side="right"), document
 
 
-PACKERS = {"document": DocumentPacker, "anywhere": StreamPacker}
+def take_stream(tokens, document_start, place, length, _):
+    """All tokens in their order. The first one begins a document, whatever it is."""
+    row = tokens[place:place + length + 1]
+    return (row, np.cumsum(row[:-1] == document_start), place + length) if len(row) > length else None
+
+
+TAKES = {"document": take_documents, "anywhere": take_stream}
 
 
 def validation_rows(config):
@@ -162,12 +153,8 @@ class Schedule:
 
 # ---------------------------------------------------------------- model
 
-def rms_norm(x):
-    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 2.0 ** -23)
-
-
 def rotate(x, frequencies):
-    """Rotate channels j and j + K/2 of each head, for j < K/4. The other half of the channels is not rotated."""
+    """Rotate channels j and j + K/2 of each head, for j < K/4. The other half does not rotate."""
     T, _, K = x.shape
     still = torch.zeros(K // 4, dtype=F64)
     angle = torch.arange(T, dtype=F64)[:, None, None] * torch.cat([frequencies, still])
@@ -205,7 +192,8 @@ def attention(config, p, i, x, tokens, documents, windows):
     if layer["value_embed"] is not None:
         v = v + p[f"s1.{i}"] * p[f"ve.{layer['value_embed']}"][tokens].reshape(T, H, K)
     window = long_ if layer["attention"] == "long" else short
-    y = torch.stack([probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h] for h in range(H)], dim=1)
+    y = [probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h] for h in range(H)]
+    y = torch.stack(y, dim=1)
     if config["attention_gate_dim"]:
         y = y * torch.sigmoid(u[:, :config["attention_gate_dim"]] @ p[f"gate.{i}"].T)[:, :, None]
     return y.reshape(T, H * K) @ p[f"o.{i}"].T
@@ -220,32 +208,13 @@ def ngram_signs(dim):
     return (((bits >> 15) & 1) * 2 - 1).view(8192, dim).to(F64)
 
 
-def embed_ngrams(table, tokens):
-    """The sum of two signed rows for each token: of its bigram in the first half of the table, and of its trigram.
-
-    Hashes are 32-bit integers that wrap. Documents are ignored. Positions without a predecessor have a row of
-    their own. The bigram of position 1 is hashed with the row number of position 0 in the place of its token.
-    """
-    half, signs = len(table) // 2, ngram_signs(table.shape[1])
-    one, two = tokens.roll(1), tokens.roll(2)
-    before = one.clone()
-    before[1] = half - 1
-    bigram = (36313 * tokens ^ 27191 * before).to(torch.int32) % (half - 1)
-    bigram[0] = half - 1
-    bigram_sign = (48271 * tokens ^ 30011 * one) & 8191
-    bigram_sign[0] = 0
-    trigram = half + (17351 * tokens ^ 60961 * one ^ 45259 * two).to(torch.int32) % (half - 1)
-    trigram[:2] = 2 * half - 1
-    trigram_sign = (58699 * tokens ^ 39779 * one ^ 26801 * two) & 8191
-    trigram_sign[:2] = 0
-    return table[bigram] * signs[bigram_sign] + table[trigram] * signs[trigram_sign]
-
-
 def forward(config, p, tokens, documents, windows):
     """Softcapped logits of one packed sequence."""
     x = x0 = rms_norm(p["embed"][tokens])
     if config["ngram_rows"]:
-        ngrams = embed_ngrams(p["ngram"], tokens)
+        table, signs = p["ngram"], ngram_signs(config["model_dim"])
+        shape = replace(RECORD_92, table_rows=len(table))
+        ngrams = ngram_vectors(shape, dict(table=table, signs=signs), tokens)
     outputs = []
     for i, layer in enumerate(config["layers"]):
         if layer["skip_from"] is not None:
@@ -282,7 +251,8 @@ POLAR_EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                  (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 # the polynomials, and two numbers of the first division: by factor * norm + epsilon
-ORTHOGONALIZATIONS = {"newton_schulz": (NEWTON_SCHULZ, 1.0, 1e-7), "polar_express": (POLAR_EXPRESS, 1.02, 1e-6)}
+ORTHOGONALIZATIONS = {"newton_schulz": (NEWTON_SCHULZ, 1.0, 1e-7),
+                      "polar_express": (POLAR_EXPRESS, 1.02, 1e-6)}
 
 
 def orthogonalize(U, kind):
@@ -326,16 +296,14 @@ def update_adam(config, p, G, state, name, factor, decay_factor):
 
 
 def update_rows(config, p, G, state, factor):
-    """Adam without first moment, with one second moment per row. A row without gradient does not move.
-
-    Its second moment decays in every update, and t counts all updates of the table.
-    """
+    """The n-gram table: t counts its updates, also those in which a row has no gradient."""
     options = config["groups"]["ngram"]
     b1, b2 = options["betas"]
     assert b1 == options["weight_decay"] == 0
-    t = state["t"] = state.get("t", 0) + 1
-    v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * (G * G).mean(dim=1, keepdim=True)
-    p -= options["lr"] * factor * math.sqrt(1 - b2 ** t) * G / (torch.sqrt(v) + config["adam_eps"])
+    t, v = state.get("t", 0) + 1, state.get("v", torch.zeros(len(p), dtype=F64))
+    new, state["v"] = table_update(p, v, G, t, options["lr"] * factor, b2, 0, config["adam_eps"])
+    state["t"] = t
+    p.copy_(new)
 
 
 def adam_group(config, name):
@@ -358,11 +326,11 @@ def is_matrix(name):
 
 # ---------------------------------------------------------------- the run
 
-def train(config, params):
-    """Train in place. Returns the training loss per token of each step, and [step, loss] of each validation."""
+def run(config, params):
+    """A run from params on: (parameters, training loss per token of each step, validations [step, loss])."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
-    packer = PACKERS[config["sequence_start"]](shards * config["epochs"], document_start)
-    params = {name: value.detach().requires_grad_() for name, value in params.items()}
+    packer = Packer(shards * config["epochs"], document_start, TAKES[config["sequence_start"]])
+    params = {name: value.clone().requires_grad_() for name, value in params.items()}
     states, losses, points = {}, [], []
     for step in range(schedule.steps + 1):
         every = config["val_loss_every"]
@@ -396,4 +364,6 @@ def train(config, params):
                 update_rows(config, value, grad, state, factor)
             else:
                 update_adam(config, value, grad, state, name, factor, schedule.decay_factor(step, factor))
-    return {"train_losses": losses, "val_points": points}
+    tokens = sum(schedule.of_stage(step, "tokens_per_step") for step in range(schedule.steps))
+    assert config["epochs"] == 1 or tokens > sum(map(len, shards))       # the second epoch begins
+    return {name: value.detach() for name, value in params.items()}, losses, points

@@ -31,23 +31,19 @@ def die() -> None:
 
 def die_in(what: str, count: int) -> None:
     """This process dies in the middle of the count-th such call for a checkpoint."""
-    write, rename, rmtree = gpt.write_atomic, Path.rename, shutil.rmtree
-    counts = iter(range(1, 10**6))
+    counts, write, rename, rmtree = iter(range(1, 10**6)), gpt.write_atomic, Path.rename, shutil.rmtree
 
     def is_due(path: Path) -> bool:
         return "checkpoints" in path.parts and next(counts) == count
 
     def write_half(path, data):
-        if not is_due(path):
-            return write(path, data)
-
         def put_half(file):
             data(file) if callable(data) else file.write(data)
             file.truncate(file.tell() // 2)
             file.flush()
             die()
 
-        write(path, put_half)
+        write(path, put_half if is_due(path) else data)
 
     def rename_or_die(path, target):
         is_last = is_due(path)
@@ -64,12 +60,9 @@ def die_in(what: str, count: int) -> None:
             die()
         rmtree(path, *more, **options)
 
-    if what == "write":
-        gpt.write_atomic = write_half
-    if what == "rename":
-        Path.rename = rename_or_die
-    if what == "remove":
-        shutil.rmtree = remove_one
+    owner, name, function = dict(write=(gpt, "write_atomic", write_half), rename=(Path, "rename", rename_or_die),
+                                 remove=(shutil, "rmtree", remove_one))[what]
+    setattr(owner, name, function)
 
 
 def live(number: int, argv: list[str], num_ranks: int, what: str, victim: int | None, lines: int, seconds: float) -> list:

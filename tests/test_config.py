@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from conftest import ROOT, data_args, gpt, run, run_script
+from conftest import ROOT, gpt, run
 
 PRESETS = [*gpt.PRESETS, *sorted(path.stem for path in (ROOT / "records/presets").glob("*.json"))]
 
@@ -52,11 +52,8 @@ def test_layers_of_the_medium_track():
     """Record 18 of this track."""
     cfg = gpt.make_config({"preset": "track_2"})
     assert [s.value_embed for s in cfg.layers] == [0, 1, 2, 3, 4, *[None] * 6, 0, 1, 2, 3, 4]
-    assert {i: s.skip_from for i, s in enumerate(cfg.layers) if s.skip_from is not None} == {
-        9: 6,
-        10: 4,
-        11: 2,
-    }
+    skips = {i: s.skip_from for i, s in enumerate(cfg.layers) if s.skip_from is not None}
+    assert skips == {9: 6, 10: 4, 11: 2}
     assert all(spec.mlp and spec.attention != "none" for spec in cfg.layers)
     assert [i for i, spec in enumerate(cfg.layers) if spec.attention == "long"] == [0, 4, 11, 15]
     scales = [ropes["long"].softmax_scale for ropes in gpt.Schedule(cfg).ropes]
@@ -80,7 +77,7 @@ def test_a_preset_resolves_and_survives_the_command_line(name):
     assert gpt.derived_numbers(cfg, 1)["num_params"] > 0
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["track_1", "frontier", "laptop", "smoke_frontier", "muonh"])
 def test_a_preset_without_each_of_its_parts(name):
     """A valid config, which lacks the part."""
     parts = gpt.list_parts(gpt.make_config({"preset": name}))
@@ -89,7 +86,7 @@ def test_a_preset_without_each_of_its_parts(name):
         assert part not in gpt.list_parts(gpt.make_config({"preset": name, "without": part}))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 9, 16])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 9])
 def test_the_pattern_exists_at_any_depth(depth):
     cfg = gpt.make_config({"preset": "smoke", "num_layers": depth})
     assert len(cfg.layers) == depth and any(spec.attention != "none" for spec in cfg.layers)
@@ -132,15 +129,13 @@ def test_a_preset_file(tmp_path):
 
 def test_a_result_as_a_preset_repeats_its_config(shards, here):
     """Without record, resume and out. A result without a key is of an older script."""
-    result = run(
-        shards, "--num_iterations=2", "--seed=3", "--without=softcap", '--groups={"head": {"every": 2}}'
-    )
+    every = '--groups={"head": {"every": 2}}'
+    result = run(shards, "--num_iterations=2", "--seed=3", "--without=softcap", every)
     path = f"logs/{result['run_id']}.json"
     asked = gpt.config_from_dict(result["config"])
     assert gpt.make_config(gpt.parse_argv([f"--preset={path}"])) == asked
     assert (asked.preset, asked.seed, asked.softcap[0], asked.groups["head"].every) == ("smoke", 3, 0, 2)
-    again = gpt.main([f"--preset={path}", "--out=again"])
-    assert again == 0
+    assert gpt.main([f"--preset={path}", "--out=again"]) == 0
     (repeated,) = (json.loads(other.read_text()) for other in here.glob("again/logs/*_seed3_*.json"))
     assert repeated["key"] == result["key"] and repeated["val_points"][-1][1] == result["final_val_loss"]
     del result["key"]
@@ -151,10 +146,8 @@ def test_a_result_as_a_preset_repeats_its_config(shards, here):
 
 
 def test_a_tied_head_is_counted_once():
-    both, once = (
-        gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8)
-        for tie in ("off", "on")
-    )
+    both, once = (gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8)
+                  for tie in ("off", "on"))
     assert both["num_params"] - once["num_params"] == 50_304 * 768
     assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies in both cases
 
@@ -163,70 +156,47 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
 
 
 @pytest.mark.parametrize(
-    "args, value",
-    [
+    "args, value", [
         (["--num_layer=3"], "did you mean --num_layers?"),
-        (["stray"], "stray"),
-        (["--xyzzy=1"], "--xyzzy"),
-        (["--seed"], "--seed"),
         (["--preset=laptpo"], "laptpo"),
-        (["--num_iterations=many"], "many"),
         (["--num_iterations=0"], "--num_iterations=0"),
         (["--final_lr_frac", "-0.5"], "-0.5"),
         (["--seed=99999999999999999999999"], "99999999999999999999999"),
-        (["--seed=1e3"], "--seed=1e3"),
-        (["--matrix_lr=nan"], "nan"),
         (["--matrix_betas=0.9"], "0.9"),
-        (["--matrix_betas="], "--matrix_betas="),
         (["--momentum=0.5,1.5"], "1.5"),
-        (["--device=tpu"], "tpu"),
         (["--smear=1"], "--smear=1"),
-        (["--gains=norm,input"], "input"),
         (["--matrix_rule=nuon"], "nuon"),
-        (["--matrix_rule=row_adam"], "row_adam"),
         (["--matrix_rule=muonh"], "--gains=output"),
         (["--mix_lr=1"], "--mix_lr"),  # smoke has no parameter of this group
         (['--groups={"ngram": {"rule": "muon"}}'], "muon"),
         (['--groups={"embed": {"every": 2, "late_every": 3}}'], "late_every of group embed"),
         (['--groups={"nobody": {}}'], "nobody"),
-        (['--groups={"head": {"rate": 1}}'], "rate"),
         (["--head_dim=100"], "--model_dim=64"),
         (["--seq_len=500"], "500"),
-        (["--tokens_per_step=700"], "700"),
         (["--val_tokens=1000"], "1000"),
         (["--micro_batch_tokens=256"], "256"),
         (["--val_windows=64,128"], "(64, 128)"),
         (["--stages=[]"], "--stages"),
-        (["--stages=[{"], "--stages=[{"),
         (["--stages=none.json"], "none.json"),
         (['--stages=[{"duration":1}]'], "window_long"),
-        (['--stages=[{"duration":"a","window_long":128,"window_short":64}]'], "'a'"),
-        (['--stages=[{"duration":1,"window_long":128.5,"window_short":64}]'], "128.5"),
         (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0"),
         (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "window_short=128"),
         ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700"),
-        ([f'--stages=[{{{STAGE},"max_doc_len":1}}]'], "max_doc_len=1"),
         ([f'--stages=[{{{STAGE},"num_classes":1}}]'], "num_classes=1"),
-        ([f'--stages=[{{{STAGE},"loss_weights":[1]}}]'], "--stages"),
         ([f'--stages=[{{{STAGE},"loss_weights":[]}}]'], "loss_weights=()"),
-        (["--layers={}"], "--layers={}"),
         (["--layers=[{}]"], "--num_layers=4"),
         (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "attention='wide'"),
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0"),
         (['--layers=[{"second_mlp":true,"mlp":false}]', "--num_layers=1"], "second_mlp=True"),
         (['--layers=[{"v_dim":33}]', "--num_layers=1"], "v_dim=33"),
-        (['--layers=[{"attention_from":1}]', "--num_layers=1"], "attention_from=1"),
         (['--layers=[{"gates_from":2}]', "--num_layers=1"], "gates_from=2"),
-        (['--layers=[{"mudd_out":["h3"]}]', "--num_layers=1"], "mudd_out=('h3',)"),
         (['--layers=[{"attention":"none","mudd_in":["x_in"]}]', "--num_layers=1"], "mudd_in=('x_in',)"),
         (['--layers=[{"paired":true}]', "--num_layers=1", "--num_heads=1", "--head_dim=64"], "paired=True"),
         (['--layers=[{"key_offset":true}]', "--num_layers=1", "--short_qk_dim=16"], "key_offset=True"),
         (['--layers=[{"mudd_in":["attn_in","h1"]}]', "--num_layers=1"], "mudd_in=('attn_in', 'h1')"),
         (["--record=../x"], "../x"),
-        (["--record=" + "x" * 150], "x" * 50),
         (["--attention_gate_dim=100"], "--attention_gate_dim=100"),
         (["--fast=kernel_that_is_not_there"], "kernel_that_is_not_there"),
-        (["--fast=fp8_head"], "fp8_head"),
         (["--qk_group_heads=3"], "--num_heads=2"),
         (["--value_gate_dim=5"], "--value_gate_dim=5"),
         (["--extension_steps=12"], "--extension_steps=12"),
@@ -243,12 +213,6 @@ def test_bad_input_ends_with_status_2_and_one_line(args, value, capsys, here):
     assert value in err and not any(path.is_file() for path in here.rglob("*"))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_run(shards, capsys):
-    assert gpt.main(["--preset=smoke", "--device=cpu", *data_args(shards), "--out=/dev/null"]) == 2
-    out, err = capsys.readouterr()
-    assert "step:" not in out and "/dev/null" in err and err.count("\n") == 1
-
-
 def test_the_number_of_layers_that_a_preset_has_may_be_said():
     """Its layers stay, each with its mechanisms. Record 32's pattern exists at any depth."""
     for name in ("quick", "frontier", "track_2"):
@@ -257,16 +221,9 @@ def test_the_number_of_layers_that_a_preset_has_may_be_said():
     assert len(gpt.make_config({"preset": "track_1", "num_layers": 6}).layers) == 6
 
 
-@pytest.mark.skipif(gpt.torch.cuda.is_available(), reason="has CUDA")
-def test_cuda_that_is_absent(capsys):
-    assert gpt.main(["--preset=smoke", "--device=cuda"]) == 2
-    assert "--device=cuda" in capsys.readouterr().err
-
-
-def test_print_config_needs_neither_cuda_nor_data(tmp_path):
-    done = run_script(["--preset=track_1", "--print_config"], tmp_path)
-    assert done.returncode == 0 and not list(tmp_path.iterdir())
-    config = json.loads(done.stdout)
+def test_print_config_needs_neither_cuda_nor_data(here, capsys):
+    assert gpt.main(["--preset=track_1", "--device=cpu", "--print_config"]) == 0 and not list(here.iterdir())
+    config = json.loads(capsys.readouterr().out)
     assert config["num_iterations"] == 1670 and config["derived"]["num_params"] == 271_024_967
     assert config["derived"]["mechanisms"] == sorted(gpt.list_parts(gpt.make_config({"preset": "track_1"})))
     assert gpt.config_from_dict(config) == gpt.make_config({"preset": "track_1", "device": "cpu"})
@@ -286,22 +243,15 @@ def test_help_names_every_option(capsys):
 def test_ranks_that_cannot_share_the_sequences():
     """Every stage is checked, and the error has the numbers of that stage."""
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512), gpt.Stage(1, 64, 64))
-    for cfg, tokens, sequences in (
-        (gpt.make_config({"preset": "smoke"}), 2048, 4),
-        (gpt.make_config({"preset": "smoke", "stages": stages}), 512, 1),
-    ):
-        for refuse in (gpt.check_world_size, gpt.derived_numbers):
-            with pytest.raises(
-                gpt.RunError, match=f"--tokens_per_step={tokens} is {sequences} packed .* 3 ranks cannot"
-            ):
-                refuse(cfg, 3)
+    cfg = gpt.make_config({"preset": "smoke", "stages": stages})
+    for refuse in (gpt.check_world_size, gpt.derived_numbers):
+        with pytest.raises(gpt.RunError, match="--tokens_per_step=512 is 1 packed .* 3 ranks cannot"):
+            refuse(cfg, 3)
     assert gpt.check_world_size(cfg, 1) == (2, 2)  # of the last stage
 
 
-@pytest.mark.parametrize(
-    "world_size, micro, expected",
-    [(1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)), (4, 512, (1, 1))],
-)
+@pytest.mark.parametrize("world_size, micro, expected", [
+    (1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)), (4, 512, (1, 1))])
 def test_sequences_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
     assert gpt.sequences_per_rank(cfg, world_size, cfg.tokens_per_step, cfg.seq_len) == expected

@@ -1,4 +1,4 @@
-"""Shards, packed sequences, batches, prefetch and downloads. The tokens of a step do not depend on the ranks."""
+"""Shards, packed sequences, batches, prefetch, downloads. Ranks do not change the tokens of a step."""
 
 import dataclasses
 import re
@@ -27,29 +27,17 @@ def write_raw(path, header, tokens):
 GOOD = (20240520, 1, 4, VOCAB, BOS)
 
 
-@pytest.mark.parametrize(
-    "header, tokens",
-    [
-        ((1, 1, 4, VOCAB, BOS), [BOS, 1, 2, 3]),
-        ((20240520, 2, 4, VOCAB, BOS), [BOS, 1, 2, 3]),
-        ((20240520, 1, 9, VOCAB, BOS), [BOS, 1, 2, 3]),
-        ((20240520, 1, 0, VOCAB, BOS), []),
-        (GOOD, [BOS, 1, 2, 300]),
-        (GOOD, [0, 1, 2, 3]),
-        ((20240520, 1, 4), [50256, 1, 2, 3]),  # without a vocabulary
-    ],
-)
+@pytest.mark.parametrize("header, tokens", [
+    ((1, 1, 4, VOCAB, BOS), [BOS, 1, 2, 3]), ((20240520, 2, 4, VOCAB, BOS), [BOS, 1, 2, 3]),
+    ((20240520, 1, 9, VOCAB, BOS), [BOS, 1, 2, 3]), ((20240520, 1, 0, VOCAB, BOS), []),
+    (GOOD, [BOS, 1, 2, 300]), (GOOD, [0, 1, 2, 3]), ((20240520, 1, 4), [50256, 1, 2, 3]), (None, [])])
 def test_bad_shards_are_refused_by_name(tmp_path, header, tokens):
-    path = write_raw(tmp_path / "odd.bin", header, tokens)
+    """The last header but one has no vocabulary, the last file has no header."""
+    path = tmp_path / "odd.bin"
+    write_raw(path, header, tokens) if header else path.write_bytes(b"abc")
     with pytest.raises(gpt.RunError, match="odd.bin") as caught:
-        gpt.open_shard(path, VOCAB)
+        gpt.open_shard(str(path), VOCAB)
     assert caught.value.status == 2
-
-
-def test_a_file_without_a_header(tmp_path):
-    (tmp_path / "short.bin").write_bytes(b"abc")
-    with pytest.raises(gpt.RunError, match="short.bin"):
-        gpt.read_shard_header(str(tmp_path / "short.bin"))
 
 
 def test_a_header_without_vocabulary_means_gpt2(tmp_path):
@@ -63,8 +51,13 @@ def all_sequences(cfg):
     return data, [data.read_tokens(i) for i in range(len(data.sequences))]
 
 
+def read_step(data, step=0, rank=0, num_ranks=1):
+    """The micro-batches of a rank in one step."""
+    return list(data.batches(gpt.Comm(rank, num_ranks), step, step + 1, sweep_from=0))
+
+
 def test_sequences_follow_the_published_packing(shards):
-    """The packing of record 32, as a slow reference: each document is cut to fit, and its rest is dropped."""
+    """The packing of record 32, as a slow reference: a document is cut to fit, and its rest is dropped."""
     cfg = smoke_config(shards, num_iterations=40)
     data, sequences = all_sequences(cfg)
     expected = []
@@ -73,9 +66,8 @@ def test_sequences_follow_the_published_packing(shards):
         starts = np.flatnonzero(tokens == BOS).tolist()
         buffer = []
         for begin, end in zip(starts, [*starts[1:], len(tokens)]):
-            buffer += tokens[
-                begin : min(end, begin + cfg.max_doc_len, begin + cfg.seq_len + 1 - len(buffer))
-            ].tolist()
+            last = min(end, begin + cfg.max_doc_len, begin + cfg.seq_len + 1 - len(buffer))
+            buffer += tokens[begin:last].tolist()
             if len(buffer) == cfg.seq_len + 1:
                 expected.append(buffer)
                 buffer = []
@@ -84,35 +76,6 @@ def test_sequences_follow_the_published_packing(shards):
     for tokens in sequences:
         lengths = np.diff(np.flatnonzero(tokens == BOS))
         assert tokens[0] == BOS and lengths.max() <= cfg.max_doc_len
-
-
-def test_targets_are_the_next_tokens_and_documents_are_counted(shards):
-    cfg = smoke_config(shards)
-    data, sequences = all_sequences(cfg)
-    batch = data.batch(range(2))
-    for i in range(2):
-        part = slice(i * cfg.seq_len, (i + 1) * cfg.seq_len)
-        assert (
-            batch.inputs[part].tolist() == sequences[i][:-1].tolist()
-            and batch.targets[part].tolist() == sequences[i][1:].tolist()
-        )
-    assert batch.doc_ids[0] == 1
-    assert torch.equal(batch.doc_ids.diff() == 1, batch.inputs[1:] == BOS)
-    assert (batch.inputs.dtype, batch.targets.dtype, batch.doc_ids.dtype) == (
-        torch.int32,
-        torch.int64,
-        torch.int32,
-    )
-
-
-def test_a_packed_sequence_is_not_joined_to_the_previous_one(shards):
-    """With --sequence_start=anywhere most sequences begin within a document, apart from its first part."""
-    data, sequences = all_sequences(smoke_config(shards, sequence_start="anywhere"))
-    ids = data.batch(range(4)).doc_ids.view(4, 512)
-    assert sum(tokens[0] != BOS for tokens in sequences[1:4]) == 3
-    assert (ids[1:, 0] - ids[:-1, -1]).tolist() == [1, 1, 1]
-    starts = [1 + sum(tokens[1:512] == BOS) for tokens in sequences[:4]]
-    assert (ids[:, -1] - ids[:, 0] + 1).tolist() == starts
 
 
 def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
@@ -135,25 +98,19 @@ def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
     assert made.doc_ids.tolist() == ([1, 2, 2, 3, 3, 4] if has_mask else [1, 1, 1, 2, 2, 2])
     assert made.inputs.tolist() == [5, BOS, 6, 8, 9, BOS]
     assert made.targets.tolist() == [BOS, 6, 7, 9, BOS, 1]
-
-
-def test_documents_without_a_mask_are_one_for_each_packed_sequence(shards):
-    data, sequences = all_sequences(smoke_config(shards, document_mask="off"))
-    assert data.batch(range(4)).doc_ids.tolist() == [i for i in (1, 2, 3, 4) for _ in range(512)]
-    assert sum(sequences[0] == BOS) > 1
+    assert [x.dtype for x in made[:3]] == [torch.int32, torch.int64, torch.int32]
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_tokens):
-    cfg = smoke_config(shards, micro_batch_tokens=micro_batch_tokens)
-    data, sequences = all_sequences(cfg)
+    """The tokens of a step. Without a mask a document is a packed sequence."""
+    data, sequences = all_sequences(smoke_config(shards, micro_batch_tokens=micro_batch_tokens))
+    data.cfg = dataclasses.replace(data.cfg, document_mask=False)
     for step in (0, 5, 11):
-        seen = [
-            batch.inputs
-            for rank in range(world_size)
-            for batch in data.batches(make_runtime(rank, world_size), step, step + 1)
-        ]
+        batches = [batch for rank in range(world_size) for batch in read_step(data, step, rank, world_size)]
+        seen = [batch.inputs for batch in batches]
+        assert {batch.doc_ids[-1].item() for batch in batches} == {len(seen[0]) // 512}
         expected = np.concatenate([tokens[:-1] for tokens in sequences[step * 4 : step * 4 + 4]])
         assert torch.cat(seen).tolist() == expected.tolist()
 
@@ -167,21 +124,21 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
     assert len(data.sequences) == 34
     assert [sequence.max_doc_len for sequence in data.sequences] == [50] * 14 + [256] * 20
     assert [len(tokens) for tokens in sequences] == [257] * 14 + [513] * 20
-    batches = list(data.batches(make_runtime(), 6, 8))
-    assert [len(batch.inputs) for batch in batches] == [512, 1024, 1024]  # two sequences of 256, then two of 512 in each step
+    # two sequences of 256 in step 6, then twice two of 512
+    assert [len(batch.inputs) for step in (6, 7) for batch in read_step(data, step)] == [512, 1024, 1024]
 
 
 def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
     """Each sequence has all its targets among its classes. The other classes change from step to step."""
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, seq_len=256, num_classes=200),
-              gpt.Stage(1, 64, 64, num_classes=250), gpt.Stage(1, 64, 64, num_classes=384))  # fmt: skip
+              gpt.Stage(1, 64, 64, num_classes=250), gpt.Stage(1, 64, 64, num_classes=384))
 
     def collect(micro_batch_tokens: int, start: int, end: int, num_ranks: int = 1) -> list[list[int]]:
         """Classes of the sequences of these steps, rank by rank."""
         cfg = smoke_config(shards, stages=stages, micro_batch_tokens=micro_batch_tokens)
         data, found = gpt.TrainData(cfg, gpt.Schedule(cfg)), []
         for rank in range(num_ranks):
-            for batch in data.batches(make_runtime(rank, num_ranks), start, end, sweep_from=0):
+            for batch in data.batches(gpt.Comm(rank, num_ranks), start, end, sweep_from=0):
                 rows = batch.classes.tolist() if batch.classes is not None else []
                 for row, targets in zip(rows, batch.targets.chunk(len(rows) or 1)):
                     assert set(targets.tolist()) <= set(row) and row == sorted(row)
@@ -189,7 +146,8 @@ def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
         return found
 
     whole = [collect(2048, step, step + 1) for step in range(12)]  # a resumed run begins anywhere
-    assert [[len(row) for row in rows] for rows in whole] == [[200] * 4] * 5 + [[250] * 4] * 4 + [[]] * 3  # 384: all
+    sizes = [[len(row) for row in rows] for rows in whole]
+    assert sizes == [[200] * 4] * 5 + [[250] * 4] * 4 + [[]] * 3  # 384 are all classes
     assert all(rows[0] != rows[1] for rows in whole[:9]) and whole[0] != whole[1]
     for micro_batch_tokens in (512, 1024, 2048):
         assert collect(micro_batch_tokens, 0, 12) == sum(whole, [])
@@ -199,7 +157,8 @@ def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
 def test_too_few_tokens_are_counted(shards):
     """1,000 steps of 2,048 tokens, and 12,000 validation tokens in the shard."""
     cfg = smoke_config(shards, num_iterations=1000)
-    found = gpt.TrainData(smoke_config(shards, num_iterations=100), gpt.Schedule(smoke_config(num_iterations=100)))
+    short = smoke_config(shards, num_iterations=100)
+    found = gpt.TrainData(short, gpt.Schedule(short))
     with pytest.raises(gpt.RunError) as error:
         gpt.TrainData(cfg, gpt.Schedule(cfg))
     missing = int(re.search(r"is (\d+) tokens short", str(error.value))[1])
@@ -227,58 +186,50 @@ def test_a_second_epoch_repeats_the_sequences(shards, start, steps):
         gpt.TrainData(cfg, gpt.Schedule(cfg))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_share_the_validation_batches(shards, num_ranks):
+    """Each of four batches counts once. Three ranks read two each, because they read the tables together."""
+    data = gpt.ValData(smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024))
+    assert (data.batch_tokens, data.num_batches) == (1024, 4)
+    found = [list(data.batches(gpt.Comm(rank, num_ranks), 4)) for rank in range(num_ranks)]
+    assert {len(batches) for batches in found} == {-(-4 // num_ranks)}
+    counted = [batch for batches in zip(*found) for batch, counts in batches if counts]
+    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
+    assert torch.cat([batch.inputs for batch in counted]).tolist() == stream[:4096].tolist()
+    assert torch.cat([batch.targets for batch in counted]).tolist() == stream[1:4097].tolist()
+
+
 def test_short_validation_sequences_travel_together(shards):
-    """With masked documents and windows shorter than a sequence only the cuts between sequences can matter."""
+    """With masked documents and short windows only the cuts between sequences can matter."""
     cfg = smoke_config(shards, val_seq_len=256, micro_batch_tokens=1024)
     data = gpt.ValData(cfg)
-    assert (data.batch_tokens, data.num_batches) == (1024, 4)
-    stream = np.fromfile(shards / "val_0.bin", dtype="<u2")[512:].astype(np.int64)
-    batches = [data.batch(i) for i in range(4)]
-    assert torch.cat([b.inputs for b in batches]).tolist() == stream[:4096].tolist()
-    assert torch.cat([b.targets for b in batches]).tolist() == stream[1:4097].tolist()
     trainer = gpt.Trainer(cfg, make_runtime())
     one_by_one = gpt.ValData(dataclasses.replace(cfg, micro_batch_tokens=512, seq_len=512, val_seq_len=256))
     state = trainer.schedule.at(0)
     assert trainer.validate(data, state) == pytest.approx(trainer.validate(one_by_one, state), rel=1e-6)
 
 
-def test_errors_of_the_prefetch_thread_reach_the_caller(shards):
-    def batches():
-        yield gpt.make_batch(np.array([[BOS, 1, 2]]), BOS)
+def test_the_prefetcher():
+    """Batches arrive in order. Errors of the thread reach the caller. No thread is left."""
+    def count_threads():
+        return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
+
+    def fail():
+        yield from batches
         raise ValueError("disk on fire")
 
-    prefetcher = gpt.Prefetcher(batches(), torch.device("cpu"))
-    assert next(prefetcher).inputs.tolist() == [BOS, 1]
-    with pytest.raises(ValueError, match="disk on fire"):
-        next(prefetcher)
-    prefetcher.executor.shutdown(cancel_futures=True)
-    assert not prefetch_threads()
-
-
-def test_batches_arrive_in_order_and_only_the_planned_ones():
     batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
-    prefetcher = gpt.Prefetcher(iter(batches), torch.device("cpu"))
-    assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
-    with pytest.raises(AssertionError, match="no more planned batches"):
-        next(prefetcher)
-    prefetcher.executor.shutdown(cancel_futures=True)
+    for made, error in ((iter(batches), AssertionError), (fail(), ValueError)):
+        prefetcher = gpt.Prefetcher(made, torch.device("cpu"))
+        assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
+        assert count_threads() == 1
+        with pytest.raises(error, match="no more planned batches|disk on fire"):
+            next(prefetcher)
+        prefetcher.executor.shutdown(cancel_futures=True)
+        assert count_threads() == 0
 
 
-def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_a_prefetcher_with_batches_left_can_be_closed(shards):
-    cfg = smoke_config(shards)
-    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
-    prefetcher = gpt.Prefetcher(data.batches(make_runtime(), 0, 12), torch.device("cpu"))
-    next(prefetcher)
-    assert len(prefetch_threads()) == 1
-    prefetcher.executor.shutdown(cancel_futures=True)
-    assert not prefetch_threads()
-
-
-# ---- downloads ------------------------------------------------------------------------------------------------------
+# ---- downloads --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -296,15 +247,12 @@ def fetch(monkeypatch, capsys):
     return run
 
 
-def test_an_unreachable_hub_ends_with_one_line(tmp_path, fetch):
-    status, _, said = fetch("1", "--out", tmp_path / "f")
-    assert status == 2 and "fineweb_val_000000.bin cannot be downloaded" in said
-
-
 def test_complete_files_are_not_fetched_again(tmp_path, fetch):
     """A shard is complete if its size agrees with its header, a vocabulary if it is JSON."""
     shards, vocabulary = tmp_path / "it's [1]", tmp_path / "gpt2_vocab.json"
-    shards.mkdir()
+    status, _, said = fetch("1", "--out", shards)
+    assert status == 2 and "fineweb_val_000000.bin cannot be downloaded" in said
+    shards.mkdir(exist_ok=True)
     for name in ("fineweb_val_000000.bin", "fineweb_train_000001.bin"):
         write_raw(shards / name, (20240520, 1, 3), [50256, 1, 2])
     vocabulary.write_text("{}")
@@ -324,7 +272,7 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
 
 
 def test_a_repeated_command_keeps_complete_files(tmp_path, fetch, monkeypatch):
-    """Connections that break end the command. Its next run fetches only the file that was not complete, and the rest."""
+    """Connections that break end the command. Its next run fetches the incomplete file, and the rest."""
     val, train, vocabulary = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "vocab.json"
     broken, asked = {train, vocabulary}, []
 

@@ -1,115 +1,137 @@
-"""Fast forms: each against its plain form, and how a run chooses them. If a plain form is edited, its fast form is off."""
+"""Fast forms: each against its plain form, the check of a model at the start of a run, and which forms a run chooses."""
 
-import contextlib
-import functools
 import importlib.util
-import io
-import json
-import re
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import SCRIPT, data_args, gpt, make_runtime, smoke_config, smoke_run
+from conftest import CPU_FORMS, SCRIPT, gpt, make_runtime, smoke_config, smoke_run
+from torch.nn.attention.flex_attention import flex_attention
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DEVICE = GPU if torch.cuda.is_available() else CPU
 pytestmark = [
     pytest.mark.recipe,  # an edited plain form has no fast form, by design
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
-
-DEVICE = GPU if torch.cuda.is_available() else CPU
-NAMES = [name for name in gpt.list_fast_forms() if name not in gpt.FP8_FORMS]
-ATTENTION_FORMS = {"flex_attention", "cpu_attention", "block_attention"}
-FLOAT64_NAMES = [name for name in NAMES if name != "relu2_mlp"]  # its kernel sums in float32
 TILES = dict(mlp_ratio=4.0)  # the tiles of relu2_mlp do not divide the 176 channels of smoke_frontier
-SHORT = "--warmup_iterations=0", "--micro_batch_tokens=512", "--val_seq_len=512", "--val_loss_every=0"  # it saves time
 
 
 @pytest.fixture(autouse=True)
-def let_flex_attention_differentiate(monkeypatch):
-    """FlexAttention refuses gradients on a CPU, because its compiled form has none there. The eager form has them."""
+def run_flex_attention_on_a_cpu(monkeypatch):
+    """Not compiled. It refuses gradients on a CPU, because its compiled form has none there. The eager form has them."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-
-
-# (a) Each form against its plain form
-
-
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-@pytest.mark.parametrize("name", gpt.list_fast_forms())
-def test_a_fast_form_equals_its_plain_form(name, preset):
-    """Results and gradients, in float32. FP8 has the tolerance of its row."""
-    torch.manual_seed(0)
-    row, cfg = gpt.list_fast_forms()[name], smoke_config(preset=preset, **TILES)
-    bound = row.tolerance if name in gpt.FP8_FORMS else 1e-4 if DEVICE is CPU else 2e-3
-    errors = gpt.compare_forms(row, cfg, DEVICE, torch.float32, False)
-    leaves, constants = row.inputs(cfg, DEVICE, torch.float32)
-    plain = row.run(row.plain, *[x.requires_grad_() for x in leaves], *constants)
-    loss = sum(y.sum() for y in plain)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
-    assert len(errors) == len(plain) + sum(grad is not None for grad in grads)
-    assert all(error < bound for error in errors), [float(error) for error in errors]
-    if name in gpt.FP8_FORMS:
-        assert all(error > 1e-4 for error in errors)  # it rounds
     if DEVICE is CPU:
-        assert gpt.verify(name, cfg, CPU, torch.float32, False) == ""
+        monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
+
+
+# (a) Each form against its plain form: inputs that need gradients, and a function that returns results
+
+
+def name_case(value) -> str:
+    """Workers of pytest-xdist must name the cases alike, and the order of a set is random."""
+    return ",".join(sorted(value)) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def make_norm(cfg, randn):
+    return [randn(128, cfg.model_dim)], lambda ops, x: [ops.rms_norm(x)]
+
+
+def make_attention(cfg, randn):
+    """512 tokens, two documents, a window of 128. Values may have other channels than queries and keys."""
+    heads = 512, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim
+    q, k, v = randn(*heads) * heads[2] ** -0.5, randn(*heads), randn(*heads[:2], cfg.head_dim)
+    doc_ids, window = torch.arange(512, device=DEVICE) // 300, torch.tensor(128, device=DEVICE)
+    return [q, k, v], lambda ops, *qkv: [ops.attention(*qkv, ops.make_mask(doc_ids, window))]
+
+
+def make_qkv(cfg, randn):
+    """A paired layer with key offset, two sequences. Half of the channel pairs rotate."""
+    K, P = cfg.head_dim, 2 - cfg.num_heads % 2
+    heads = gpt.Heads(cfg.num_heads, K, K, P, True, cfg.qk_norm)
+    positions, pair = torch.arange(128, device=DEVICE) % 64, torch.arange(K // 2, device=DEVICE)
+    angles = positions[:, None, None] / (1.0 + pair) + torch.arange(P, device=DEVICE)[:, None]
+    angles = angles * (pair < K // 4)
+    is_unrotated = (torch.cat((pair, pair)) >= K // 4) & (positions > 0)[:, None, None]
+    rope = gpt.Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=DEVICE), K // 4)
+    step_inputs = gpt.StepInputs(torch.zeros(2), {}, is_unrotated.float(), positions == 0)
+    x, weight = randn(128, cfg.model_dim), randn(3 * cfg.num_heads * K, cfg.model_dim) * cfg.model_dim**-0.5
+    return [x, weight], lambda ops, *given: [*ops.make_qkv(*given, rope, heads, step_inputs, ops)]
+
+
+def make_head_loss(cfg, randn):
+    """64 tokens with two targets, some of them missing."""
+    targets, weights = torch.arange(128, device=DEVICE).view(64, 2), torch.tensor([1.0, 0.5], device=DEVICE)
+    targets = targets.masked_fill(targets % 7 == 3, -1)
+    given = targets, weights, gpt.Softcap(*cfg.softcap)
+    x, weight = gpt.rms_norm(randn(64, cfg.model_dim)), randn(256, cfg.model_dim) * 0.1
+    return [x, weight], lambda ops, *leaves: [ops.head_loss(*leaves, *given)]
+
+
+def make_mlp(cfg, randn):
+    up, down = randn(2, cfg.model_dim, cfg.mlp_hidden) * cfg.model_dim**-0.5
+    return [randn(128, cfg.model_dim), up, down], lambda ops, *given: [ops.relu2_mlp(*given)]
+
+
+def make_symmetric(_cfg, randn):
+    x = randn(2, 256, 304)
+    gram = x @ x.mT
+    return [], lambda ops: [ops.symmetric_matmul(x), ops.symmetric_matmul(gram, gram, 0.5, 2.0)]
+
+
+MAKE = dict(rms_norm=make_norm, qkv_kernel=make_qkv, flex_attention=make_attention, block_attention=make_attention,
+            head_loss=make_head_loss, cross_entropy=make_head_loss, relu2_mlp=make_mlp, symmetric_matmul=make_symmetric)  # fmt: skip
+
+
+def measure_errors(name, cfg, dtype) -> list[float]:
+    """Relative errors of all results, then of the gradients of all inputs."""
+    torch.manual_seed(0)
+    leaves, run = MAKE[name](cfg, lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype))
+    results = []
+    for names in ([name], []):
+        inputs = [x.detach().clone().requires_grad_() for x in leaves]
+        outputs = run(gpt.make_operations(cfg, names, dtype), *inputs)
+        if inputs:
+            sum((output * (output.detach() + 1)).sum() for output in outputs).backward()
+        results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
+    return [((ours - plain).norm() / plain.norm()).item() for ours, plain in zip(*results, strict=True)]
+
+
+def test_every_form_is_compared():
+    assert tuple(MAKE) == gpt.FORMS
 
 
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-@pytest.mark.parametrize("name", FLOAT64_NAMES)
-def test_a_fast_form_equals_its_plain_form_in_float64(name, preset):
-    """compare_forms() rounds to float32, as do tables of RoPE, hyperparameters and losses of the Triton kernel."""
-    torch.manual_seed(0)
-    row, cfg = gpt.list_fast_forms()[name], smoke_config(preset=preset)
-    for error in gpt.compare_forms(row, cfg, CPU, torch.float64, False):
-        assert error < (5e-6 if name == "fused_adamw" else 5e-7)
+@pytest.mark.parametrize("name", MAKE)
+def test_a_fast_form_equals_its_plain_form(name, preset):
+    """Results and gradients, in float32, and in float64 unless it is a kernel, because these sum in float32."""
+    cfg = smoke_config(preset=preset, **TILES)
+    errors = measure_errors(name, cfg, torch.float32)
+    assert all(error < (5e-6 if DEVICE is CPU else 2e-3) for error in errors), errors
+    if DEVICE is CPU and name not in ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul"):
+        errors = measure_errors(name, cfg, torch.float64)
+        assert all(error < 1e-12 for error in errors), errors
 
 
-def test_the_table_names_only_operations():
-    """A row that replaces another name would change nothing. adamw belongs to the optimizer."""
-    for name, row in gpt.list_fast_forms().items():
-        assert row.plain and set(row.plain) <= set(row.fast), name
-        assert set(row.fast) <= {*gpt.Operations._fields, "adamw"}, name
-        for key, function in row.plain.items():
-            assert key == "adamw" or function is getattr(gpt.Operations(), key), name
-    assert {*gpt.FP8_FORMS, *gpt.TRITON_FORMS, *ATTENTION_FORMS, *gpt.EVAL_FORMS} <= set(gpt.list_fast_forms())
+# (b) The check of a model: right forms pass, each fault is found
 
 
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-def test_every_operation_of_a_model_has_its_fast_form(preset):
-    """And the model computes the loss and the gradients of plain operations."""
-    cfg, results = smoke_config(preset=preset), {}
-    fast, lines = gpt.choose_fast_forms(cfg, CPU, torch.float32, False)
-    assert len(lines) == 1
-    torch.manual_seed(0)
-    tokens, ids = torch.randint(257, (257,)), torch.arange(256) // 100
-    for is_fast in (False, True):
-        rt = make_runtime(fast=fast - {"sparse_embedding"} if is_fast else frozenset())
-        torch.manual_seed(0)
-        model = gpt.GPT(cfg, rt)
-        for param in model.parameters():
-            param.data.add_(torch.randn_like(param) * 0.02)
-        step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 256, 256, rt, cfg)
-        loss = model(tokens[:-1], tokens[1:], ids, step_inputs)
-        loss.backward()
-        with torch.no_grad():
-            eval_loss = model.eval()(tokens[:-1], tokens[1:], ids, step_inputs)
-        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        results[is_fast] = dict(loss=loss.detach(), eval_loss=eval_loss, **grads)
-    plain, ours = results[False], results[True]
-    assert plain.keys() == ours.keys() and len(plain) > 15
-    assert not all(torch.equal(plain[name], ours[name]) for name in plain)
-    for name in plain:
-        assert (ours[name] - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
+def attend_by_lists(copy):
+    """attention() that sees exactly the blocks in the lists of FlexAttention, which needs a GPU for that."""
 
+    def attend(q, k, v, mask):
+        num_blocks, at = len(q) // 128, torch.arange(len(q))
+        kinds = torch.zeros(num_blocks, num_blocks, dtype=torch.int64)  # 0: invisible, 1: partial, 2: full
+        lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+        for kind, (counts, indices) in enumerate(lists, 1):
+            for row, (count, blocks) in enumerate(zip(counts[0, 0], indices[0, 0])):
+                kinds[row, blocks[:count].long()] = kind
+        kinds = kinds.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return copy.attention(q, k, v, (kinds == 2) | (kinds == 1) & mask.mask_mod(0, 0, at[:, None], at))
 
-# (b) Edits of plain forms
-
-GELU = "hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"
-SOFTER = "return (scores.softmax(-1) @ v).transpose(0, 1)", "return ((scores * 0.9).softmax(-1) @ v).transpose(0, 1)"
-NEARER = "return (key <= query) & (query - key <= window) &", "return (key <= query) & (query - key <= window // 2) &"
+    return attend
 
 
 @pytest.fixture
@@ -119,304 +141,260 @@ def load_copy(tmp_path, monkeypatch):
     def load(old: str, new: str):
         text = SCRIPT.read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{old} is {text.count(old)} times in train_gpt.py"
-        path = tmp_path / "copy" / "train_gpt.py"
-        path.parent.mkdir()
+        path = tmp_path / "train_gpt.py"
         path.write_text(text.replace(old, new), encoding="utf-8")
         spec = importlib.util.spec_from_file_location("edited_train_gpt", path)
         copy = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, copy)
         spec.loader.exec_module(copy)
-        copy.measure_matmul = lambda *_: 1e9
+        if DEVICE is CPU:
+            monkeypatch.setattr(copy, "attend_flex", attend_by_lists(copy))
         return copy
 
     return load
 
 
-def run_copy(copy, shards: Path, cwd: Path, *args: str) -> dict:
-    """smoke_run() of a copy."""
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as out:
-        assert copy.main(["--preset=smoke", "--device=cpu", *data_args(shards), *SHORT, *args]) == 0
-    (result,) = cwd.glob("logs/**/*.json")
-    return {**json.loads(result.read_text()), "stdout": out.buffer.getvalue().decode()}
+def slow(*given):
+    return pytest.param(*given, marks=pytest.mark.slow)
 
 
-def off_lines(text: str) -> list[str]:
-    return re.findall(r"^.*?(fast form \w+: off .*)$", text, re.M)
+ONE = dict(num_layers=1, layers=(gpt.LayerSpec(),))
+CONFIGS = dict(  # with all that a kernel needs, and few layers, because the interpreter is slow
+    smoke=dict(),
+    frontier=dict(preset="smoke_frontier"),
+    laptop=dict(preset="laptop"),
+    qkv=dict(preset="smoke_frontier", num_layers=2,
+             layers=(gpt.LayerSpec(paired=True), gpt.LayerSpec("long", key_offset=True))),
+    loss=dict(preset="smoke_frontier", **ONE),
+    mlp=dict(mlp_ratio=8, **ONE),
+    wide=dict(num_heads=4, model_dim=256, head_dim=64, **ONE),
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def runs(shards, tmp_path_factory):
-    """Results of runs of this script, by preset and --fast. Each run is made once."""
-
-    @functools.cache
-    def run(preset: str, fast: str, *args: str) -> dict:
-        return smoke_run(shards, tmp_path_factory.mktemp("runs"), f"--preset={preset}", f"--fast={fast}", *args)
-
-    return run
-
-
-def without_obstacles(copy, monkeypatch, *needs: str) -> None:
-    """As if the device were one on which auto tries these forms."""
-    real = copy.find_obstacle
-    monkeypatch.setattr(copy, "find_obstacle", lambda kind, *rest: "" if kind in needs else real(kind, *rest))
+@pytest.mark.parametrize("config, names", [
+    ("smoke", CPU_FORMS), ("frontier", CPU_FORMS), ("laptop", CPU_FORMS), ("mlp", {"relu2_mlp"}),
+    slow("frontier", {"flex_attention"}), slow("qkv", {"qkv_kernel"}), slow("loss", {"cross_entropy"}),
+    slow("wide", {"symmetric_matmul"})], ids=name_case)  # fmt: skip
+def test_right_forms_pass_the_check(config, names):
+    """With a thousandth of the error that is allowed, on a CPU. And something is compared."""
+    check = gpt.FormCheck(smoke_config(**CONFIGS[config]), DEVICE)
+    assert check.find_error(sorted(names), torch.float32, 1e-5 if DEVICE is CPU else 0.01) == ""
+    changed = check.run(sorted(names), torch.float32)
+    assert len(check.plain) > 8 and any(not torch.equal(check.plain[name], changed[name]) for name in changed)
 
 
-def test_an_edited_mlp_switches_its_fast_form_off(load_copy, monkeypatch):
-    """Everywhere, also on a device that could use it, with one line."""
-    copy = load_copy(*GELU)
-    cfg = copy.make_config(dict(preset="smoke", device="cpu"))
-    given = cfg, CPU, torch.float32, False
-    without_obstacles(copy, monkeypatch, "Hopper")
-    without_obstacles(gpt, monkeypatch, "Hopper")
-    assert "relu2_mlp" in gpt.choose_fast_forms(smoke_config(), *given[1:])[0]
-    reason = copy.verify("relu2_mlp", *given)
-    assert reason.startswith("it differs from its plain form by ")
-    chosen, lines = copy.choose_fast_forms(*given)
-    assert "relu2_mlp" not in chosen and len(lines) == 2 and lines[1].startswith("fast form relu2_mlp: off (it differs")
-    assert copy.verify("fp8_mlp", *given).startswith("it differs from its plain form by ")
-    with pytest.raises(copy.RunError, match="--fast=relu2_mlp"):
-        copy.choose_fast_forms(copy.make_config(dict(preset="smoke", fast="relu2_mlp")), *given[1:])
-    ops = copy.make_operations(cfg, chosen, torch.float32)
-    x, up, down = torch.randn(8, 64), torch.randn(64, 256), torch.randn(64, 256)
-    assert torch.equal(ops.relu2_mlp(x, up, down), torch.nn.functional.gelu(x @ up) @ down.T)
+FAULTS = [  # form, config, code, wrong code
+    # a norm 2 % too large, and without the second term of its gradient
+    ("rms_norm", "frontier", "x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
+    ("rms_norm", "smoke", "return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale"),
+    # a window of one block less, one block more, and one token more
+    ("block_attention", "smoke", "num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
+    ("block_attention", "smoke", ".tril(num_before - window - 1)", ".tril(num_before - window - 1 - size)"),
+    ("block_attention", "frontier", ".tril(num_before - window - 1)", ".tril(num_before - window - 2)"),
+    # attention to the next token, to other documents, and to the keys of the first head
+    ("block_attention", "smoke", ".triu(num_before + 1)", ".triu(num_before + 2)"),
+    ("block_attention", "smoke", "torch.searchsorted(doc_ids, doc_ids)", "torch.searchsorted(doc_ids, 0 * doc_ids)"),
+    ("block_attention", "laptop", "q[head], keys.unfold", "q[head], k[0].unfold"),
+    # no gradient through the sum of the softmax, and gradients of keys in the wrong block
+    ("block_attention", "smoke", "torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)", "grad_scores * probs"),
+    ("block_attention", "smoke", "sums[i : i + num_blocks] +=", "sums[:num_blocks] +="),
+    # blocks that are left out, and blocks without the mask that they need
+    ("flex_attention", "frontier", "(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),
+    ("flex_attention", "smoke", "(distance - (BLOCK - 1) <= window) & overlap", "(distance < window) & overlap"),
+    ("flex_attention", "frontier", "(distance + (BLOCK - 1) <= window)", "(distance <= window)"),
+    ("flex_attention", "smoke", "            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
+    ("flex_attention", "smoke", "unmasked = row - length + block", "unmasked = row - length - 1 + block"),
+    # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
+    ("head_loss", "smoke", "grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),
+    ("head_loss", "frontier", "capped = softcap(logits", "capped = softcap._replace(shift=0.0)(logits"),
+    ("head_loss", "frontier", "weights.type_as(capped) * (targets >= 0)", "weights.type_as(capped) * (targets >= -1)"),
+    ("head_loss", "frontier", "scatter_add_(1, targets, -weights)", "scatter_add_(1, targets[:, :1], -weights[:, :1])"),
+    # a gradient 2 % too large, no ReLU, columns of another tile, and a gradient by the other matrix
+    ("relu2_mlp", "mlp", "total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
+    ("relu2_mlp", "mlp", "total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
+    ("relu2_mlp", "mlp", "columns = place // height * BLOCK_N", "columns = place // GROUP * BLOCK_N"),
+    ("relu2_mlp", "mlp", "return grad_pre @ up.T, x.T", "return grad_pre @ down.T, x.T"),
+    # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
+    slow("qkv_kernel", "qkv", "other=1.0).to(tl.float32) * scale", "other=1.0).to(tl.float32) * scale * 1.02"),
+    slow("qkv_kernel", "qkv", "join_halves(first * cos - second * sin, second * cos + first * sin)",
+         "join_halves(first * cos + second * sin, second * cos - first * sin)"),
+    slow("qkv_kernel", "qkv", "grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) *", "grad = grad *"),
+    # positions of single heads, keys that go to the next sequence, and no gradient of keys that moved
+    slow("qkv_kernel", "qkv", "(tokens[:, None] * P + head % P) * (K", "(tokens[:, None] * P) * (K"),
+    slow("qkv_kernel", "qkv", "tl.where(is_moved, has_next, False)", "tl.where(is_moved, tokens[:, None] + 1 < T, False)"),
+    slow("qkv_kernel", "qkv", "grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass"),
+    # a gradient 2 % too large, no mask of the vocabulary, equal targets, and missing targets
+    slow("cross_entropy", "loss", "factor = CAP / (4 * WIDTH)", "factor = 1.02 * CAP / (4 * WIDTH)"),
+    slow("cross_entropy", "loss", "tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)", "tl.exp2((t - 1) * (CAP / 2 * LOG2E))"),
+    slow("cross_entropy", "loss", "tl.where(tl.load(targets_ptr + j) == target, tl", "tl.where(j == i, tl"),
+    slow("cross_entropy", "loss", "weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)", "weight = tl.load(weights_ptr + i)"),
+    # the second term 2 % too large, the last products left out, and the first matrix twice
+    slow("symmetric_matmul", "wide", "total += BETA * tl.load", "total += 1.02 * BETA * tl.load"),
+    slow("symmetric_matmul", "wide", "for start in range(0, INNER, DEPTH):", "for start in range(0, INNER - DEPTH, DEPTH):"),
+    slow("symmetric_matmul", "wide", "x_ptr += matrix * SIZE * INNER", "pass"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, config, old, new", FAULTS)
+def test_the_check_finds_a_fault(form, config, old, new, load_copy):
+    """One wrong line of a fast form or of a kernel."""
+    copy = load_copy(old, new)
+    error = copy.FormCheck(smoke_config(**CONFIGS[config]), DEVICE).find_error([form], torch.float32, 0.01)
+    assert " differs from its plain form by " in error
+
+
+EDITS = {  # of plain forms: the forms that compute something else
+    ("hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"): {"relu2_mlp"},
+    ("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)"): {"block_attention"},
+    ("return (key <= query) & (query - key <= window) &", "return (key <= query) & (query - key <= window // 2) &"): {"block_attention"},
+    ("return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)", "return F.rms_norm(x, x.shape[-1:], eps=0.05)"): {"rms_norm"},
+    ("F.cross_entropy(logits, target, ignore_index=-1,", "F.cross_entropy(1.02 * logits, target, ignore_index=-1,"): {"head_loss"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
+def test_an_edited_plain_form_switches_its_fast_form_off(edit, load_copy):
+    """Each with one line. The other forms stay on, and the edited function runs."""
+    copy, cfg = load_copy(*edit), smoke_config(fast="rms_norm,block_attention,head_loss,relu2_mlp", **CONFIGS["mlp"])
+    chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime())
+    off = EDITS[edit]
+    assert chosen == {*cfg.fast} - off
+    assert [line.partition(": off (")[0] for line in lines[1:]] == [f"fast form {name}" for name in off]
+    ops, fields = copy.make_operations(cfg, chosen, torch.float32), copy.make_operations(cfg, off, torch.float32)
+    for name, function in fields._asdict().items():
+        plain = getattr(copy.Operations(), name)
+        assert function is plain or getattr(ops, name) is plain
 
 
 def test_edited_attention_of_long_sequences_is_an_error(load_copy):
-    """Its T x T masks would not fit. The line says so before anything is allocated."""
-    copy = load_copy(*SOFTER)
-    given = CPU, torch.float32, False
-    for changes, longest in ((dict(), 262_144), (dict(val_seq_len=8192), 49_152)):
-        cfg = copy.make_config(dict(preset="track_1", device="cpu", **changes))
-        with pytest.raises(copy.RunError, match=f"{longest} x {longest} tokens.*--seq_len") as error:
-            copy.choose_fast_forms(cfg, *given)
+    """Its T x T masks would not fit. The line says so before anything is allocated. A GPU has FlexAttention for them."""
+    copy = load_copy("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)")
+    for length, micro_batch_tokens in ((16_384, 8192), (8192, 16_384)):  # sequences of a micro-batch share one mask
+        cfg = smoke_config(val_seq_len=length, val_tokens=length, micro_batch_tokens=micro_batch_tokens, **ONE)
+        with pytest.raises(copy.RunError, match="16384 x 16384 tokens.*--seq_len") as error:
+            copy.choose_fast_forms(cfg, copy.Runtime())
         assert error.value.status == 2
-    short = dict(preset="track_1", device="cpu", val_seq_len=8192, seq_len=8192, tokens_per_step=8192)
-    with pytest.raises(copy.RunError, match="49152 x 49152"):  # sequences of a micro-batch share one mask
-        copy.choose_fast_forms(copy.make_config(short), *given)
-    cfg = copy.make_config(dict(**short, micro_batch_tokens=8192))
-    chosen, lines = copy.choose_fast_forms(cfg, *given)
-    assert not chosen & ATTENTION_FORMS
-    assert len([line for line in lines if re.match("fast form (cpu|block)_attention: off ", line)]) == 2
+    chosen, lines = copy.choose_fast_forms(replace(cfg, micro_batch_tokens=8192), copy.Runtime())
+    assert "block_attention" not in chosen and "block_attention: off (" in lines[1]
 
 
-@pytest.mark.parametrize("edit, num_off", [(SOFTER, 2), (NEARER, 1)], ids=["attention", "is_visible"])
-def test_edited_attention_of_short_sequences_runs(edit, num_off, load_copy, runs, shards, tmp_path):
-    """The masks of block_attention call is_visible(), so they follow an edit of it."""
-    edited = run_copy(load_copy(*edit), shards, tmp_path)
-    assert len(off_lines(edited["stdout"])) == num_off
-    difference = abs(edited["final_val_loss"] - runs("smoke", "auto", *SHORT)["final_val_loss"])
-    assert 1e-6 < difference < 0.5
+# (c) How a run chooses
 
 
-# (c) Forms that compute something else
+def spoil(monkeypatch, name: str, field: str, wrap) -> None:
+    """Change the function of a fast form."""
+    real = gpt.make_operations
+
+    def make(cfg, names, dtype):
+        ops = real(cfg, names, dtype)
+        return ops._replace(**{field: wrap(getattr(ops, field))}) if name in names else ops
+
+    monkeypatch.setattr(gpt, "make_operations", make)
 
 
-def map_tensors(change, y):
-    return change(y) if isinstance(y, torch.Tensor) else tuple(map(change, y))
+def fail(_function):
+    def wrong(*_given):
+        raise RuntimeError("no registers\nleft")
+
+    return wrong
 
 
-def spoil(name: str, factor: float, monkeypatch, wrap=None, key: str = "") -> None:
-    """Let a fast form be wrong by a factor. key: which of its functions, if it has several."""
-    rows = gpt.list_fast_forms()
-    key = key or next(key for key in rows[name].fast if key != "make_mask")
-    function = rows[name].fast[key]
-    wrap = wrap or (lambda function: lambda *given, **options: map_tensors(lambda y: y * factor, function(*given, **options)))
-    row = rows[name]._replace(fast={**rows[name].fast, key: wrap(function)})
-    monkeypatch.setattr(gpt, "list_fast_forms", lambda: {**rows, name: row})
+WRONG = {
+    "it fails on this cpu device: no registers": ("rms_norm", "rms_norm", fail),
+    " differs from its plain form by nan": ("rms_norm", "rms_norm", lambda f: lambda x: f(x) * float("nan")),
+    " differs from its plain form by 0.02": ("head_loss", "head_loss", lambda f: lambda *given: f(*given) * 1.02),
+    "it has gradients of ['head.weight']": (
+        "head_loss", "head_loss", lambda f: lambda x, weight, *rest: f(x, weight.detach(), *rest)),
+}  # fmt: skip
 
 
-def scale_step(factor: float):
-    """A wrong update has a wrong learning rate."""
-    return lambda update: lambda param, grad, state, args: update(
-        param, grad, state, args._replace(lr=args.lr * factor))
+@pytest.mark.parametrize("reason", WRONG)
+@pytest.mark.parametrize("fast", ["auto", "rms_norm,block_attention,head_loss"])
+def test_a_wrong_form_is_off_with_one_line(fast, reason, monkeypatch):
+    """The others stay on, whether a user names them or not."""
+    name, field, wrap = WRONG[reason]
+    spoil(monkeypatch, name, field, wrap)
+    chosen, lines = gpt.choose_fast_forms(smoke_config(fast=fast), make_runtime())
+    assert chosen == CPU_FORMS - {name} and len(lines) == 2
+    assert lines[1].startswith(f"fast form {name}: off (") and reason in lines[1]
+    assert lines[0] == f"fast forms: {', '.join(form for form in gpt.FORMS if form in chosen)}"
 
 
-def scale_gradient(factor: float):
-    """A wrong backward, while the results are right."""
-
-    def wrap(function):
-        def wrong(*given, **options):
-            change = lambda y: y.detach() + (y - y.detach()) * factor
-            return map_tensors(change, function(*given, **options))
-
-        return wrong
-
-    return wrap
-
-
-def assert_refused(name, monkeypatch, capsys, shards, tmp_path, reason="it differs from its plain form by "):
-    """In auto it is off with one line. If it is asked for by name, the run ends with status 2."""
-    cfg, given = smoke_config(preset="smoke_frontier", **TILES), (CPU, torch.float32, False)
-    monkeypatch.setattr(gpt, "find_obstacle", lambda *_: "")
-    monkeypatch.chdir(tmp_path)
-    if name in gpt.FP8_FORMS:
-        is_on, line = gpt.choose_fp8(cfg, CPU, name, torch.float32, False)
-        label = name.replace("_", " ")
-        assert not is_on and line.startswith(f"{label}: off ({reason}") and "\n" not in line
-        option, rest = "--fp8=on", [f"--fp8_parts={name[4:]}", "--fast=off"]
-    else:
-        only = {key: row for key, row in gpt.list_fast_forms().items() if key == name}
-        with monkeypatch.context() as patch:
-            patch.setattr(gpt, "list_fast_forms", lambda: only)
-            chosen, lines = gpt.choose_fast_forms(cfg, *given)
-        assert name not in chosen and len(lines) == 2 and lines[1].startswith(f"fast form {name}: off ({reason}")
-        option, rest = f"--fast={name}", []
-    words = ["--preset=smoke_frontier", "--device=cpu", "--mlp_ratio=4.0"]
-    assert gpt.main([*words, option, *rest, *data_args(shards)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and option in error and reason.strip() in error
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+ON_A_GPU = {"rms_norm", "qkv_kernel", "flex_attention", "cross_entropy", "symmetric_matmul"}
+FP8_LAYERS = {"fp8_mlp", "fp8_qkv"}
+WIDE = dict(num_heads=2, head_dim=64, model_dim=128, fp8_parts="head,mlp,qkv")
+CHOICES = [  # capability (None: a CPU), changes of the runtime, changes of the config, forms
+    (None, {}, {}, CPU_FORMS),
+    (None, dict(use_compile=True, dtype=torch.bfloat16), WIDE, CPU_FORMS),
+    ((9, 0), {}, {}, {*ON_A_GPU, "relu2_mlp"}),
+    ((9, 0), {}, dict(mlp_ratio=3), ON_A_GPU),  # tiles must divide the matrices
+    ((9, 0), {}, dict(num_heads=1, head_dim=32, model_dim=32, mlp_ratio=4), ON_A_GPU),
+    ((9, 0), {}, dict(without="softcap"), ON_A_GPU - {"cross_entropy"} | {"relu2_mlp", "head_loss"}),
+    ((10, 0), {}, {}, ON_A_GPU),  # the MLP's kernel was measured on Hopper only
+    ((8, 0), {}, {}, ON_A_GPU),
+    ((7, 5), {}, {}, {"rms_norm", "flex_attention", "head_loss"}),  # too few registers for our kernels
+    ((6, 1), {}, {}, CPU_FORMS),
+    ((9, 0), dict(dtype=torch.bfloat16, use_compile=True), WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head", *FP8_LAYERS}),
+    ((9, 0), dict(dtype=torch.bfloat16), WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head"}),  # amax costs time
+    ((9, 0), dict(dtype=torch.bfloat16, use_compile=True), dict(fp8_parts="head,mlp,qkv"), {*ON_A_GPU, "relu2_mlp", "fp8_head"}),
+    ((9, 0), dict(dtype=torch.bfloat16), dict(fp8="off"), {*ON_A_GPU, "relu2_mlp"}),
+    ((8, 9), dict(dtype=torch.float32, use_compile=True), WIDE, ON_A_GPU),
+    ((8, 0), dict(dtype=torch.bfloat16, use_compile=True), WIDE, ON_A_GPU),  # it has no FP8
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", gpt.list_fast_forms())
-def test_a_form_that_computes_something_else_is_refused(name, monkeypatch, capsys, shards, tmp_path):
-    """5 % beside it. FP8 rounds by more, so there it is 50 %."""
-    factor = 1.5 if name in gpt.FP8_FORMS else 1.05
-    spoil(name, factor, monkeypatch, scale_step(factor) if name == "fused_adamw" else None)
-    assert_refused(name, monkeypatch, capsys, shards, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in gpt.list_fast_forms() if n not in ("symmetric_matmul", "sparse_embedding", "fused_adamw")]
-)
-def test_a_form_with_another_gradient_is_refused(name, monkeypatch, capsys, shards, tmp_path):
-    factor = 1.5 if name in gpt.FP8_FORMS else 1.05
-    spoil(name, factor, monkeypatch, scale_gradient(factor))
-    assert_refused(name, monkeypatch, capsys, shards, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "cpu_attention", "head_loss"])
-def test_a_form_without_gradient_is_refused(name, monkeypatch):
-    spoil(name, 1.0, monkeypatch, lambda function: lambda *given, **options: function(*given, **options).detach())
-    assert gpt.verify(name, smoke_config(), CPU, torch.float32, False)
-
-
-def test_a_form_that_forgets_one_gradient_is_refused(monkeypatch):
-    """The gradient of the last input stands at the end of the list."""
-    spoil("head_loss", 1.0, monkeypatch, lambda function: lambda x, weight, *rest: function(x, weight.detach(), *rest))
-    assert gpt.verify("head_loss", smoke_config(), CPU, torch.float32, False)
-
-
-def test_a_form_that_fails_is_refused(monkeypatch, capsys, shards, tmp_path):
-    def fail(_function):
-        def wrong(*_given, **_options):
-            raise RuntimeError("no registers\nleft")
-
-        return wrong
-
-    spoil("rms_norm", 1.0, monkeypatch, fail)
-    assert_refused("rms_norm", monkeypatch, capsys, shards, tmp_path, "it fails on this cpu device: no registers left")
-
-
-def test_not_a_number_is_a_difference(monkeypatch):
-    spoil("rms_norm", float("nan"), monkeypatch)
-    assert "differs from its plain form by nan" in gpt.verify("rms_norm", smoke_config(), CPU, torch.float32, False)
-
-
-# (d) How auto chooses
-
-EVERYWHERE = {"rms_norm", "norm_rotate", "sparse_embedding"}
-ON_A_GPU = {"qkv_kernel", "cross_entropy", "symmetric_matmul"}
-CHOICES = {  # (device, capability, use_compile): forms besides EVERYWHERE
-    ("cpu", None, False): {"cpu_attention", "head_loss", "fused_adamw"},
-    ("cpu", None, True): {"block_attention", "head_loss", "fused_adamw"},
-    ("cuda", (9, 0), True): {"flex_attention", "relu2_mlp", *ON_A_GPU},
-    ("cuda", (8, 0), True): {"flex_attention", *ON_A_GPU},
-    ("cuda", (9, 0), False): {"block_attention", "relu2_mlp", *ON_A_GPU},
-    ("cuda", (7, 5), True): {"flex_attention", "head_loss"},  # Triton's tiles do not fit
-}
-
-
-@pytest.mark.parametrize("case", CHOICES, ids=str)
-def test_which_forms_auto_takes(case, monkeypatch):
-    device, capability, use_compile = torch.device(case[0]), *case[1:]
+@pytest.mark.parametrize("capability, runtime, changes, expected", CHOICES, ids=name_case)
+def test_which_forms_auto_takes(capability, runtime, changes, expected, monkeypatch):
+    """If all are right. They are checked in float32, then with FP8 in the dtype of the run."""
+    checked = []
+    find_error = lambda names, dtype, limit: checked.append((set(names), dtype)) or ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(gpt, "compare_forms", lambda *_: [])
-    cfg = smoke_config(preset="smoke_frontier", **TILES)
-    chosen, lines = gpt.choose_fast_forms(cfg, device, torch.float32, use_compile)
-    assert chosen == EVERYWHERE | CHOICES[case]
-    assert lines[0] == f"fast forms: {', '.join(name for name in NAMES if name in chosen)}"
-    assert len(lines) == (4 if capability == (7, 5) else 1)
-    chosen, _ = gpt.choose_fast_forms(smoke_config(without="softcap"), device, torch.float32, use_compile)
-    assert "cross_entropy" not in chosen and "head_loss" in chosen
+    monkeypatch.setattr(gpt.FormCheck, "__init__", lambda check, *_: setattr(check, "find_error", find_error))
+    rt = gpt.Runtime(GPU if capability else CPU, **runtime)
+    chosen, (line,) = gpt.choose_fast_forms(smoke_config(**changes), rt)
+    assert chosen == expected
+    assert line == f"fast forms: {', '.join(name for name in (*gpt.FORMS, *gpt.FP8_FORMS) if name in chosen)}"
+    assert checked[0] == (expected - {*gpt.FP8_FORMS}, torch.float32)
+    assert checked[1:] == ([(expected, rt.dtype)] if rt.dtype == torch.bfloat16 else [])
 
 
-@pytest.mark.parametrize(
-    "refused, replacement",
-    [("flex_attention", "block_attention"), ("cross_entropy", "head_loss"), ("relu2_mlp", None)],
-)
-def test_after_a_form_that_fails_auto_takes_the_next(refused, replacement, monkeypatch):
+def test_flex_attention_of_long_sequences_runs_on_a_gpu_after_an_edit(monkeypatch):
+    """T x T masks would not fit. A named list of forms ends with an error instead."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(gpt, "verify", lambda name, *_: "it fails" if name == refused else "")
-    chosen, lines = gpt.choose_fast_forms(smoke_config(), GPU, torch.bfloat16, True)
-    assert refused not in chosen and (replacement is None or replacement in chosen)
-    assert lines[1:] == [f"fast form {refused}: off (it fails)"]
+    find_error = lambda names, *_: "wrong" if "flex_attention" in names else ""
+    monkeypatch.setattr(gpt.FormCheck, "__init__", lambda check, *_: setattr(check, "find_error", find_error))
+    cfg = smoke_config(val_seq_len=16_384, val_tokens=16_384)
+    chosen, lines = gpt.choose_fast_forms(cfg, gpt.Runtime(GPU))
+    assert "flex_attention" in chosen and lines[1] == "fast form flex_attention: off (wrong)" and len(lines) == 3
+    assert "flex_attention" not in gpt.choose_fast_forms(smoke_config(), gpt.Runtime(GPU))[0]
+    with pytest.raises(gpt.RunError, match="16384 x 16384"):
+        gpt.choose_fast_forms(replace(cfg, fast=("flex_attention",)), gpt.Runtime(GPU))
 
 
-@pytest.mark.parametrize("name", gpt.TRITON_FORMS)
-def test_kernels_need_triton_and_registers(name, monkeypatch):
-    cfg = smoke_config()
-    assert gpt.verify(name, cfg, CPU, torch.float32, False) == ""
-    with monkeypatch.context() as patch:
-        patch.setattr(gpt, "triton", None)
-        assert gpt.verify(name, cfg, CPU, torch.float32, False) == "Triton is not installed"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
-    assert "below capability 8.0" in gpt.verify(name, cfg, GPU, torch.float32, True)
+FIELDS = dict(flex_attention={"make_mask", "attention"}, block_attention={"make_mask", "attention"},
+              cross_entropy={"head_loss"}, qkv_kernel={"make_qkv"})  # fmt: skip
 
 
-# (e) Runs
+@pytest.mark.parametrize("name", gpt.FORMS)
+def test_a_named_form_replaces_its_operations_alone(name):
+    """FP8 uses the kernels that are chosen."""
+    changed = lambda *names: {key for key, function in gpt.make_operations(smoke_config(), names, torch.float32)._asdict().items()
+                              if function is not getattr(gpt.Operations(), key)}  # fmt: skip
+    assert changed(name) == FIELDS.get(name, {name}) and changed() == set()
+    for form, field, kernel in (("fp8_head", "head_loss", "cross_entropy"), ("fp8_mlp", "relu2_mlp", "relu2_mlp")):
+        ops = gpt.make_operations(smoke_config(), {name, form}, torch.float32)
+        assert getattr(ops, field).keywords["use_kernel"] == (name == kernel)
 
 
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-def test_a_run_in_plain_forms_is_a_run_in_fast_forms(preset, runs):
-    """All steps of it. T x T masks take less time for short sequences."""
-    plain, fast = runs(preset, "off", *SHORT), runs(preset, "auto", *SHORT)
-    assert "fast forms: none\n" in plain["stdout"] and "cpu_attention" in fast["stdout"]
-    assert plain["final_val_loss"] == pytest.approx(fast["final_val_loss"], abs=1e-3)
-    assert plain["final_val_loss"] < 5
+@pytest.mark.parametrize("changes", [dict(num_heads=1, head_dim=72, model_dim=72), dict(mlp_ratio=2.75)], ids=str)
+def test_a_kernel_that_does_not_fit_the_model_is_off(changes):
+    """Tiles that do not divide the matrices would read and leave out entries, in silence."""
+    chosen, lines = gpt.choose_fast_forms(smoke_config(fast="relu2_mlp", **changes), make_runtime())
+    assert not chosen and lines[0] == "fast forms: none" and "relu2_mlp: off (it fails on this" in lines[1]
 
-
-# (f) The option
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("flex_attention", "symmetric_matmul")])
-def test_a_named_form_is_the_only_one(name):
-    cfg = smoke_config(fast=name)
-    chosen, lines = gpt.choose_fast_forms(cfg, CPU, torch.float32, False)
-    assert chosen == {name} and lines == [f"fast forms: {name}"]
-    ops, plain = gpt.make_operations(cfg, chosen, torch.float32), gpt.Operations()
-    changed = {key for key in ops._fields if getattr(ops, key) is not getattr(plain, key)}
-    assert changed == set(gpt.list_fast_forms()[name].fast) - {"adamw"}
-
-
-def test_forms_of_one_operation_exclude_each_other():
-    """Only one of them could run, and the log would name both."""
-    for names in ("cpu_attention,block_attention", "cross_entropy,head_loss"):
-        with pytest.raises(gpt.RunError, match="--fast="):
-            gpt.choose_fast_forms(smoke_config(fast=names), CPU, torch.float32, False)
-
-
-@pytest.mark.parametrize("name, changes", [
-    ("relu2_mlp", dict(num_heads=1, head_dim=72, model_dim=72)),
-    ("relu2_mlp", dict(num_heads=1, head_dim=64, model_dim=64, mlp_ratio=2.75)),
-    ("cross_entropy", dict(without="softcap"))])  # fmt: skip
-def test_a_kernel_that_does_not_fit_the_model_is_refused(name, changes):
-    """Tiles that do not divide the matrices would read and leave out entries, in silence. One kernel needs a softcap."""
-    with pytest.raises(gpt.RunError, match=f"--fast={name}"):
-        gpt.choose_fast_forms(smoke_config(fast=name, **changes), CPU, torch.float32, False)
-
-
-def test_fp8_forms_are_verified_with_the_kernels_that_they_use(monkeypatch):
-    """fp8_head calls the kernels of cross_entropy if that is chosen, too."""
-    called = []
-    real = gpt.softcapped_cross_entropy
-
-    def note(*given, **options):
-        called.append((given[6:] or [options.get("use_kernel", False)])[-1])
-        return real(*given, **options)
-
-    monkeypatch.setattr(gpt, "softcapped_cross_entropy", note)
-    cfg = smoke_config(fp8="on", fast="cross_entropy")
-    rt = gpt.choose_precision(cfg, make_runtime())
-    assert rt.fp8 == {"fp8_head"} and rt.fast == {"cross_entropy"}
-    assert called and all(called)  # each by the kernel
+def test_a_run_in_plain_forms_is_a_run_in_fast_forms(shards, tmp_path):
+    args = "--preset=smoke_frontier", "--num_iterations=4", "--warmup_iterations=0", "--val_loss_every=0", "--val_tokens=1024"
+    plain, fast = (smoke_run(shards, tmp_path, *args, f"--fast={fast}") for fast in ("off", "auto"))
+    assert "fast forms: none\n" in plain["stdout"] and "rms_norm, block_attention, head_loss\n" in fast["stdout"]
+    losses = [torch.tensor([*result["train_points"], result["val_points"][0][:2]])[:, 1] for result in (plain, fast)]
+    assert torch.allclose(*losses, rtol=0, atol=1e-3) and not torch.equal(*losses) and losses[0][0] > losses[0][-1] + 1

@@ -1,6 +1,5 @@
 """On a CUDA device: every kernel against its plain form, and runs against runs on the CPU: `./run.sh test -m gpu`."""
 
-import dataclasses
 import json
 
 import pytest
@@ -15,6 +14,10 @@ CAPS = [gpt.Softcap(30.0, 0.0, 7.5), gpt.Softcap(23.0, 5.0, 7.5)]
 
 def relative_error(ours, exact):
     return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def choose_dtype() -> torch.dtype:
+    return torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -75,28 +78,28 @@ def test_the_mlp_in_one_function(is_compiled):
         assert relative_error(ours, other) < 2**-7
 
 
-@pytest.mark.parametrize("use_compile", [False, True])
-@pytest.mark.parametrize("name", gpt.list_fast_forms())
-def test_every_fast_form_agrees_with_its_plain_form(name, use_compile):
-    """The comparison at the start of a run of the newest recipe, forward and backward."""
-    cfg, has_bf16 = gpt.make_config({"preset": "frontier"}), gpt.supports_bfloat16(CUDA)
-    needs = gpt.list_fast_forms()[name].needs
-    is_fp8 = name in gpt.FP8_FORMS
-    if reason := "" if is_fp8 else gpt.find_obstacle(needs, cfg, CUDA, use_compile):
-        pytest.skip(reason)
-    if name in gpt.TRITON_FORMS and not has_bf16 or is_fp8 and torch.cuda.get_device_capability() < (8, 9):
+@pytest.fixture(scope="module")
+def frontier_check():
+    return gpt.FormCheck(gpt.make_config({"preset": "frontier"}), CUDA)
+
+
+@pytest.mark.parametrize("name", [*gpt.FORMS, *gpt.FP8_FORMS])
+def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
+    """In the model of the newest recipe, forward and backward, as at the start of a run with TF32 matmuls."""
+    is_fp8, capability = name in gpt.FP8_FORMS, torch.cuda.get_device_capability()
+    needs_kernels = name in ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "fp8_qkv")
+    if is_fp8 and capability < (8, 9) or needs_kernels and capability < (8, 0):
         pytest.skip("not on this device")
-    assert gpt.verify(name, cfg, CUDA, torch.bfloat16 if has_bf16 else torch.float32, use_compile) == ""
+    torch.set_float32_matmul_precision("high")
+    dtype, limit = (choose_dtype(), 0.3) if is_fp8 else (torch.float32, 0.01)
+    assert frontier_check.find_error([name], dtype, limit) == ""
 
 
-def test_flex_attention_is_used_if_it_is_right():
-    """No other form is refused."""
-    cfg = smoke_config(num_heads=2, head_dim=64, model_dim=128)
-    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
-    use_compile, _ = gpt.choose_compile(dataclasses.replace(cfg, compile="auto"), CUDA)
-    names, lines = gpt.choose_fast_forms(cfg, CUDA, dtype, use_compile)
-    assert ("flex_attention" in names) == use_compile
-    assert len(lines) == 1 or dtype == torch.float32, lines
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier", "laptop", "track_1"])
+def test_no_form_that_auto_takes_is_refused(preset):
+    torch.set_float32_matmul_precision("high")
+    rt = gpt.choose_precision(gpt.make_config({"preset": preset, "compile": "auto", "dtype": "auto"}), gpt.Runtime(CUDA))
+    assert " off (" not in "".join(rt.notes) and ("flex_attention" in rt.fast) == rt.use_compile, rt.notes
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -125,7 +128,7 @@ def test_cross_entropy(cap, target_weights, grad_dtype, scale, bound, is_compile
 def test_flex_attention_forward_and_backward(num_tokens, window):
     """Documents and window against dense attention. The inputs are views, as in the model."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
+    dtype = choose_dtype()
     doc_ids = (torch.rand(num_tokens, device=CUDA) < 1 / 400).cumsum(0).int()
     qk = torch.randn(num_tokens, 2, 6, 128, device=CUDA, dtype=dtype, requires_grad=True)
     qkv = torch.randn(num_tokens, 3 * 768, device=CUDA, dtype=dtype, requires_grad=True)
@@ -139,7 +142,7 @@ def test_flex_attention_forward_and_backward(num_tokens, window):
     ours = compiled(attend)(qk, qkv, doc_ids, size, gpt.build_block_mask, gpt.attend_flex)
     grads = torch.autograd.grad((ours * weight).sum(), (qk, qkv))
     exact_inputs = [x.detach().float().requires_grad_() for x in (qk, qkv)]
-    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask, gpt.attend_blocks)
+    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask, gpt.BlockAttention.apply)
     expected = torch.autograd.grad((exact * weight.float()).sum(), exact_inputs)
     assert relative_error(ours, exact) < 0.01  # bfloat16 rounds inputs, scores and sums by 2^-9 each
     for our, grad in zip(grads, expected):
@@ -197,10 +200,10 @@ def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    ["--compile=off"], ["--fast=off"], ["--fast=rms_norm,norm_rotate,flex_attention,head_loss,sparse_embedding"],
+    ["--compile=off"], ["--fast=off"], ["--fast=rms_norm,flex_attention,head_loss"],
     ["--dtype=bfloat16"]], ids=str)
 def test_other_forms_learn_equally(shards, gpu_run, tmp_path, options):
-    """Eager with blocked attention, plain forms, no Triton kernels, bfloat16 with an FP8 head if the GPU has FP8."""
+    """Eager, plain forms, no Triton kernels of ours, bfloat16 with an FP8 head if the GPU has FP8."""
     if options == ["--dtype=bfloat16"] and not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     other = smoke_run(shards, tmp_path, *LONGER, "--device=cuda", *options)
@@ -231,23 +234,19 @@ def test_a_validation_sequence_of_262144_tokens_is_the_sum_of_its_documents():
     cfg = smoke_config(num_layers=4, num_heads=2, head_dim=64, model_dim=128,
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
-    fast = frozenset({"rms_norm", "norm_rotate", "flex_attention"})
-    rt = gpt.Runtime(CUDA, dtype=dtype, use_compile=True, fast=fast, peak_flops=1e15)
-    model = gpt.GPT(cfg, rt)
+    ops = gpt.make_operations(cfg, {"rms_norm", "flex_attention"}, choose_dtype())
+    model = gpt.GPT(cfg)
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
-    model.to(CUDA).eval()
-    for segment in model.segments:
-        segment.run_blocks = compiled(segment.run_blocks)
-    model.head.forward = compiled(model.head.forward)
+    model.to(CUDA)
+    model.run_segment, model.head.forward = compiled(model.run_segment), compiled(model.head.forward)
     state = gpt.Schedule(cfg).at(0)
     tokens = torch.randint(257, (262_145,), device=CUDA)
 
+    @torch.no_grad()
     def measure(part: slice, documents: torch.Tensor) -> float:
-        inputs, targets = tokens[:-1][part].int(), tokens[1:][part]
-        with torch.no_grad():
-            return model(inputs, targets, documents, gpt.make_step_inputs(state, len(inputs), 8192, rt, cfg)).item()
+        batch = gpt.Batch(tokens[:-1][part].int(), tokens[1:][part], documents)
+        return model(batch, gpt.make_step_inputs(state, len(documents), 8192, cfg, CUDA), ops).item()
 
     whole = measure(slice(None), torch.arange(262_144, device=CUDA, dtype=torch.int32) // 8192)
     one = torch.zeros(8192, device=CUDA, dtype=torch.int32)
@@ -280,10 +279,11 @@ def test_two_gpus_learn_what_one_learns(shards, gpu_run, tmp_path):
 def test_blocked_attention_runs_without_triton(monkeypatch):
     """49,152 tokens forward and backward in bounded memory, as on Windows."""
     monkeypatch.setattr(gpt, "triton", None)
-    assert not gpt.choose_compile(dataclasses.replace(smoke_config(), compile="auto"), CUDA)[0]
-    dtype = torch.bfloat16 if gpt.supports_bfloat16(CUDA) else torch.float32
-    q, k, v = (torch.randn(49_152, 6, 128, device=CUDA, dtype=dtype, requires_grad=True) for _ in range(3))
+    rt = gpt.choose_precision(smoke_config(compile="auto"), gpt.Runtime(CUDA))
+    assert not rt.use_compile and "block_attention" in rt.fast
+    heads = 49_152, 6, 128
+    q, k, v = (torch.randn(heads, device=CUDA, dtype=choose_dtype(), requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
     torch.cuda.reset_peak_memory_stats()
-    gpt.attend_blocks(q, k, v, gpt.build_dense_mask(doc_ids, 1408, dtype=dtype)).sum().backward()
+    gpt.BlockAttention.apply(q, k, v, gpt.build_dense_mask(doc_ids, 1408)).sum().backward()
     assert v.grad.isfinite().all() and torch.cuda.max_memory_allocated() < 30e9

@@ -45,13 +45,13 @@ def test_killed_again_and_again(shards, here, seed):
     assert len(left) == 2 and left[1] == f"step_{last:06d}" and left[0].startswith("step_")  # no partial folder
 
 
-def test_all_mechanisms_are_stopped_at_each_step(shards, here, monkeypatch):
-    """SIGTERM in every step, in one process. Some steps have gradients that wait for an update, so a run stops later."""
+def test_all_mechanisms_are_stopped_at_many_steps(shards, here, monkeypatch):
+    """SIGTERM in a step, in one process. Some steps have gradients that wait for an update, so a run stops later."""
     args = [*FRONTIER, *data_args(shards), "--telemetry_every=3"]
     assert gpt.main([*args, "--checkpoint_every=14", "--out=whole"]) == 0
     (whole,) = Path("whole").rglob("step_000014")
     end, seen = read_tensors(whole), set()
-    for step in range(1, 15):
+    for step in range(1, 15, 3):
         out = Path(str(step))
         with monkeypatch.context() as patch:
             at_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))

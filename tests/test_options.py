@@ -12,19 +12,9 @@ from conftest import data_args, gpt
 OUTPUTS = {"track", "record", "out", "checkpoint_every", "resume"}
 OBSERVERS = {"telemetry_every", "tracker", "guard", "val_loss_every"}
 SHORT_DATA = {"epochs"}  # acts if the files are too short
-SPEED = {"compile", "warmup_iterations", "micro_batch_tokens", "comm_bucket_mb"}
+SPEED = {"compile", "warmup_iterations", "micro_batch_tokens"}
 SPEED |= {"fp8_parts", "fp8_head_amax"}  # of FP8, which is off on a CPU unless it is on
-OTHER_TESTS = {
-    "preset",
-    "without",
-    "layers",
-    "stages",
-    "groups",
-    "device",
-    "train_files",
-    "val_files",
-    "vocab_file",
-}
+OTHER_TESTS = {*"preset without layers stages groups device train_files val_files vocab_file".split()}
 WITHOUT_EFFECT = OUTPUTS | OBSERVERS | SHORT_DATA | SPEED | OTHER_TESTS
 LENGTHS = {  # of the runs
     "smoke": ["--num_iterations=8"],
@@ -35,40 +25,18 @@ GROUP_FIELDS = {field.name: field for field in dataclasses.fields(gpt.Group)}
 GROUPS = gpt.TRACK_1_GROUPS.keys() - {"gain"}  # it has parameters only with --gains
 BY_GROUP = {f"groups.{group}.{field}": (group, field) for group in GROUPS for field in GROUP_FIELDS}
 OTHER_VALUES = dict(
-    fast=["off"],
-    dtype=["float32", "bfloat16"],
-    head_dim=[16],
-    model_dim=[32],
-    num_heads=[1],
-    num_layers=[6],
-    vocab_size=[300],
-    vocab_multiple=[64],
-    val_windows=["64,64"],
-    yarn_max_window=[0],
-    val_tokens=[2048, 16384],
-    val_seq_len=[512],
-    num_iterations=[7],
-    tokens_per_step=[4096],
-    seq_len=[1024, 256],
-    max_doc_len=[32],
-    matrix_cooldown_frac=[0.2],
-    untie_frac=[0.2],
-    lr_warmup_frac=[0.5],
-    momentum_cooldown_steps=[3],
-    grad_grid=[0.25],
-    ngram_rows=[100],
-    ngram_order=[2, 3],
-    short_qk_dim=[0, 8],
-    mudd_groups=[1, 2],
+    fast=["off"], dtype=["float32", "bfloat16"], vocab_size=[300], vocab_multiple=[64],
+    head_dim=[16], model_dim=[32], num_heads=[1], num_layers=[6],
+    val_windows=["64,64"], val_tokens=[2048, 16384], val_seq_len=[512],
+    num_iterations=[7], tokens_per_step=[4096], seq_len=[1024, 256], max_doc_len=[32],
     max_attention_len=[0, 64],
-    late_start=[0.0, 1.0],
-    value_gate_dim=[4],
+    matrix_cooldown_frac=[0.2], untie_frac=[0.2], lr_warmup_frac=[0.5], momentum_cooldown_steps=[3],
+    late_start=[0.0, 1.0], grad_grid=[0.25], yarn_max_window=[0], momentum=["0.5,0.95", "0.85,0.9"],
+    ngram_rows=[100], ngram_order=[2, 3], short_qk_dim=[0, 8], mudd_groups=[1, 2], value_gate_dim=[4],
     gains=["norm", "output", "norm,output"],
     softcap=["23.0,5.0,7.5", "15.0,0.0,7.5", "30.0,0.0,5.0", "0.0,0.0,7.5"],
-    embed_std=["0.5,0.01", "0.02,0.5"],
-    attention_scale=["0.2,0.1", "0.17,0.2"],
+    embed_std=["0.5,0.01", "0.02,0.5"], attention_scale=["0.2,0.1", "0.17,0.2"],
     mlp_lr_mul=["2.0,1.0", "1.0,2.0"],
-    momentum=["0.5,0.95", "0.85,0.9"],
 )
 
 
@@ -90,9 +58,8 @@ def list_values(name: str, value) -> list[str]:
     if option.type == "int":
         return [str(value + 1), *(["0"] if value and low <= 0 else [])]
     if option.type == "float":
-        return [
-            str(other) for other in ([value / 2, value / 2 + 0.125] if value else [0.125]) if other <= high
-        ]
+        others = [value / 2, value / 2 + 0.125] if value else [0.125]
+        return [str(other) for other in others if other <= high]
     return ["0.25,0.75"]
 
 
@@ -110,20 +77,15 @@ def train(words: list[str]) -> str:
     cfg = gpt.make_config(gpt.parse_argv(words))
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     trainer, train_data = gpt.Trainer(cfg, rt), gpt.TrainData(cfg, gpt.Schedule(cfg))
-    if any(stage.prefix_weight for stage in cfg.stages):
-        trainer.model.head.prefix_tokens.copy_(
-            gpt.find_prefix_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
-        )
-    losses, batches = [], gpt.Prefetcher(train_data.batches(rt, 0, cfg.num_iterations), rt.device)
+    losses, batches = [], gpt.Prefetcher(train_data.batches(rt.comm, 0, cfg.num_iterations), rt.device)
     with batches.executor:
         for step in range(cfg.num_iterations):
             trainer.progress.step = step
             losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
-    losses.append(
-        trainer.validate(gpt.ValData(cfg, train_data.bos), trainer.schedule.at(cfg.num_iterations))
-    )
+    val_data = gpt.ValData(cfg, train_data.bos)
+    losses.append(trainer.validate(val_data, trainer.schedule.at(cfg.num_iterations)))
     digest = hashlib.sha256(json.dumps(losses).encode())
-    for tensor in gpt.list_tensors(trainer):
+    for tensor in gpt.collect_rows(trainer).values():
         digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
 

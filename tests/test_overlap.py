@@ -1,6 +1,5 @@
 """Communication and saves overlap with computation: each part waits only for the parameters that it reads."""
 
-import json
 import threading
 
 import pytest
@@ -15,21 +14,68 @@ from conftest import (
     read_tensors,
     run,
     smoke_config,
-    smoke_run,
+    start_prefetcher,
 )
-from run_ranks import run_ranks
 from torch.overrides import TorchFunctionMode
 
+from benchmarks import simulate_ranks
 
-def test_scales_are_reduced_during_the_update(shards, tmp_path):
-    """On two ranks the all-reduce starts before the first update, and the next step waits for it."""
-    changes = dict(preset="smoke", device="cpu", train_files=f"{shards}/train_*.bin", micro_batch_tokens=512,
-                   fp8="on", fp8_parts=["mlp"], model_dim=128, num_heads=2, head_dim=64, num_layers=2)  # fmt: skip
-    ends, _, errors = run_ranks("scale_steps", 2, tmp_path / "order.json", json.dumps(changes))
-    assert all(status == 0 for status, _ in ends), errors[-2000:]
-    calls = json.loads((tmp_path / "order.json").read_text())
-    step = ["forward", "forward", "send scales", "update"]
-    assert calls == [*step, "await scales", *step, "await scales", *step]
+
+def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset()) -> tuple[list[str], gpt.Optimizer]:
+    """The order of messages, updates and calls of the model on the first of two ranks, in the last of these steps."""
+    recorder = simulate_ranks.Recorder(make_runtime(0, 2, fast=frozenset(forms), ngram_rows=cfg.ngram_rows))
+    with recorder.replace_collectives(), pytest.MonkeyPatch.context() as patch:
+        note = lambda name: recorder.add(simulate_ranks.Event(name, ""))
+        trainer, first = gpt.Trainer(cfg, recorder.rt), []
+        before_call(patch, gpt.Bucket, "update", lambda bucket, *_: note(f"update {bucket.name}"))
+        trainer.model.register_forward_pre_hook(lambda *_: note("forward"))
+        trainer.model.blocks[0].register_forward_pre_hook(lambda *_: note("first block"))
+        before_call(patch, trainer.optimizer, "step", lambda *_: note("end of backward"))
+        batches = start_prefetcher(trainer)
+        for step in range(num_steps):
+            first.append(len(recorder.events))
+            trainer.train_step(batches, trainer.schedule.at(step))
+        batches.executor.shutdown(cancel_futures=True)
+    return [f"{event.kind} {event.name}".strip() for event in recorder.events[first[-1] :]], trainer.optimizer
+
+
+def test_messages_leave_early_and_are_awaited_late(shards):
+    """Backward reduces buckets in reverse order of their segments: the head, then the last segment, and so on.
+
+    Matrices beyond the first segment are updated first, while the gradients of the tables are still communicated. All
+    remaining buckets are updated and gathered in reading order. When the first block starts, its parameters are
+    gathered, and all-gathers of the last block and of the head are pending.
+    """
+    events, optimizer = record_steps(smoke_config(shards, tokens_per_step=1024, num_layers=3), 3)
+    segments = {bucket.name: bucket.segment for bucket in optimizer.buckets if bucket not in optimizer.tables}
+
+    def places(kind: str, start: int = 0, end: int | None = None) -> list[int]:
+        """Segments of the buckets in these events. Rows of tables are left out."""
+        names = [event.removeprefix(f"{kind} ") for event in events[start:end] if event.startswith(f"{kind} ")]
+        return [segments[name] for name in names if name in segments]
+
+    begin, end = events.index("first block"), events.index("end of backward")
+    assert len(set(segments.values())) == 4 and len(segments) > 10
+    assert places("send reduce", 0, end) == places("send reduce") == sorted(segments.values(), reverse=True)
+    assert set(places("wait gather", 0, begin)) == {0} and places("wait gather", begin) == sorted(
+        place for place in segments.values() if place)
+    assert places("send gather") == sorted(segments.values())
+    updates, tables = places("update"), {table.name for table in optimizer.tables}
+    late = [bucket.segment for bucket in optimizer.updated if bucket.rule.whole_matrix and bucket.segment]
+    assert len(late) > 4 and updates[: len(late)] == late and updates[len(late) :] == sorted(updates[len(late) :])
+    for table in tables:  # fetched before the first block, and their gradients have left before the end of backward
+        sent = events.index(f"send rows {table}")
+        assert events.index(f"send rows {table} (fetched)") < begin < sent < end < events.index(f"wait rows {table}")
+
+
+def test_scales_are_reduced_during_the_update(shards):
+    """The all-reduce starts before the first update, and the next step waits for it."""
+    cfg = smoke_config(shards, micro_batch_tokens=512, tokens_per_step=2048, fp8="on", fp8_parts=["mlp"], model_dim=128,
+                       num_heads=2, head_dim=64, num_layers=2)
+    events, _ = record_steps(cfg, 2, {"fp8_mlp"})
+    events = [event for event in events if "all-reduce" in event or event == "forward" or "update" in event]
+    assert events[:4] == ["wait all-reduce", "forward", "forward", "send all-reduce"] and len(events) > 6
+    assert all(event.startswith("update") for event in events[4:])
 
 
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
@@ -37,36 +83,30 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
 
     A step does not wait for the disk: each write starts only after the next step has ended.
     """
-    events, saves, states, made = [], [], {}, []
+    events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
     has_ended = {step: threading.Event() for step in range(1, 7)}
     before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
-    before_call(monkeypatch, gpt.Trainer, "run", lambda *_: events.append("clock"))
+    before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _: events.append("clock"))
     before_call(monkeypatch, gpt.Checkpoints, "wait", lambda _: [event.set() for event in has_ended.values()])
 
-    def note_state(checkpoints, trainer, **_):
+    def note_state(checkpoints, trainer, **more):
         made.append(checkpoints)
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
+        save(checkpoints, trainer, **more)
 
-    def write_late(_checkpoints, files, _problem=""):
-        if not isinstance(files, list):  # pieces of large entries, of which there are none
-            return
-        ((path, copies),) = files
+    def write_late(_checkpoints, step, copies):
         saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
-        step = int(path.parent.name[6:12])
         assert step == 6 or has_ended[step + 1].wait(60)
-
-    before_call(monkeypatch, gpt.Checkpoints, "_write", write_late)
-    monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
-    save = gpt.Checkpoints.save
-    monkeypatch.setattr(gpt.Checkpoints, "save", lambda self, trainer, **more: note_state(self, trainer) or save(
-        self, trainer, **more))  # fmt: skip
 
     def end_step(checkpoints, _stop):
         has_ended[checkpoints.log.progress.step].set()
         if checkpoints.writing and checkpoints.log.progress.step % 2:
             checkpoints.writing.result()
 
+    before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
     before_call(monkeypatch, gpt.Checkpoints, "exchange", end_step)
+    monkeypatch.setattr(gpt.Checkpoints, "save", note_state)
+    monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
     assert events == ["start", "clock"] and sorted(states) == [2, 4, 6]
     expected = {entry: rows.data_ptr() for entry, rows in made[0].copies.items()}
@@ -96,65 +136,30 @@ class NoteReads(TorchFunctionMode):
 
 @pytest.mark.parametrize("tie_head", ["off", "on"])
 @pytest.mark.parametrize("num_layers, num_segments", [(1, 1), (2, 2), (5, 4)])
-def test_every_parameter_has_a_part_that_waits_for_it(monkeypatch, num_layers, num_segments, tie_head):
-    """On several ranks, with as few as one segment. The parts are the model, its segments and the head. The first
-    part that reads a parameter of a bucket waits for the bucket, and no parameter is left out. While tied the
-    embedding is not read, and the model waits for the head's weight. Afterwards it waits for both."""
-    awaited, first_read = [], {}  # parts in the order of their waits, and by parameter the part that reads it first
-    monkeypatch.setattr(gpt.Optimizer, "wait_for_parameters", lambda _optimizer, reader, *_: awaited.append(reader))
+def test_every_parameter_is_awaited_before_it_is_read(monkeypatch, num_layers, num_segments, tie_head):
+    """On several ranks, with as few as one segment. The model waits for a bucket in the segment that reads its first
+    parameter, or with the head. While tied the embedding is not read, and its segment has the head's weight."""
+    awaited, first_read = [], {}  # segments in the order of their waits, and by parameter the one that reads it first
     monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)  # the second rank does not exist
-    cfg = smoke_config(num_layers=num_layers, tie_head=tie_head)
-    trainer = gpt.Trainer(cfg, make_runtime(0, 2, fast=frozenset({"sparse_embedding"})))
+    trainer = gpt.Trainer(smoke_config(num_layers=num_layers, tie_head=tie_head), make_runtime(0, 2))
     model, optimizer, tokens = trainer.model, trainer.optimizer, torch.randint(257, (128,))
-    assert any(bucket.sparse for bucket in optimizer.buckets) == (num_layers > 1)
+    monkeypatch.setattr(model, "wait_for", awaited.append)
+    for table in optimizer.tables:  # no plans: each rank has half of the rows
+        table.params[table.name].data = torch.zeros(384, 64)
+    batch = gpt.Batch(tokens.int(), tokens, torch.zeros(128, dtype=torch.int32))
     step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), 128, 128)
     names = {name for name, _ in model.named_parameters()}
     for is_tied in (True, False) if tie_head == "on" else (False,):
         assert model.is_tied == is_tied
         awaited.clear(), first_read.clear()
         with torch.no_grad(), NoteReads(model, lambda name: first_read.setdefault(name, awaited[-1])):
-            model(tokens.int(), tokens, torch.zeros(128, dtype=torch.int32), step_inputs)
-        assert awaited == list(range(num_segments + 2))
+            model(batch, step_inputs, gpt.Operations())
+        assert awaited == [0, *range(num_segments), num_segments]
         assert first_read.keys() == names - ({"embed"} if is_tied else set())
-        assert first_read["head.weight" if is_tied else "embed"] == 0
-        assert first_read["head.weight"] == (0 if is_tied else num_segments + 1)
-        for bucket in optimizer.updated:  # the model hands its scalars to all segments and waits for them itself
-            readers = {0 if name.startswith("scalars.") else first_read[name] for name in bucket.params}
-            assert bucket.first_reader == min(readers)
+        for bucket in optimizer.updated:
+            if bucket not in optimizer.tables:
+                assert bucket.segment == min(first_read[name] for name in bucket.params)
         assert {name for bucket in optimizer.updated for name in bucket.params} == first_read.keys()
+        assert first_read["head.weight"] == (0 if is_tied else num_segments)
         if is_tied:
             optimizer.untie()
-
-
-@pytest.mark.parametrize("reader", range(4))
-def test_a_part_waits_for_its_buckets(monkeypatch, reader):
-    """For all whose first reader it is, and for no others."""
-    monkeypatch.setattr(gpt.Comm, "broadcast", lambda _comm, tensor: None)
-    trainer = gpt.Trainer(smoke_config(num_layers=2), make_runtime(0, 2))
-    optimizer, tokens, finished = trainer.optimizer, torch.zeros(128, dtype=torch.int32), []
-    assert {bucket.first_reader for bucket in optimizer.buckets} == set(range(4))
-
-    class Work:
-        def __init__(self, bucket):
-            self.bucket = bucket
-
-        def wait(self):
-            finished.append(self.bucket)
-
-    for bucket in optimizer.buckets:
-        bucket.gathering = Work(bucket)
-    optimizer.wait_for_parameters(reader)
-    assert finished == [bucket for bucket in optimizer.buckets if bucket.first_reader == reader] != []
-    with torch.no_grad():
-        trainer.model(tokens, tokens.long(), tokens, trainer.get_step_inputs(trainer.schedule.at(0), 128, 128))
-    assert len(finished) == len(optimizer.buckets) == len(set(finished))
-
-
-@pytest.mark.slow
-def test_a_single_layer_is_waited_for_too(shards, tmp_path):
-    """One segment is still a segment: every parameter of the last step has come back before it is read."""
-    options = ["--num_layers=1", "--num_iterations=4", "--micro_batch_tokens=512", "--telemetry_every=2"]
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    one = smoke_run(shards, tmp_path / "one", *options)
-    two = smoke_run(shards, tmp_path / "two", *options, nproc=2)
-    assert [loss for _, loss, _ in one["val_points"]] == [loss for _, loss, _ in two["val_points"]]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import record92_reference as r92
 import torch
-from conftest import slow_but
 from record92_reference import F64, MINIATURE, RECORD_92
 
 
@@ -184,46 +183,6 @@ def test_prefixes_and_mask():
     assert (len(ascii_tokens) ** 2, len(lost)) == (21609, 353) and pairs <= lost
 
 
-def test_sources_of_the_end():
-    """Logits are the normalised stream. A source of a single coefficient moves it along that source only."""
-    shape, tokens = MINIATURE, [3, 5, 4, 9, 11, 2]
-    p = r92.init_params(shape, 13, spread=0.2)
-    p["head"] = torch.eye(shape.vocab, shape.dim, dtype=F64)
-    p["mlp.10.out"] = 0 * p["mlp.10.out"]               # so that x is proportional to z10
-    for name in ("end.w2", "end.bias", "end.groups"):
-        p[name] = 0 * p[name]
-
-    def stream(**changes):
-        return r92.forward(shape, {**p, **changes}, tokens, [6], r92.windows_at(shape, 0))[0][:, :shape.dim]
-
-    def moved(source):
-        bias = torch.zeros(10, dtype=F64)
-        bias[source] = 9.0
-        return stream(**{"end.bias": bias})
-
-    def check(stretch, directions):
-        for row, *basis in zip(stretch, *directions):
-            basis = torch.stack(basis, dim=1)
-            rest = row - basis @ torch.linalg.lstsq(basis, row[:, None]).solution[:, 0]
-            assert rest.abs().max() < 1e-8
-
-    plain = stream()
-    for source, layer in [(3, 1), (5, 2), (6, 10), (7, 8)]:
-        assert (moved(source) - plain).abs().max() > 1e-4
-        check(moved(source), [plain, p["ve.%d" % layer][tokens]])
-    assert (moved(1) - plain).abs().max() > 1e-2
-    check(moved(9), [plain, moved(1)])                  # h7 and RMSn(h7)
-    torch.testing.assert_close(moved(8), plain, rtol=0, atol=1e-6)
-    groups = torch.zeros_like(p["end.groups"])
-    groups[1, 2] = 5.0
-    grown = stream(**{"end.groups": groups})
-    ratio = grown / plain
-    width = shape.dim // shape.groups
-    outside = torch.cat([ratio[:, :2 * width], ratio[:, 3 * width:]], dim=1)
-    torch.testing.assert_close(outside, outside[:, :1].expand_as(outside), rtol=1e-9, atol=1e-9)
-    assert (ratio[:, 2 * width:3 * width] - outside[:, :1]).abs().max() > 0.1
-
-
 def test_packing():
     """Two ranks, 16 tokens, documents cut at 7. A call that the shard cannot fill is dropped."""
     shape, bos = replace(MINIATURE, attention_cap=5), MINIATURE.bos
@@ -241,46 +200,15 @@ def test_packing():
     assert r92.validation_boundaries(shape, shard[:-1]) == [2, 5, 14, 21, 33, 34, 54, 62, len(shard) - 1]
 
 
-def random_batches(shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shard = []
-    while len(shard) < 6000:
-        size = int(torch.randint(3, 30, (1,), generator=generator))
-        shard += [shape.bos] + torch.randint(0, 12, (size,), generator=generator).tolist()
-    return list(r92.packed_batches(shape, [shard]))
-
-
-PREFIXES = [-1 if i % 3 else i // 2 for i in range(MINIATURE.vocab)]
-
-
-def large_gradients(shape, step):
-    """Parameters whose paths all act, a batch of the step, the gradients."""
-    p, batch = r92.init_params(shape, 3, spread=0.3), random_batches(shape)[step]
-    p["head"] = 50 * p["head"]
-    return p, batch, r92.gradients(shape, p, batch, step, PREFIXES, [5, 9])[1]
-
-
-@pytest.mark.parametrize("step", slow_but([1, 14, 22], 14))
-def test_gradients_against_differences(step):
-    """Gradients along random directions. One target per token, so that the loss has this gradient."""
-    shape = replace(MINIATURE, token_weights=((1,),) * 5)
-    p, batch, grads = large_gradients(shape, step)
-    generator = torch.Generator().manual_seed(4)
-    along = {name: torch.randn(p[name].shape, generator=generator, dtype=F64) for name in grads}
-
-    def loss(names, h):
-        moved = {**p, **{name: p[name] + h * along[name] for name in names}}
-        return r92.gradients(shape, moved, batch, step, PREFIXES, [5, 9])[0]
-
-    for names in [grads, ["table"], ["ve.8"], ["end.groups"], ["scales"], ["output"], ["pre.w2"]]:
-        slope = (loss(names, 1e-6) - loss(names, -1e-6)) / 2e-6
-        expected = sum(float((grads[name] * along[name]).sum()) for name in names)
-        assert abs(expected) > 1e-4 and slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
-
-
 def test_unused_entries():
     """All parameters act, but some entries of the per-layer scalars do not."""
-    grads = large_gradients(MINIATURE, 14)[2]
+    p, generator, shard = r92.init_params(MINIATURE, 3, spread=0.3), torch.Generator().manual_seed(0), []
+    p["head"] = 50 * p["head"]
+    while len(shard) < 6000:
+        size = int(torch.randint(3, 30, (1,), generator=generator))
+        shard += [MINIATURE.bos] + torch.randint(0, 12, (size,), generator=generator).tolist()
+    batch = list(r92.packed_batches(MINIATURE, [shard]))[14]
+    grads = r92.gradients(MINIATURE, p, batch, 14, [-1] * MINIATURE.vocab, [5, 9])[1]
     assert all(g.abs().max() > 0 for g in grads.values())
     unused = {name: [[layer for layer in range(11) if grads[name][layer, i] == 0] for i in range(2)]
               for name in ("scales", "residual", "output")}
@@ -318,17 +246,3 @@ def test_write_back():
         assert factors.setdefault(bank, factor) == pytest.approx(factor, rel=1e-9)
     assert factors.pop("ve") == pytest.approx(1, rel=1e-9)
     assert min(abs(factor - 1) for factor in factors.values()) > 0.01
-
-
-def test_mask_in_validation():
-    p, chunk = r92.init_params(MINIATURE, 3, spread=0.3), [MINIATURE.bos, 3, 4, 3, 5]
-    plain = r92.validation_loss(MINIATURE, p, [chunk])
-    windows = r92.Windows(24, 80, *r92.windows_at(MINIATURE, 25)[2:])
-    z = r92.forward(MINIATURE, p, chunk[:-1], [4], windows)[1]
-    loss = lambda z: float(torch.nn.functional.cross_entropy(z, torch.tensor(chunk[1:])))
-    assert plain == pytest.approx(loss(z), rel=1e-12)
-    z[2, 5] = -60
-    assert r92.validation_loss(MINIATURE, p, [chunk, chunk], {(4, 5)}) == pytest.approx(loss(z), rel=1e-12)
-    assert r92.validation_loss(MINIATURE, p, [chunk], {(4, 5)}) < plain         # the target after 4 is 3
-    assert r92.validation_loss(MINIATURE, p, [chunk], {(4, 3)}) > plain + 10
-    assert r92.validation_loss(MINIATURE, p, [chunk], {(5, 3)}) == plain

@@ -4,22 +4,26 @@ import copy
 import hashlib
 import json
 import math
-import re
+import multiprocessing
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, data_args, run_script
+from conftest import ROOT, TINY, data_args, gpt, smoke_run
 
 from records import ablate, common, make_leaderboard, plot, replay, results, run_ladder, validate
 
 SCRIPTS = sorted((ROOT / "records").glob("*/*/train_gpt.py"))
 COMMITTED = results.read_track("*")
+LADDER_SCRIPT = run_ladder.LADDER / "train_gpt.py"
+
+
 def run_tool(name, *args):
     command = [sys.executable, str(ROOT / "records" / name), *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -45,11 +49,8 @@ def tool(capsys, monkeypatch):
 def real_record(shards, tmp_path_factory):
     """The record folder of a real run."""
     out = tmp_path_factory.mktemp("records")
-    args = ["--record=tiny", "--num_iterations=4", "--val_loss_every=2", "--val_tokens=1024"]
-    done = run_script(["--preset=smoke", *args, *data_args(shards), f"--out={out}"], out)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (out / "records/try").iterdir()
-    return folder
+    args = ["--record=tiny", "--num_iterations=4", "--val_loss_every=2"]
+    return smoke_run(shards, out, *TINY, *args)["path"].parent
 
 
 @pytest.fixture
@@ -81,183 +82,77 @@ def edit_json(folder, change, is_last=True):
         path.write_text(json.dumps(result))
 
 
+# ---- statistics -------------------------------------------------------------------------------------------
+
+
 def test_validate_against_a_table_of_students_t(make_record, tool):
-    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 with 2 degrees of freedom against 1.3, p = 0.0371.
-    Against 2.1: t = -17.3, p = 0.0017."""
+    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 with 2 degrees of freedom, p = 0.0371.
+
+    Against 2.1: t = -17.3, p = 0.0017.
+    """
     folder = make_record("three", [1.0, 1.1, 1.2])
-    line, is_claim = validate.format_record(results.read_record(folder), 1.3)
-    assert "n = 3" in line and "1.1000 +- 0.1000 (best 1.0000)" in line and not is_claim
     assert results.summarize([1.0, 1.1, 1.2], 1.3).p == pytest.approx(0.0371, abs=1e-4)
     assert results.summarize([1.0, 1.1, 1.2], 2.1).p == pytest.approx(0.00166, abs=1e-5)
-    assert validate.format_record(results.read_record(folder), 2.1)[1]
     status, out, _ = tool(validate, folder, "--target=1.3")
     assert status == 1 and "p = 0.037: not shown to be below" in out
+    assert "n = 3, loss 1.1000 +- 0.1000 (best 1.0000)" in out
     assert tool(validate, folder, "--target=2.1")[0] == 0
+    assert tool(validate, folder, "--target=0")[0] == 1  # 0 counts as a target
 
 
-def test_paired_comparison(make_record, tool):
-    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484. Times: 0, -1, -2."""
+def test_paired_comparison(make_record):
+    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484.
+
+    Times: 0, -1, -2.
+    """
     ours, theirs = make_record("ours", [1.0, 1.1, 1.2]), make_record("theirs", [1.2, 1.4, 1.6, 9.0])
-    edit_json(ours, lambda result: result.update(train_time_ms=5000 + 1000 * result["seed"]), is_last=False)
-    edit_json(theirs, lambda result: result.update(train_time_ms=5000 + 2000 * result["seed"]), is_last=False)
+    for folder, slope in ((ours, 1000), (theirs, 2000)):
+        edit_json(folder, lambda result, slope=slope: result.update(
+            train_time_ms=5000 + slope * result["seed"]), is_last=False)
     left, right = (results.read_record(folder) for folder in (ours, theirs))
     effect = results.compare(left, right)
     assert (effect.n, effect.mean) == (3, pytest.approx(-0.3))
     assert (effect.low, effect.high) == (pytest.approx(-0.5484, abs=1e-4), pytest.approx(-0.0516, abs=1e-4))
     line = validate.format_comparison(left, right)
-    assert "loss -0.3000 [-0.5484, -0.0516] over 3 seeds, p = 0.035, seconds -1.0 [-3.5, +1.5] over 3 seeds" in line
-    (ours / "0.json").unlink(), (ours / "2.json").unlink(), (theirs / "1.json").unlink()
+    assert "loss -0.3000 [-0.5484, -0.0516] over 3 seeds, p = 0.035, seconds -1.0 [-3.5, +1.5] " in line
     with pytest.raises(results.RecordError, match="share no seed"):
-        results.compare(results.read_record(ours), results.read_record(theirs))
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
-        (lambda result: result["config"]["groups"]["matrix"].update(lr=7.0), "1.json (seed 1) differs from 0.json (seed 0): matrix_lr was 0.05, here 7.0"),
-        (lambda result: result["hardware"].update(cpu="another"), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): cpu was "),
-        (lambda result: result["versions"].update(torch="1.0"), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): torch was "),
-        (lambda result: result.update(corpus_fingerprint="0" * 16), "mixes runs: 1.json (seed 1) differs from 0.json (seed 0): other data"),
-        (lambda result: result.update(final_val_loss=math.nan), "diverged run: seed 1 ends at a loss of nan: 1.json"),
-        (lambda result: result.update(final_val_loss=math.inf), "diverged run: seed 1 ends at a loss of inf: 1.json"),
-        (lambda result: result.update(final_val_loss=1.0), "one run under two seeds: 0 and 1 both end at 1.0: 1.json"),
-        (lambda result: result.update(seed=0), "has two losses of seed 0, 1.0 and 1.1, which are equal bits on a CPU"),
-        (lambda result: result.pop("config"), "no result (KeyError: 'config'): 1.json needs"),
-        (None, "holds no result"),
-    ],
-)
-def test_folders_that_are_no_record(make_record, tool, change, words):
-    folder = make_record("odd", [1.0, 1.1] if change else [])
-    if change:
-        edit_json(folder, change)
-    status, out, err = tool(validate, folder)
-    assert (status, out, err.count("\n")) == (2, "", 1) and words in err and "1.json" in err or not change
-
-
-@pytest.mark.parametrize("module, option", [
-    (ablate, "--seeds=0"), (ablate, "--extra='a"), (ablate, "--extra=--without=softcap"), (ablate, "--mechanisms=softcup"),
-    (ablate, "--preset=nope"), (run_ladder, "--end_seeds=1.5"), (run_ladder, "--only=target,moun"),
-    (run_ladder, f"--ladder={ROOT}/records"), (replay, "--random=-1"), (replay, "--most_seconds=nan"), (replay, ""),
-    (validate, "--target=low"), (plot, "--a\nb=x")])
-def test_bad_options_end_with_one_line(module, option, tool, monkeypatch):
-    """One line, status 2, and no run."""
-    monkeypatch.setattr(results, "run_missing", None)
-    status, out, err = tool(module, *[option] * bool(option))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"{Path(module.__file__).name}: error: ")
+        results.compare(left._replace(results=left.results[:1]), right._replace(results=right.results[1:]))
 
 
 def test_one_seed_is_no_test(make_record, tool):
-    """One seed is neither a claim nor a failure. Runs of one seed count once. On a CPU they have equal losses."""
+    """It is neither a claim nor a failure. On a GPU runs of one seed may differ, and count once."""
     one, three = make_record("one", [1.0]), make_record("three", [1.0, 1.1, 1.2])
     status, out, err = tool(validate, one, "--target=1.3", f"--baseline={three}")
     assert (status, err) == (0, "") and "nan" not in out and out.count("one seed: no test possible") == 1
     assert out.count("over 1 seed: no test possible") == 2
-    status, out, _ = tool(validate, three)
-    assert status == 0 and out.endswith(", no target yet\n") and "1.1000 +- 0.1000 (best 1.0000)" in out
-    assert tool(validate, one, three, "--target=1.05")[0] == 1
-    assert tool(validate, three, "--target=0")[0] == 1  # 0 counts as a target
     again = make_record("again", [1.0, 1.1], hardware=dict(device="cuda", ranks=1, gpu="a GPU"))
     edit_json(again, lambda result: (result.update(seed=0), result["config"].update(seed=0)))
-    status, out, err = tool(validate, again)
-    assert "n = 1, 1 replays left out" in out and "two losses of seed 0, 1.0 and 1.1: the first one counts" in err
-
-
-def test_resumed_and_guarded_runs_are_named(make_record, tool):
-    folder = make_record("odd", [1.0, 1.1, 1.2])
-    edit_json(folder, lambda result: result.update(resumed_at=[4, 6], guard_actions=3))
-    incidents = "seed 2 resumed at [4, 6], seed 2 with 3 guard actions"
-    assert f"n = 3 ({incidents}), loss 1.1000" in tool(validate, folder)[1]
-    text, _, _ = make_leaderboard.make_readme(folder.parents[1])
-    assert text.endswith(f"They count as all runs do:\n\n- laptop/2026-01-01_odd: {incidents}.\n")
-
-
-def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
-    """A machine is refused for times and named for losses. A text is refused for both."""
-    ours, text = make_record("ours", [1.0, 1.1]), make_record("text", [1.2, 1.5], corpus_fingerprint="b" * 16)
-    machine = make_record("machine", [1.2, 1.5])
-    edit_json(machine, lambda result: result["hardware"].update(cpu="another"), is_last=False)
-    records = {folder: results.read_record(folder) for folder in (ours, text, machine)}
-    edit_json(shorter := make_record("shorter", [1.2, 1.5]), lambda result: result["config"].update(val_tokens=1), is_last=False)
-    with pytest.raises(results.RecordError, match=r"val_tokens was 1, here \d+"):
-        results.compare(records[ours], results.read_record(shorter))
-    for kind in ("losses", "times"):
-        with pytest.raises(results.RecordError, match="_ours is not comparable with .*_text .other data.: "):
-            results.compare(records[ours], records[text], kind)
-    with pytest.raises(results.RecordError, match="here .*: run both on one machine"):
-        results.compare(records[ours], records[machine], "times")
-    effect = results.compare(records[ours], records[machine])
-    assert effect.mean == pytest.approx(-0.3) and effect.machines.startswith("cpu was another, here ")
-    status, out, _ = tool(validate, ours, f"--baseline={machine}")
-    assert status == 0 and "loss -0.3000 [" in out and ", no comparison of times on other machines (cpu was another" in out
-    assert tool(validate, ours, f"--baseline={text}")[0] == 2
-    assert tool(plot, ours, text, f"--out={tmp_path}/x")[0] == 2 and not list(tmp_path.glob("x.*"))
-
-
-def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
-    """Their losses are not losses on the data of the target."""
-    make_record("ladder/target", [1.3, 1.31, 1.32], run_ladder.LADDER / "train_gpt.py")
-    other = make_record("text", [0.1, 0.11, 0.12], corpus_fingerprint="b" * 16)
-    refused = []
-    text, _, _ = make_leaderboard.make_readme(other.parents[1], refused.append)
-    assert "_text" not in text and "2026-01-01_ladder/target" in text and "No record reaches it" in text
-    assert refused == [f"{other} has other data than track laptop: give a new --track"]
-    status, _, err = tool(validate, other)
-    assert status == 2 and "ran on other data than" in err and "give --target=LOSS" in err
-    assert tool(validate, other, "--target=0.2")[0] == 0
-    status, _, err = tool(plot, other, f"--out={other}/x")
-    assert status == 0 and "plot.py: no target is drawn: " in err and (other / "x.svg").exists()
-
-
-def test_results_of_old_and_new_scripts_are_identified(real_record):
-    """A flat config and nested groups have one form. Facts that a result lacks are not compared."""
-    old = results.read_record(results.RECORDS / "laptop" / "2026-11-22_frontier" / "tables").results[0]
-    new = results.read_record(real_record).results[0]
-    ours, theirs = results.identify(new), results.identify(old)
-    assert "key" in new and (theirs["options.matrix_lr"], ours["options.matrix_lr"]) == (old["config"]["matrix_lr"], 0.05)
-    assert ours["options.head_every"] == 1 and theirs["options.kernels"] and "options.derived" not in ours
-    assert {"data", "script", "machine.cpu", "machine.torch", "choices.dtype"} <= ours.keys() & theirs.keys()
-    for kind in results.MAY_DIFFER:
-        assert results.differences(new, new, kind) == []
-    other = copy.deepcopy(new)
-    other["config"]["groups"]["head"]["lr"], other["config"]["telemetry_every"] = 7.0, 5
-    other["config"]["out"], other["config"]["seed"], other["versions"]["cudnn"] = "x", 3, "9"
-    assert results.differences(new, other, "record") == ["head_lr was 0.008, here 7.0"]
-    assert results.differences(new, other, "replay") == ["seed was 0, here 3", "head_lr was 0.008, here 7.0"]
-    newer = copy.deepcopy(other)
-    newer["versions"]["cudnn"] = "10"
-    assert results.differences(other, newer, "times") == ["cudnn was 9, here 10"] and not results.differences(other, newer, "losses")
-    assert "other data" in results.differences(old, new, "losses")
+    record = results.read_record(again)
+    assert record.losses == {0: 1.0} and record.num_replays == 1
 
 
 def test_equal_losses_are_no_evidence():
     """scipy gives p = 0 for a sample without variance."""
-    assert math.isnan(results.summarize([1.0, 1.0, 1.0], 1.5).p) and results.summarize([1.0, 1.0], 1.5).sd == 0
-    effect = results.compare(*(results.Record(Path("x"), [
-        dict(seed=seed, final_val_loss=seed + gap, train_time_ms=1, config={}) for seed in range(3)], 0) for gap in (1, 2)))
+    assert math.isnan(results.summarize([1.0, 1.0, 1.0], 1.5).p)
+    left, right = (results.Record(Path("x"), [
+        dict(seed=seed, final_val_loss=seed + gap, train_time_ms=1, config={}) for seed in range(3)], 0)
+        for gap in (1, 2))
+    effect = results.compare(left, right)
     assert effect[:2] == (3, -1) and math.isnan(effect.p) and math.isnan(effect.low)
-    assert results.judge(effect, results.holm([effect])[0]) == "no test possible"
 
 
-@pytest.mark.parametrize("target, expected", [(1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, (40, 9.0))])
+@pytest.mark.parametrize("target, expected", [
+    (1.75, (15, 2.5)), (1.0, (40, 9.0)), (0.5, None), (9, (40, 9.0))])
 def test_the_crossing_is_interpolated(target, expected):
     points = [[0, 5.0, 0], [10, 2.0, 1000], [20, 1.5, 4000], [40, 1.0, 9000]]
     assert results.find_crossing(dict(val_points=points), target) == expected
 
 
-def test_a_run_without_a_curve_arrives_at_its_end(make_record):
-    """--val_loss_every=0 leaves one point."""
-    record = results.read_record(make_record("end", [1.0, 1.1], val_points=[[40, 1.0, 9000]]))
-    assert make_leaderboard.find_arrival(record, 1.2) == (2, 40, 9.0)
-    assert make_leaderboard.find_arrival(record, 0.9)[0] == 0
-
-
 def test_verdicts_are_corrected_for_the_table():
-    """Holm, by hand: 0.01 * 3 = 0.03, 0.02 * 2 = 0.04, then max(0.04, 0.03 * 1) = 0.04. A single seed has no test."""
-    effects = [results.Effect(3, mean, mean - 1, mean + 1, p) for mean, p in ((-1, 0.02), (1, 0.01), (-1, 0.03))]
+    """Holm, by hand: 0.01 * 3 = 0.03, 0.02 * 2 = 0.04, then max(0.04, 0.03 * 1) = 0.04."""
+    effects = [results.Effect(3, mean, mean - 1, mean + 1, p)
+               for mean, p in ((-1, 0.02), (1, 0.01), (-1, 0.03))]
     single = results.Effect(1, -1, math.nan, math.nan, math.nan)
-    assert results.holm(effects) == pytest.approx([0.04, 0.03, 0.04])
     adjusted = results.holm([None, single, *effects])
     assert all(map(math.isnan, adjusted[:2])) and adjusted[2:] == pytest.approx([0.04, 0.03, 0.04])
     assert [results.judge(*pair) for pair in zip(effects, adjusted[2:])] == ["helps", "hurts", "helps"]
@@ -266,17 +161,118 @@ def test_verdicts_are_corrected_for_the_table():
     assert results.holm([results.Effect(3, -1, -2, 0, 0.6)] * 2) == [1.0, 1.0]
 
 
+# ---- records that belong together -------------------------------------------------------------------------
+
+BOTH = "1.json (seed 1) differs from 0.json (seed 0): "
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda result: result.update(script_sha256="0" * 64), "mixes scripts: seed 1 "),
+    (lambda result: result["config"]["groups"]["matrix"].update(lr=7.0), BOTH + "matrix_lr was 0.05"),
+    (lambda result: result["hardware"].update(cpu="another"), BOTH + "cpu was "),
+    (lambda result: result.update(corpus_fingerprint="0" * 16), BOTH + "other data"),
+    (lambda result: result.update(final_val_loss=math.nan), "diverged run: seed 1 ends at a loss of nan"),
+    (lambda result: result.update(final_val_loss=1.0), "one run under two seeds: 0 and 1 both end at 1.0"),
+    (lambda result: result.update(seed=0), "two losses of seed 0, 1.0 and 1.1, which are equal bits on a "),
+    (lambda result: result.pop("config"), "no result (KeyError: 'config')"),
+    (None, "holds no result")])
+def test_folders_that_are_no_record(make_record, tool, change, words):
+    folder = make_record("odd", [1.0, 1.1] if change else [])
+    if change:
+        edit_json(folder, change)
+    status, out, err = tool(validate, folder)
+    assert (status, out, err.count("\n")) == (2, "", 1) and words in err and ("1.json" in err or not change)
+
+
+@pytest.mark.parametrize("module, option", [
+    (ablate, "--seeds=0"), (ablate, "--extra='a"), (ablate, "--extra=--without=softcap"),
+    (ablate, "--mechanisms=softcup"), (ablate, "--preset=nope"), (run_ladder, "--end_seeds=1.5"),
+    (run_ladder, "--only=target,moun"), (run_ladder, f"--ladder={ROOT}/records"), (replay, "--random=-1"),
+    (replay, "--most_seconds=nan"), (replay, ""), (validate, "--target=low"), (plot, "--a\nb=x")])
+def test_bad_options_end_with_one_line(module, option, tool, monkeypatch):
+    """One line, status 2, and no run."""
+    monkeypatch.setattr(results, "run_missing", None)
+    status, out, err = tool(module, *[option] * bool(option))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{Path(module.__file__).name}: error: ")
+
+
+def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
+    """A machine is refused for times and named for losses. A text is refused for both."""
+    ours, text, machine, shorter = (make_record(name, [1.2, 1.5] if name != "ours" else [1.0, 1.1])
+                                    for name in ("ours", "text", "machine", "shorter"))
+    edit_json(text, lambda result: result.update(corpus_fingerprint="b" * 16), is_last=False)
+    edit_json(machine, lambda result: result["hardware"].update(cpu="another"), is_last=False)
+    edit_json(shorter, lambda result: result["config"].update(val_tokens=1), is_last=False)
+    left, *others = (results.read_record(folder) for folder in (ours, text, machine, shorter))
+    for other, kind, words in (
+            (0, "losses", "_ours is not comparable with .*_text .other data.: "), (0, "times", "other data"),
+            (2, "losses", r"val_tokens was 1, here \d+"), (1, "times", "here .*: run both on one machine")):
+        with pytest.raises(results.RecordError, match=words):
+            results.compare(left, others[other], kind)
+    refused = []
+    assert make_leaderboard.keep_comparable([left, *others], "times", refused.append) == [left, others[2]]
+    assert [line.split(" is not")[0] for line in refused] == [str(text), str(machine)]
+    effect = results.compare(left, others[1])
+    assert effect.mean == pytest.approx(-0.3) and effect.machines.startswith("cpu was another, here ")
+    status, out, _ = tool(validate, ours, f"--baseline={machine}")
+    assert status == 0 and "loss -0.3000 [" in out and ", no comparison of times on other machines" in out
+    assert tool(validate, ours, f"--baseline={text}")[0] == 2
+    assert tool(plot, ours, text, f"--out={tmp_path}/x")[0] == 2 and not list(tmp_path.glob("x.*"))
+
+
+def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
+    """Their losses are not losses on the data of the target."""
+    make_record("ladder/target", [1.3, 1.31, 1.32], LADDER_SCRIPT)
+    other, refused = make_record("text", [0.1, 0.11, 0.12], corpus_fingerprint="b" * 16), []
+    text, _, _ = make_leaderboard.make_readme(other.parents[1], refused.append)
+    assert "_text" not in text and "2026-01-01_ladder/target" in text and "No record reaches it" in text
+    assert refused == [f"{other} has other data than track laptop: give a new --track"]
+    assert tool(validate, other)[0] == 2 and tool(validate, other, "--target=0.2")[0] == 0
+
+
+def test_results_of_old_and_new_scripts_are_identified(real_record):
+    """A flat config and nested groups have one form. Facts that a result lacks are not compared."""
+    old = results.read_record(results.RECORDS / "laptop" / "2026-11-22_frontier" / "tables").results[0]
+    new = results.read_record(real_record).results[0]
+    ours, theirs = results.identify(new), results.identify(old)
+    assert theirs["options.matrix_lr"] == old["config"]["matrix_lr"] and ours["options.matrix_lr"] == 0.05
+    assert ours["options.head_every"] == 1 and theirs["options.kernels"] and "options.derived" not in ours
+    assert {"data", "script", "machine.cpu", "machine.torch", "choices.dtype"} <= ours.keys() & theirs.keys()
+    assert not any(results.differences(new, new, kind) for kind in results.MAY_DIFFER)
+    other = copy.deepcopy(new)
+    other["config"]["groups"]["head"]["lr"], other["config"]["telemetry_every"] = 7.0, 5
+    other["config"]["out"], other["config"]["seed"], other["versions"]["cudnn"] = "x", 3, "9"
+    assert results.differences(new, other, "record") == ["head_lr was 0.008, here 7.0"]
+    assert results.differences(new, other, "replay") == ["seed was 0, here 3", "head_lr was 0.008, here 7.0"]
+    newer = copy.deepcopy(other)
+    newer["versions"]["cudnn"] = "10"
+    assert results.differences(other, newer, "times") == ["cudnn was 9, here 10"]
+    assert not results.differences(other, newer, "losses")
+    assert "other data" in results.differences(old, new, "losses")
+
+
+def test_the_logs_of_this_checkout_are_no_record(make_record, monkeypatch):
+    """Its script is the one that ran them."""
+    folder = make_record("a", [1.0], script=ROOT / "train_gpt.py")
+    monkeypatch.setattr(results, "ROOT", folder.resolve())
+    with pytest.raises(results.RecordError, match="holds no result"):
+        results.read_record(folder)
+
+
+# ---- targets, claims, pictures, leaderboard ---------------------------------------------------------------
+
+
 def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     """A rung is in the folder of a ladder. A record with the name or the preset of a rung is none."""
-    script = run_ladder.LADDER / "train_gpt.py"
     own = make_record("target", [9.0], preset="laptop_target")
-    make_record("muon", [9.0], script)
+    make_record("muon", [9.0], LADDER_SCRIPT)
     rungs = {"target": [1.001, 1.012], "muon": [3.0], "adamw_rotary": [1.5]}
-    folders = [make_record(f"ladder/{name}", losses, script) for name, losses in rungs.items()]
+    folders = [make_record(f"ladder/{name}", losses, LADDER_SCRIPT) for name, losses in rungs.items()]
     records = results.read_track("laptop", own.parents[1])
     assert [record.name for record in records] == [f"laptop/2026-01-01_{name}" for name in (
         "ladder/adamw_rotary", "ladder/muon", "ladder/target", "muon", "target")]
-    assert results.find_own_target(records[-1]) == (1.01, False) and results.find_own_target(records[2]) == (1.01, True)
+    assert [results.find_own_target(records[i]) for i in (-1, 2)] == [(1.01, False), (1.01, True)]
     assert results.find_target("laptop", records) == 1.01
     assert results.find_target("track_1", []) == 3.28 and results.find_target("laptop", records[3:]) is None
     found = make_leaderboard.read_rungs(records, folders[0].parent, 1.01)
@@ -284,32 +280,34 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
 
 
-def test_the_record_that_sets_a_target_makes_no_claim(make_record):
+def test_the_record_that_sets_a_target_makes_no_claim(make_record, tool):
     """Rounding up made it pass a test against itself: 1.1752 is below 1.18 with p = 7e-05."""
-    curve = [[0, 5.0, 0], [8, 1.0, 1000]]
-    losses = [1.1751, 1.1752, 1.1753]
-    setting = make_record("ladder/target", losses, run_ladder.LADDER / "train_gpt.py", val_points=curve)
+    curve, losses = [[0, 5.0, 0], [8, 1.0, 1000]], [1.1751, 1.1752, 1.1753]
+    setting = make_record("ladder/target", losses, LADDER_SCRIPT, val_points=curve)
     records = results.read_track("laptop", setting.parents[2])
-    assert results.summarize(list(records[0].losses.values()), 1.18).p < 1e-4
-    assert results.find_target("laptop", records) == 1.18 and make_leaderboard.find_fastest(records, 1.18) == []
-    done = run_tool("validate.py", setting)
-    assert done.returncode == 0 and "sets the target 1.18, its mean to two decimals" in done.stdout
-    assert "p = " not in done.stdout and "| sets the target |" in make_leaderboard.make_readme(setting.parents[2])[0]
+    assert results.find_target("laptop", records) == 1.18
+    assert make_leaderboard.find_fastest(records, 1.18) == []
+    status, out, _ = tool(validate, setting)
+    assert status == 0 and "sets the target 1.18, its mean to two decimals" in out and "p = " not in out
+    assert "| sets the target |" in make_leaderboard.make_readme(setting.parents[2])[0]
     other = make_record("other", [1.1751, 1.1752, 1.1754], val_points=curve)
     records = results.read_track("laptop", setting.parents[2])
     assert [record.folder for record in make_leaderboard.find_fastest(records, 1.18)] == [other]
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):
-    """The fastest record below 1.39 with p < 0.01. Faster ones do not count if their mean is above, p is large, or
-    their curve does not reach the target. Other machines have separate claims."""
-    losses = dict(careful=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3], worse=[1.4, 1.41, 1.42])
-    times = dict(careful=90_000, fast=60_000, unsure=50_000, worse=40_000)
-    for name in losses:
-        folder = make_record(name, losses[name], val_points=[[0, 5.39, 0], [8, 1.0, times[name]]])
-    make_record("never", losses["fast"], val_points=[[0, 5.39, 0], [8, 1.5, 1000]])
-    machine = dict(device="cpu", ranks=1, threads=9, cpu="another")
-    make_record("elsewhere_x", losses["fast"], val_points=[[0, 5.39, 0], [8, 1.0, 1000]], hardware=machine)
+    """The fastest record below 1.39 with p < 0.01. Other machines have separate claims.
+
+    Faster ones do not count if their mean is above, p is large, or their curve does not reach the target.
+    """
+    losses = dict(careful=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3],
+                  worse=[1.4, 1.41, 1.42], never=[1.345, 1.35, 1.34], elsewhere_x=[1.345, 1.35, 1.34])
+    ends = dict(careful=[1.0, 90_000], fast=[1.0, 60_000], unsure=[1.0, 50_000], worse=[1.0, 40_000],
+                never=[1.5, 1000], elsewhere_x=[1.0, 1000])
+    machine = dict(hardware=dict(device="cpu", ranks=1, threads=9, cpu="another"))
+    for name, seeds in losses.items():
+        changes = machine if name == "elsewhere_x" else {}
+        folder = make_record(name, seeds, val_points=[[0, 5.39, 0], [8, *ends[name]]], **changes)
     records = results.read_track("laptop", folder.parent.parent)
     fastest = make_leaderboard.find_fastest(records, 1.39)
     assert [record.folder.name[11:] for record in fastest] == ["fast", "elsewhere_x"]
@@ -317,30 +315,32 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
     seconds = 60 * 4 / 4.39  # from 5.39 to 1.39, of the way to 1.0
     assert f"`2026-01-01_fast`](laptop/2026-01-01_fast) reaches it after {seconds:.0f} s" in line
     assert "9 threads of another, float32, PyTorch" in other
-    none = [r for r in records if r.folder.name.endswith("e")]
-    assert make_leaderboard.find_fastest(none, 1.39) == []
+    none = [record for record in records if record.folder.name.endswith("e")]
     assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
 
 
-def test_pictures_of_records_and_of_telemetry(real_record, tmp_path, monkeypatch):
-    """They are reproducible. Steps measure the groups that they update. Of a step that a killed run repeats the last line
-    counts."""
-    for name in ("a", "b"):
-        plot.plot_curves([results.read_record(real_record)], 3.0, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+def test_curves_of_a_record_are_drawn(real_record, tool, tmp_path):
+    assert tool(plot, real_record, f"--out={tmp_path}/a.svg")[0] == 0
+    assert (tmp_path / "a.svg").stat().st_size > 1000 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     result = results.read_record(real_record).results[0]
-    assert plot.count_tokens(real_record, result) == [0, 2 * 2048 / 1e6, 4 * 2048 / 1e6]
+    assert plot.count_tokens(real_record, result) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
+
+
+@pytest.mark.parametrize("seconds", [dict(step=3.0), {"forward and backward": 2.0, "optimizer": 1.0}])
+def test_telemetry_of_new_and_old_scripts_is_drawn(seconds, tmp_path, monkeypatch):
+    """Steps measure the groups that they update. If a killed run repeats a step, its last line counts."""
     norms = {2: ("matrix", "embed"), 4: ("matrix",), 6: ("matrix", "ngram", "embed")}
-    lines = [dict(event="telemetry", step=step, loss=1.0, seconds=dict(optimizer=1.0),
+    lines = [dict(event="telemetry", step=step, loss=1.0, seconds=seconds,
                   groups={name: dict(grad_norm=norm) for name in names})
              for norm in (5.0, 1.0) for step, names in norms.items()]
     path, figures = tmp_path / "run.jsonl", []
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
     plot.plot_runs([path], tmp_path / "picture")
-    drawn = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[1].get_lines()}
-    assert drawn == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
+    drawn = [{line.get_label(): line.get_xydata().tolist() for line in panel.get_lines()}
+             for panel in figures[0].axes]
+    assert drawn[1] == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
+    assert drawn[3] == {part: [[step, 1000 * time] for step in norms] for part, time in seconds.items()}
 
 
 def test_the_leaderboard_is_up_to_date(tmp_path):
@@ -355,45 +355,6 @@ def test_the_leaderboard_is_up_to_date(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / "records" / name).read_text()
 
 
-def test_the_leaderboard_leaves_out_a_run_that_does_not_fit(tmp_path, tool):
-    """A trial in the folder of a rung is named, and the leaderboard and the targets do not change."""
-    folder = tmp_path / "records" / "laptop" / "2026-11-21_ladder"
-    folder.mkdir(parents=True)
-    shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
-    for name in ("target", "adamw_rotary", "muon"):
-        shutil.copytree(run_ladder.LADDER / name, folder / name)
-    readme = tmp_path / "README.md"
-    readme.write_text("\n".join(make_leaderboard.MARKS))
-    args = f"--records_dir={tmp_path}/records", f"--readme={readme}"
-    assert tool(make_leaderboard, *args)[0] == 0
-    before = (tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes()
-    trial = json.loads(sorted((folder / "muon").glob("*.json"))[0].read_text())
-    trial["config"]["matrix_lr"] = trial["seed"] = trial["config"]["seed"] = trial["final_val_loss"] = 7
-    (folder / "muon" / "20270101-000000_seed7_0000.json").write_text(json.dumps(trial))
-    status, _, err = tool(make_leaderboard, *args)
-    assert status == 1 and f"left out: {folder}/muon mixes runs: 20270101-000000_seed7_0000.json" in err
-    assert before == ((tmp_path / "records" / "README.md").read_bytes(), readme.read_bytes())
-
-
-def test_blocks_on_another_machine_or_text_are_left_out(make_record):
-    """Their seconds, or their losses, are not comparable with the first block."""
-    script, toml = run_ladder.LADDER / "train_gpt.py", ""
-    for name, losses, changes in (
-        ("a", [1.5, 1.52], {}),
-        ("b", [1.3, 1.33], dict(hardware=dict(device="cpu", ranks=1, threads=9, cpu="another"))),
-        ("c", [1.2, 1.23], dict(corpus_fingerprint="b" * 16)),
-        ("d", [1.1, 1.13], {}),
-    ):
-        folder = make_record(f"blocks/{name}", losses, script, **changes)
-        toml += f'[{name}]\npreset = "laptop"\nchange = "of {name}"\nhas_more_seeds = true\n'
-    (folder.parent / "ladder.toml").write_text(toml)
-    refused = []
-    records = results.read_track("laptop", folder.parents[2], refused.append)
-    _, blocks = make_leaderboard.read_blocks(records, refused.append)
-    assert list(blocks) == ["a", "d"] and len(refused) == 2
-    assert "blocks/c has other data" in refused[0] and "blocks/b is not comparable with " in refused[1]
-
-
 def test_each_script_exists_once():
     """In the folder of its record and in no log, so that the records can be searched."""
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in SCRIPTS]
@@ -403,7 +364,7 @@ def test_each_script_exists_once():
 
 @pytest.mark.parametrize("record", COMMITTED, ids=lambda record: record.name)
 def test_a_committed_record_is_whole(record, capsys):
-    """Its script makes the recorded config. Its logs begin with the hash of the script and end with the loss."""
+    """Its script makes the recorded config. Its logs begin with the script's hash and end with the loss."""
     for path in record.folder.glob("*.json"):
         result = json.loads(path.read_text())  # read_record has compared its hash with the script's
         argv = [*result["argv"], f"--preset={result['preset']}", "--print_config"]
@@ -417,83 +378,57 @@ def test_a_committed_record_is_whole(record, capsys):
         assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in lines
 
 
-@pytest.mark.slow
-def test_a_replay_compares_losses_and_machines(real_record, tool, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here and in the process that made it
+# ---- replay -----------------------------------------------------------------------------------------------
+
+
+def test_a_replay_compares_losses_and_machines(real_record, monkeypatch):
+    """It starts at the first step, also of a resumed run. Here it runs in this process."""
+    def run(command, **_):
+        assert command[1] == str(real_record.resolve() / "train_gpt.py")
+        return SimpleNamespace(returncode=gpt.main(command[2:]), stderr="")
+
+    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(run=run))
     result = results.read_record(real_record).results[0]
-    assert replay.find_differences(result) == ""
-    status, out, err = tool(replay, real_record)
-    assert status == 0 and out.endswith(f"seed 0: {result['final_val_loss']!r} again, bit for bit\n")
-    assert re.search(r"_tiny, seed 0: runs again\. It took \d+ s of training\n$", err)
+    loss, other = f"{result['final_val_loss']!r} again, bit for bit", copy.deepcopy(result)
+    other["versions"]["torch"] = "1.0"
+    assert replay.find_differences(result) == "" and "torch was 1.0" in replay.find_differences(other)
+    assert replay.find_differences({**result, "resumed_from": "x/step_2"}) == "it began with x/step_2"
+    line = f"resumed at [2]: replayed from the start, {loss}"
+    assert replay.replay(real_record, {**result, "resumed_at": [2]}) == (True, line)
     other = copy.deepcopy(result)
     other["val_points"][1][1] += 1e-9
     is_same, line = replay.replay(real_record, other)
     assert is_same is False and line.endswith("differs first in the validation at step 2")
-    other["val_points"].pop()
-    assert replay.replay(real_record, other) == (False, "has 3 validations instead of 2")
-    other["versions"]["torch"] = "1.0"
-    assert "torch was 1.0, here 2." in replay.find_differences(other)
-    other = copy.deepcopy(result)
-    other["hardware"]["simd"] = "NEON"
-    assert replay.find_differences(other).startswith("simd was NEON, here ")
-    del other["hardware"]["simd"]  # as in older results
-    assert replay.find_differences(other) == ""
-    chosen, other["choices"]["dtype"] = result["choices"]["dtype"], "float16"
-    assert replay.find_differences(other) == f"dtype in use was float16, here {chosen}"
-
-
-def test_the_logs_of_this_checkout_are_no_record(make_record, tmp_path, monkeypatch):
-    """Its script is the one that ran them."""
-    folder = make_record("a", [1.0], script=ROOT / "train_gpt.py")
-    monkeypatch.setattr(results, "ROOT", folder.resolve())
-    with pytest.raises(results.RecordError, match="holds no result"):
-        results.read_record(folder)
+    other["corpus_fingerprint"], other["choices"]["dtype"] = "b" * 16, "float16"
+    is_same, line = replay.replay(real_record, other, is_forced=True)
+    assert is_same is None and line.startswith("passed over (other data, dtype in use was float16, here ")
 
 
 def test_the_options_of_a_replay(tmp_path):
-    """A result with a key is its own preset. Of an older one the command line is repeated, without some options."""
-    argv = ["--record=a", "--resume", "x.pt", "--time-limit=9", "--checkpoint_every", "2", "--tracker=wandb", "--seed", "1"]
-    old = dict(argv=argv, config=dict(logs_dir="logs", records_dir="records"))
-    assert replay.make_options(tmp_path, old, "o") == ["--record=a", "--seed", "1", "--records_dir=o", "--logs_dir=o"]
+    """A result with a key is its own preset. Of an older one most of the command line is repeated."""
+    argv = ["--record=a", "--resume", "x.pt", "--time-limit=9", "--checkpoint_every", "2", "--tracker=wandb"]
+    old = dict(argv=[*argv, "--seed", "1"], config=dict(logs_dir="logs", records_dir="records"))
+    kept = ["--record=a", "--seed", "1", "--records_dir=o", "--logs_dir=o"]
+    assert replay.make_options(tmp_path, old, "o") == kept
     new = replay.make_options(tmp_path, dict(old, key="k", run_id="r"), "o")
     assert new[:2] == [f"--preset={tmp_path}/r.json", "--out=o"]
 
 
-def test_a_replay_starts_from_the_first_step_on_the_recorded_data(real_record, monkeypatch):
-    """The run was resumed. Then with other data, and with another dtype in use, which only the new run shows."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as here and in the recorded run
-    result = copy.deepcopy(results.read_record(real_record).results[0])
-    result["resumed_at"] = [2]
-    line = f"resumed at [2]: replayed from the start, {result['final_val_loss']!r} again, bit for bit"
-    assert replay.replay(real_record, result) == (True, line)
-    result["corpus_fingerprint"] = "b" * 16
-    result["choices"]["dtype"] = "float16"
-    is_equal, line = replay.replay(real_record, result, is_forced=True)
-    assert is_equal is None and re.fullmatch(r"passed over \(other data, dtype in use was float16, here .*\)", line)
-    assert "it began with x/step_000002" in replay.find_differences({**result, "resumed_from": "x/step_000002"})
+def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
+    """Runs of this machine, or with --force all. --random adds runs that fit to the given folders.
 
-
-@pytest.fixture
-def replayed(monkeypatch):
-    """Names and seeds of the runs that replay.py starts. They do not run."""
-    names = []
-    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (names.append((folder.name, result["seed"])), (True, ""))[1])
-    return names
-
-
-def test_what_is_replayed(make_record, tool, replayed, tmp_path, monkeypatch):
-    """Runs of this machine, or with --force all. --random adds runs that fit to the given folders. Nothing replayed and
-    another loss are failures."""
+    Nothing replayed, and another loss, are failures.
+    """
+    replayed = []
+    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (
+        replayed.append((folder.name, result["seed"])), (True, ""))[1])
     here, there = make_record("here", [1.0, 1.1]), make_record("there", [1.0, 1.1])
-    edit_json(here, lambda result: result["hardware"].update(threads=torch.get_num_threads()))  # seed 1 fits
     edit_json(there, lambda result: result["hardware"].update(cpu="another"), is_last=False)
-    edit_json(here, lambda result: result["hardware"].update(threads=torch.get_num_threads()), is_last=False)
     for args in ([there], ["--random=1", "--records_dir", tmp_path / "none"], [here, "--most_seconds=0"]):
         status, _, err = tool(replay, *args)
         assert (status, err.count("\n")) == (1, 1) and "nothing was replayed" in err and not replayed
     assert tool(replay, here, there)[0] == 0 and replayed == [(here.name, 0), (here.name, 1)]
     assert tool(replay, there, "--force")[0] == 0 and replayed[2:] == [(there.name, 0), (there.name, 1)]
-    (tmp_path / "only").mkdir()
     shutil.copytree(tmp_path / "laptop", tmp_path / "only/laptop")
     (tmp_path / "only/laptop" / here.name / "1.json").unlink()
     for _ in range(3):  # one of three runs fits this machine
@@ -505,62 +440,64 @@ def test_what_is_replayed(make_record, tool, replayed, tmp_path, monkeypatch):
     assert tool(replay, here)[0] == 1
 
 
+# ---- missing runs, ablation, ladder -----------------------------------------------------------------------
+
+
 def test_runs_of_a_tool_end_with_the_first_failure(tmp_path, capsys):
     """Runs of an earlier call are left out. Each finished run has a line with its number among all."""
-    runs, done = [(name, seed, []) for seed in range(2) for name in "ab"], lambda name: {0} if name == "a" else set()
-    results.run_missing(runs, done, b"", "x.py", tmp_path)
+    runs = [(name, seed, []) for seed in range(2) for name in "ab"]
+    results.run_missing(runs, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
     assert capsys.readouterr().err == ("1 of 4 runs are from an earlier call\nrun 2/4: b, seed 0\n"
                                        "run 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
     source = b"import sys; open(sys.argv[1], 'w'); sys.exit(sys.argv[1] == 'b')"
+    runs = [(name, 0, [name]) for name in "abcd"]
     with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1: .*start x.py again"):
-        results.run_missing([(name, 0, [name]) for name in "abcd"], lambda _: set(), source, "x.py", tmp_path)
+        results.run_missing(runs, lambda _: set(), source, "x.py", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.fixture
-def make_ablation(real_record, tmp_path):
-    """Write finished runs for ablate.py, so that it has nothing to run."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_running_processes(number, tmp_path, capfd):
+    """The run sends the signal to the tool, which ends it and exits with one line."""
+    source = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(3000)".encode()
+
+    def call():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv[0] = "x.py"
+        sys.exit(common.run_guarded(lambda: results.run_missing(
+            [("a", 0, [])], lambda _: set(), source, "x.py", tmp_path), "interrupted. Runs are kept"))
+
+    process = multiprocessing.Process(target=call)
+    process.start()
+    process.join(1000)
+    assert process.exitcode == 128 + number
+    assert capfd.readouterr().err.splitlines()[-1] == "x.py: interrupted. Runs are kept"
+
+
+def test_an_ablation_corrects_its_verdicts(real_record, tmp_path, tool):
+    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. Without the mechanism the loss is higher.
+
+    All runs are finished, so none starts.
+    """
     (path,) = real_record.glob("*.json")
-    result, source = json.loads(path.read_text()), (ROOT / "train_gpt.py").read_bytes()
-
-    def make(losses, seeds=3):
-        folder = ablate.find_folder(tmp_path, source, "smoke", [], 1)
-        for name, loss in losses.items():
-            (folder / name / "logs").mkdir(parents=True, exist_ok=True)
-            for seed in range(seeds):
-                made = copy.deepcopy(result) | dict(seed=seed, final_val_loss=loss + seed + (seed * loss / 1000))
-                made["config"]["seed"] = seed
-                (folder / name / "logs" / f"{seed}.json").write_text(json.dumps(made))
-        return folder
-
-    return make
-
-
-def test_an_ablation_corrects_its_verdicts(make_ablation, tmp_path, tool):
-    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. Without the mechanism the loss is higher."""
-    make_ablation(dict(nothing=1.0, softcap=2.0, muon=0.5))
-    status, out, err = tool(ablate, "--preset=smoke", "--mechanisms=softcap,muon", f"--logs_dir={tmp_path}")
-    assert status == 0 and "runs are from an earlier call" in err and "| without | loss changes by | 95 % interval | n | Holm's p | it |" in out
+    folder = ablate.find_folder(tmp_path, (ROOT / "train_gpt.py").read_bytes(), "smoke", [], 1)
+    for name, loss in dict(nothing=1.0, softcap=2.0, muon=0.5).items():
+        (folder / name / "logs").mkdir(parents=True)
+        for seed in range(3):
+            made = json.loads(path.read_text()) | dict(seed=seed)
+            made["final_val_loss"], made["config"]["seed"] = loss + seed + seed * loss / 1000, seed
+            (folder / name / "logs" / f"{seed}.json").write_text(json.dumps(made))
+    args = "--preset=smoke", f"--logs_dir={tmp_path}"
+    status, out, _ = tool(ablate, *args, "--mechanisms=softcap,muon")
     helps, hurts = out.splitlines()[-2:]
-    assert helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
+    assert status == 0 and helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
     assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
-    args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
-    assert "over 2 seeds\n" in tool(ablate, *args, "--seeds=2")[1]  # of the three of an earlier call
-    _, out, _ = tool(ablate, *args, "--seeds=1")
-    assert "loss 1.0000 over 1 seed\n" in out and out.endswith("| softcap | +1.0000 |  | 1 |  | one seed: no test possible |\n")
-
-
-def test_an_ablation_refuses_runs_of_another_kind(make_ablation, tmp_path, tool):
-    """Other data in a second mechanism, and another machine for one of its seeds."""
-    args = "--preset=smoke", "--mechanisms=softcap", f"--logs_dir={tmp_path}"
-    folder = make_ablation(dict(nothing=1.0, softcap=2.0))
-    assert tool(ablate, *args)[0] == 0
-    edit_json(folder / "softcap" / "logs", lambda result: result.update(corpus_fingerprint="b" * 16), is_last=False)
-    status, out, err = tool(ablate, *args)
-    assert status == 2 and "softcap/logs is not comparable with" in err and "(other data)" in err and "| softcap |" not in out
-    make_ablation(dict(softcap=2.0))
-    edit_json(folder / "softcap" / "logs", lambda result: result["hardware"].update(cpu="another"))
-    assert "2.json (seed 2) differs from 0.json (seed 0): cpu was" in tool(ablate, *args)[2]
+    _, out, _ = tool(ablate, *args, "--mechanisms=softcap", "--seeds=1")  # of the three of an earlier call
+    assert "loss 1.0000 over 1 seed\n" in out
+    assert out.endswith("| softcap | +1.0000 |  | 1 |  | one seed: no test possible |\n")
+    edit_json(folder / "softcap/logs", lambda result: result.update(corpus_fingerprint="b"), is_last=False)
+    status, _, err = tool(ablate, *args, "--mechanisms=softcap")
+    assert status == 2 and "softcap/logs is not comparable with" in err
 
 
 def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
@@ -570,25 +507,9 @@ def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
         torch.set_num_threads(3)
         alone, parallel = (ablate.find_folder(tmp_path, b"", "smoke", [], jobs) for jobs in (1, 64))
         torch.set_num_threads(results.count_threads(64))
-        assert results.count_threads(64) == 1 and ablate.find_folder(tmp_path, b"", "smoke", [], 1) == parallel != alone
+        assert ablate.find_folder(tmp_path, b"", "smoke", [], 1) == parallel != alone
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-def test_ablation_runs_once_and_pairs_seeds(shards, tmp_path):
-    extra = " ".join(["--num_iterations=2", "--val_tokens=1024", "--val_loss_every=0", *data_args(shards)])
-    args = ["--preset=smoke", "--mechanisms=muon", "--seeds=1", "--jobs=2", f"--logs_dir={tmp_path}", f"--extra={extra}"]
-    done = run_tool("ablate.py", *args)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"run 1/2: (\w+), seed 0\nrun 2/2: (?!\1)(nothing|muon), seed 0\n", done.stderr)
-    found = {path.parents[1].name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
-    assert found["muon"]["config"]["without"] == ["muon"] and found["nothing"]["config"]["without"] == []
-    assert {result["hardware"]["threads"] for result in found.values()} == {results.count_threads(2)}
-    effect = found["muon"]["final_val_loss"] - found["nothing"]["final_val_loss"]
-    assert effect != 0 and f"| muon | {effect:+.4f} |  | 1 |  | one seed: no test possible |" in done.stdout
-    assert run_tool("ablate.py", *args).stdout == done.stdout and len(list(tmp_path.rglob("*.json"))) == 2
-    assert not list(tmp_path.rglob("model.pt"))
 
 
 @pytest.mark.slow
@@ -609,54 +530,24 @@ def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     lost.unlink()
     assert run_tool("run_ladder.py", *args).returncode == 0
     assert list((ladder / "target").glob("*.json")) == [kept] and len(list(lost.parent.glob("*.json"))) == 1
-    (ladder / "train_gpt.py").write_text("LADDER = {'2024-10-04_muon': 0}")
-    done = run_tool("run_ladder.py", f"--ladder={ladder}")
-    assert done.returncode == 2 and "mixes scripts" in done.stderr
 
 
-def test_a_ladder_that_lists_its_rungs(tmp_path):
-    """Two rungs of the old ladder as blocks: their difference by scipy, and the time to a common loss."""
-    folder = tmp_path / "laptop" / "2026-01-01_blocks"
-    folder.mkdir(parents=True)
-    shutil.copy(run_ladder.LADDER / "train_gpt.py", folder)
-    toml = ""
-    for name in ("adamw_rotary", "sigmoid_skips"):
-        shutil.copytree(run_ladder.LADDER / name, folder / name)
-        toml += f'[{name}]\npreset = "a"\nchange = "of {name}"\nhas_more_seeds = true\n'
-        toml += "sets_target = true\n" * (name == "adamw_rotary")
-    (folder / "ladder.toml").write_text(toml)
+def test_a_ladder_that_lists_its_rungs():
+    """The numbers of the newest ladder, computed again."""
+    records = results.read_track("laptop")
+    folder, blocks = make_leaderboard.read_blocks(records)
     assert run_ladder.plan_runs(*run_ladder.read_presets(folder), 0, 1) == [
-        ("adamw_rotary", "a", 0), ("sigmoid_skips", "a", 0)]
-    records = results.read_track("laptop", tmp_path)
-    found, blocks = make_leaderboard.read_blocks(records)
-    assert found == folder and list(blocks) == ["adamw_rotary", "sigmoid_skips"]
-    target = results.find_target("laptop", records)
-    text = make_leaderboard.format_blocks(found, blocks, target)
-    first, last = (list(record.losses.values()) for record in blocks.values())
-    mean = statistics.mean(a - b for a, b in zip(first, last))
-    assert f"{mean:.3f} [" in text and "and < 0.0001 by the t-test, which assumes normal values" in text
+        ("record_32", "laptop_32", 0), ("tables", "laptop", 0)]
+    target, setting = results.find_target("laptop", records), results.find_setting(records)
+    losses = {name: block.losses for name, block in blocks.items()}
+    text = make_leaderboard.format_blocks(folder, blocks, target)
+    first, last = (list(losses[name].values()) for name in ("record_32", "tables"))
+    assert setting is blocks["record_32"] and target == round(statistics.mean(first), 2)
+    assert f"is lower by {statistics.mean(a - b for a, b in zip(first, last)):.3f} [" in text
     assert "It is lower for 8 seeds of 8:\np = 0.0078 by Wilcoxon" in text  # 2 of the 2^8 ways of signs
-    times = [results.find_crossing(result, statistics.mean(first))[1] for result in blocks["sigmoid_skips"].results]
-    assert f"`adamw_rotary` after {statistics.median(times):.0f} s" in text
-    assert results.find_setting(records) is blocks["adamw_rotary"] and target == round(statistics.mean(first), 2)
-    seconds = statistics.median(results.find_crossing(result, target)[1] for result in blocks["sigmoid_skips"].results)
-    claim = make_leaderboard.format_target(blocks["adamw_rotary"], target, records)
-    assert f"target is {target:g} nats" in claim and "`sigmoid_skips`](laptop/2026-01-01_blocks/sigmoid_skips) " in claim
-    assert f"after {seconds:.0f} s of training (median) and ends at {statistics.mean(last):.3f}" in claim
-    assert f"| {seconds:.0f} | {-mean:+.3f} [" in text  # in its row
-    assert f"| of sigmoid_skips | 8 | {statistics.mean(last):.3f} |" in text and text.count("| helps |") == 1
-    plot.plot_times(blocks, tmp_path / "picture")
-    assert (tmp_path / "picture.svg").stat().st_size > 1000
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_running_processes(number, tmp_path):
-    """The run sends the signal to the tool, which ends it and exits with one line."""
-    source = f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(3000)"
-    code = (f"import signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nsys.argv[0] = 'x.py'\n"
-            "from records import common, results\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            f"run = lambda: results.run_missing([('a', 0, [])], lambda _: set(), {source.encode()!r}, 'x.py')\n"
-            "sys.exit(common.run_guarded(run, 'interrupted. Runs are kept'))")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1000, cwd=tmp_path)
-    assert done.returncode == 128 + number and done.stderr.splitlines()[-1] == "x.py: interrupted. Runs are kept"
-    assert "Traceback" not in done.stderr
+    goals = [[results.find_crossing(result, loss)[1] for result in blocks["tables"].results]
+             for loss in (statistics.mean(first), target)]
+    mean_time, time = map(statistics.median, goals)
+    assert f"of `record_32` after {mean_time:.0f} s (median)" in text
+    gap = statistics.mean(losses["tables"][seed] - loss for seed, loss in losses["optimizer"].items())
+    assert f"| 8 | {statistics.mean(last):.3f} |" in text and f" | {time:.0f} | {gap:+.3f} [" in text

@@ -25,7 +25,7 @@ def config_of(tmp_path, monkeypatch):
 def test_gates_and_gains_have_adamw():
     cfg = smoke_config(matrix_rule="normuonh", matrix_lr=0.02, gains="norm,output")
     rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
-    matrices = {name for name in rules if name.endswith((".qk", ".v_proj", ".up_down"))}
+    matrices = {name for name in rules if name.endswith((".qk", ".v", ".proj", ".up_down"))}
     assert {name for name, rule in rules.items() if rule == "normuonh"} == matrices
     assert {rules[name] for name in set(rules) - matrices} == {"adamw"}
     assert sum("_gain_" in name for name in rules) == 2 * (3 + 3)  # 3 attentions and 3 MLPs have both
@@ -41,8 +41,8 @@ def test_the_muonh_preset():
     torch.manual_seed(0)
     block = gpt.GPT(gpt.make_config(small)).blocks[1]
     assert block.mlp.up_down.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.01)
-    for matrices in (block.attention.qk, block.attention.v_proj):
-        assert matrices.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.02)
+    for matrix in (*block.attention.qk, block.attention.v, block.attention.proj):
+        assert matrix.std().item() == pytest.approx(1 / 16, rel=0.02)
     for gain_in, gain_out in ((block.mlp_gain_in, block.mlp_gain_out), (block.attn_gain_in, block.attn_gain_out)):
         assert not gain_out.any() and (gain_in == 1).all()
 

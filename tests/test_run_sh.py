@@ -6,12 +6,12 @@ import signal
 import subprocess
 
 import pytest
-from conftest import ROOT, data_args
+from conftest import ROOT, TINY, data_args
 
 
 @pytest.fixture
 def calls_of(tmp_path):
-    """A function that runs run.sh in four processes with a Python that only notes its calls, and returns them."""
+    """A function that runs run.sh in four processes with a Python that only notes its calls."""
     python, notes = tmp_path / ".venv/bin/python", tmp_path / "calls"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/bash\n[[ $2 == *importlib* ]] || echo "${{RUN_SH:-}}|$*" >> "{notes}"\n')
@@ -43,17 +43,17 @@ def test_what_is_started(calls_of):
 
 
 def test_a_missing_corpus_is_made_first(calls_of):
-    for words, call in ((["tool.py"], "/run.sh|tool.py"), (["--seed=1"], "/run.sh|train_gpt.py --seed=1"), (["test"], "|-m pytest")):
-        made, started = calls_of(*words, nproc="1", has_corpus=False)
+    for word, call in (("tool.py", "/run.sh|tool.py"), ("--seed=1", "/run.sh|train_gpt.py --seed=1"),
+                       ("test", "|-m pytest")):
+        made, started = calls_of(word, nproc="1", has_corpus=False)
         assert "make_embedded_corpus" in made and started == call
 
 
 @pytest.mark.slow
 def test_two_processes_train_and_stop(tmp_path, shards):
-    """With the real programs. SIGUSR1 of the launcher reaches the ranks, which write a checkpoint and end."""
+    """SIGUSR1 of the launcher reaches the ranks, which write a checkpoint and end."""
     env = {**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"}
-    words = [ROOT / "run.sh", "--preset=smoke", "--device=cpu", "--tokens_per_step=1024", f"--out={tmp_path}",
-             *data_args(shards)]
+    words = [ROOT / "run.sh", *TINY, "--tokens_per_step=1024", f"--out={tmp_path}", *data_args(shards)]
     done = subprocess.run([*words, "--num_iterations=2"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert ", 2 x cpu, " in done.stdout and "step:2/2 val_loss:" in done.stdout

@@ -271,22 +271,29 @@ def values_are(value):
 
 
 class FakeBatches:
-    """Batches of zeros, for Prefetcher and ValData."""
+    """Batches without values, for Prefetcher and ValData. No token is read twice, so tables send the most rows."""
 
-    def __init__(self, batch_tokens: int, device: torch.device | str, num_batches: int = 0,
-                 stage: gpt.Stage | None = None):
-        self.batch_tokens, self.device, self.num_batches, self.classes = batch_tokens, device, num_batches, None
-        if stage and stage.num_classes:
-            sizes = batch_tokens // stage.seq_len, stage.num_classes
-            self.classes = torch.empty(sizes, dtype=torch.int64, device=device)
+    def __init__(self, batch_tokens: int, cfg: gpt.Config, num_ranks: int = 1, num_batches: int = 0,
+                 num_classes: int | None = None, seq_len: int = 1):
+        self.batch_tokens, self.num_batches = batch_tokens, num_batches
+        plan = functools.partial(self.plan_rows, num_ranks=num_ranks)
+        types = torch.int32, torch.int64, torch.int32
+        shape = batch_tokens // seq_len, num_classes or 0
+        self.batch = gpt.Batch(
+            *(torch.empty(batch_tokens, dtype=kind, device=DEVICE) for kind in types),
+            classes=torch.empty(shape, dtype=torch.int64, device=DEVICE) if num_classes else None,
+            token_plan=plan(batch_tokens),
+            ngram_plan=plan((cfg.ngram_order - 1) * batch_tokens) if cfg.ngram_rows else None)
+
+    def plan_rows(self, num_rows: int, num_ranks: int) -> gpt.RowPlan:
+        rows = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
+        return gpt.RowPlan(rows, rows, *[(num_rows // num_ranks,) * num_ranks] * 2)
 
     def __next__(self) -> gpt.Batch:
-        types = torch.int32, torch.int64, torch.int32
-        tensors = (torch.empty(self.batch_tokens, dtype=t, device=self.device) for t in types)
-        return gpt.Batch(*tensors, self.classes)
+        return self.batch
 
-    def batch(self, _index: int) -> gpt.Batch:
-        return next(self)
+    def batches(self, _comm: gpt.Comm, num_batches: int):
+        return ((self.batch, True) for _ in range(num_batches))
 
 
 class NotingRecorder(simulate_ranks.Recorder):
@@ -300,32 +307,14 @@ class NotingRecorder(simulate_ranks.Recorder):
         self.sequence.append(("event", *event))
 
 
-def expected_forms(cfg: gpt.Config, card: fake_cuda.Card) -> set[str]:
-    """The fast forms that a real GPU of this capability would use."""
-    if cfg.fast != ("auto",):
-        return set(cfg.fast) - {"off"}
-    has_triton_forms = card.capability >= (8, 0)
-    forms = {
-        "rms_norm": True, "norm_rotate": True, "flex_attention": True, "sparse_embedding": True,
-        "qkv_kernel": has_triton_forms, "cross_entropy": has_triton_forms and bool(cfg.softcap[0]),
-        "head_loss": not (has_triton_forms and cfg.softcap[0]),
-        "relu2_mlp": card.capability == (9, 0), "symmetric_matmul": has_triton_forms}
-    return {name for name, is_expected in forms.items() if is_expected}
-
-
 def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Trainer:
-    """The real Trainer, with the fast forms of the real checks. FP8 is set here, because its check needs eager FP8
-    matmuls, which fake tensors do not support."""
-    has_fp8 = observer.card.capability >= (8, 9) and cfg.dtype != "float32"
+    """The real Trainer, with the fast forms of a GPU on which all are right."""
     gpt.measure_matmul = lambda *_: 1e15  # a fake GPU has no time
-    dtype, peak_flops, _ = gpt.choose_dtype(cfg, DEVICE)
-    use_compile, _ = gpt.choose_compile(cfg, DEVICE)
-    fast, lines = gpt.choose_fast_forms(cfg, DEVICE, dtype, use_compile)
-    assert fast == expected_forms(cfg, observer.card), lines
-    fp8 = {f"fp8_{part}" for part in cfg.fp8_parts if has_fp8 and cfg.fp8 != "off" and part != "logits"}
-    rt = gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks), dtype=dtype, use_compile=use_compile, fast=fast,
-                     fp8=frozenset(fp8), peak_flops=peak_flops,
-                     ngram_rows=gpt.choose_ngram_rows(cfg, gpt.Runtime(DEVICE, gpt.Comm(0, num_ranks))))
+    gpt.FormCheck = lambda *_: SimpleNamespace(keep_equal=lambda names, *_: (names, []))
+    comm = gpt.Comm(0, num_ranks)
+    rt = dataclasses.replace(gpt.choose_precision(cfg, gpt.Runtime(DEVICE)), comm=comm, ngram_rows=cfg.ngram_rows)
+    if cfg.ngram_rows < 0:
+        rt = dataclasses.replace(rt, ngram_rows=gpt.choose_ngram_rows(cfg, rt))
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
@@ -357,19 +346,18 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         trainer = make_trainer(cfg, observer, num_ranks)
     accum, rows = gpt.sequences_per_rank(cfg, 1, cfg.tokens_per_step, cfg.seq_len)
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
-    counts = [[micro_tokens // num_ranks] * num_ranks] * num_ranks  # table rows: as if all tokens differed
-    gpt.HostCopy = lambda *_: SimpleNamespace(read=lambda: SimpleNamespace(tolist=lambda: counts))
     val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
 
     def run_step(at: int) -> None:
         state = trainer.schedule.at(at)
         stage = dataclasses.replace(state.stage, tokens_per_step=micros * micro_tokens * num_ranks)
+        batches = FakeBatches(micro_tokens, cfg, num_ranks, num_classes=stage.num_classes, seq_len=stage.seq_len)
         for _ in range(cfg.adam_every):
-            trainer.train_step(FakeBatches(micro_tokens, DEVICE, stage=stage), state._replace(stage=stage))
+            trainer.train_step(batches, state._replace(stage=stage))
 
     def validate(at: int) -> None:
         with values_are(1.0):
-            trainer.validate(FakeBatches(val_tokens, "cpu", num_batches=2), trainer.schedule.at(at))
+            trainer.validate(FakeBatches(val_tokens, cfg, num_ranks, num_batches=2), trainer.schedule.at(at))
 
     again = []
     for phase, action, at, is_first in (
@@ -390,12 +378,6 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         again += [] if is_first else [graph["label"] for graph in observer.graphs[num_graphs:]]
         print(f"{phase} at step {at}: {len(observer.graphs) - num_graphs} graphs", file=sys.stderr,
               flush=True)
-    if cfg.telemetry_every:
-        observer.phase = "telemetry"
-        with ObservedMode(observer), torch.no_grad():
-            batch = next(FakeBatches(micro_tokens, DEVICE))
-            step_inputs = trainer.get_step_inputs(trainer.schedule.at(0), micro_tokens, cfg.seq_len)
-            trainer.model.run_layers(batch.inputs, batch.doc_ids, step_inputs)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
     return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,
