@@ -121,15 +121,15 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
 def test_bytes_sent_are_few_and_known(equality, num_ranks):
     """The minimum per rank is 2 P (N - 1) / N for the P bytes updated in a step, without the tables.
 
-    Padding is also communicated: on 3 ranks the 16 and 8 matrices of the laptop's blocks become 18 and 9. The Adam groups
-    are updated in every second step. With a tied head this holds for the matrices, and the table shared by head and
-    embedding is sent once. A rank reads at most one row of a table per token, and sends its gradient.
+    Padding is also communicated: a segment of laptop_32 has two or four matrices of a kind. The Adam groups are updated
+    in every second step. With a tied head this holds for the matrices, and the table shared by head and embedding is sent
+    once. A rank reads at most one row of a table per token, and sends its gradient.
     """
     results = equality[num_ranks]
     assert all(len({*result["others"]}) == 1 and min(result["rows"]) > 0 for result in results.values())
-    for case, most in {"laptop": 1.2 if num_ranks == 3 else 1.002, "adamw rounded": 1.03, "adamw exact": 1.15,
-                       "adamw tied": 1.15}.items():  # single elements need little padding
-        assert 1 <= results[case]["others"][0] / results[case]["minimum"] < most
+    for case, most in {"laptop": {2: 1.002, 3: 1.5, 4: 1.7, 8: 3.2}[num_ranks], "adamw rounded": 1.03,
+                       "adamw exact": 1.15, "adamw tied": 1.15}.items():  # single elements need little padding
+        assert 1 <= results[case]["others"][0] / results[case]["minimum"] < most, case
     groups = {name: param.spec.group for name, param in gpt.GPT(smoke_config(**SMALL)).named_parameters()}
     for case in ("laptop", "adamw exact", "adamw tied"):
         cfg = smoke_config(**CASES.get(case.removeprefix("adamw "), {}))
