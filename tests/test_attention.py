@@ -112,13 +112,12 @@ def test_compiled_flex_attention_equals_the_plain_form_and_its_graphs_serve_all_
     layers = gpt.LayerSpec("long", mlp=False, value_embed=0), short, short, short
     cfg = smoke_config(num_layers=4, layers=layers, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
     torch.manual_seed(0)
-    plain, flex = gpt.GPT(cfg), gpt.GPT(cfg)
+    plain, flex = gpt.GPT(cfg), gpt.GPT(cfg, [range(1), range(1, 2), range(2, 4)])
     for param in plain.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     flex.load_state_dict(plain.state_dict())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    flex.segments = [range(1), range(1, 2), range(2, 4)]
     flex.run_segment = torch.compile(flex.run_segment, dynamic=False, fullgraph=True)
     flex_ops = gpt.Operations(make_mask=gpt.build_block_mask, attention=attend_flex_on_copies)
     schedule, windows = gpt.Schedule(cfg), set()
