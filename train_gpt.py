@@ -2688,7 +2688,7 @@ def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[st
         names.append("flex_attention")
         lines.append("attention() needs too large masks. FlexAttention runs, without an edit of attention()")
     if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
-        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.3)
+        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
         lines += more_lines
     return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
 
@@ -2709,9 +2709,12 @@ class FormCheck:
             std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
             param.data += std * torch.randn(param.shape).to(device)
         self.scales = DelayedScales(self.model, Comm())
+        self.scales.set(0.5 * self.scales.read())
         tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
         tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
+        tokens[:, 200:220] = 1  # equal targets
         batch = make_batch(tokens, cfg.vocab_size - 1, cfg.document_mask, cfg.max_attention_len)
+        batch.targets[::5] = -1
         self.batch, state = move_batch(batch, device), Schedule(cfg).at(0)
         self.step_inputs = make_step_inputs(state, 768, 384, cfg, device)
         self.loss_weights = torch.tensor(state.loss_weights, device=device)
@@ -2724,23 +2727,28 @@ class FormCheck:
         loss = self.model(self.batch, self.step_inputs, ops, self.loss_weights)
         loss.backward()
         self.scales.collect()
-        matrices = self.model.embed.detach()[:256, :200].expand(2, -1, -1)  # not square
+        matrix = self.model.embed.detach()[:256, :200]  # not square
+        matrices = torch.stack((matrix, matrix.flip(1)))
         named = self.model.named_parameters()
         results = {name: param.grad for name, param in named if param.grad is not None}
         return {**results, "loss": loss.detach(), "orthogonalized": orthogonalize(
             matrices, self.cfg.orthogonalize, torch.float32, ops.symmetric_matmul)}
 
     def find_error(self, names: list[str], dtype: torch.dtype, limit: float) -> str:
-        """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients."""
+        """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients.
+
+        Gradients of vectors are compared in float32 only, because most of their terms cancel.
+        """
         try:
             results = self.run(names, dtype)
         except Exception as error:  # a compiler error must not stop training
             return f"it fails on this {self.batch.inputs.device.type} device: {str(error).strip()[:120]}"
         if results.keys() != self.plain.keys():
             return f"it has gradients of {sorted(results.keys() ^ self.plain.keys())}"
+        is_exact = dtype == torch.float32 and not {*names} & {*FP8_FORMS}
         for name, plain in self.plain.items():
             error = float((results[name] - plain).norm() / plain.norm())
-            if not error < limit:
+            if not error < (limit if is_exact or plain.dim() != 1 else math.inf):
                 return f"{name} differs from its plain form by {error:.3g}"
         return ""
 

@@ -29,7 +29,7 @@ VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
 
 
 # begin with these files
-LONGEST = ("cuda_compile", "cuda_compile_cards", "whole_run_frontier", "whole_run", "distributed", "checkpoint")
+LONGEST = "cuda_compile cuda_compile_cards whole_run_frontier whole_run distributed checkpoint".split()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -116,9 +116,9 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime with plain forms, without measurements. With several ranks no collective may be called.
+    """A float32 CPU runtime with plain forms, without measurements. A Trainer gets its n-gram rows from it.
 
-    A Trainer has the n-gram rows of its runtime, 0 by default.
+    With several ranks no collective may be called.
     """
     return gpt.Runtime(comm=gpt.Comm(rank, world_size), **{"peak_flops": 1e9, **changes})
 

@@ -1,4 +1,4 @@
-"""Attention: masks, the plain form and both fast forms, one graph for all windows. Queries and keys with RoPE."""
+"""Attention: masks, the plain form and both fast forms, one graph for all windows. RoPE."""
 
 import math
 import shutil
@@ -9,14 +9,15 @@ from conftest import gpt, smoke_config
 from torch.nn.attention.flex_attention import flex_attention
 
 CPU = torch.device("cpu")
-CASES = [(256, 1, 40), (256, 64, 17), (384, 100, 90), (512, 128, 1000), (640, 639, 200)]  # T, window, mean document
+# T, window, mean length of a document
+CASES = [(256, 1, 40), (256, 64, 17), (384, 100, 90), (512, 128, 1000), (640, 639, 200)]
 FORMS = {name: gpt.make_operations(smoke_config(), {name}, torch.float32)
          for name in ("plain", "block_attention", "flex_attention")}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def run_flex_attention_on_a_cpu(monkeypatch):
-    """Not compiled. It refuses gradients on a CPU, because its compiled form has none there. The eager form has them."""
+    """Not compiled. It refuses gradients on a CPU, where only the eager form has them."""
     monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
@@ -43,7 +44,7 @@ def attend_naive(q, k, v, mask):
 @pytest.mark.parametrize("num_rows", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
-def test_attention_equals_the_definition_forward_and_backward(num_tokens, window, mean_length, form, num_rows):
+def test_attention_and_its_gradients_equal_the_definition(num_tokens, window, mean_length, form, num_rows):
     """Of one packed sequence and of two. Sequences that are shorter than the window are one block.
 
     Values have other channels than queries and keys.
@@ -51,7 +52,7 @@ def test_attention_equals_the_definition_forward_and_backward(num_tokens, window
     row_len = num_tokens // num_rows
     doc_ids = make_doc_ids(num_tokens, mean_length) + torch.arange(num_tokens).int() // row_len
     mask = brute_force_mask(doc_ids, window)
-    ours = [torch.randn(num_tokens, 2, width, dtype=torch.float64, requires_grad=True) for width in (16, 16, 24)]
+    ours = [torch.randn(num_tokens, 2, K, dtype=torch.float64, requires_grad=True) for K in (16, 16, 24)]
     naive = [x.detach().clone().requires_grad_() for x in ours]
     made = FORMS[form].make_mask(doc_ids, torch.tensor(window))
     if form == "plain":
@@ -184,10 +185,10 @@ def test_masks_of_paired_heads_see_two_rows_of_every_token(monkeypatch):
     ("long", False, False, "on"), ("long", False, True, "off"), ("long", True, True, "off"),
     ("short", False, False, "on"), ("short", True, False, "off")])  # fmt: skip
 def test_queries_and_keys_rotate_like_complex_numbers(kind, is_paired, key_offset, qk_norm):
-    """float64, except the tables, of two packed sequences in the last stage, which has another softmax scale.
+    """Two sequences in the last stage, which has another softmax scale. float64, except the tables.
 
-    Half of the pairs of long layers rotate. Short layers have fewer channels, all of which rotate. With the key offset
-    the other channels of a key come from the previous token, but not into another sequence.
+    Half of the pairs of long layers rotate. Short layers have fewer channels, all of which rotate. With the
+    key offset the other channels of a key come from the previous token, but not into another sequence.
     """
     torch.manual_seed(0)
     layers = gpt.LayerSpec("long"), gpt.LayerSpec(kind, paired=is_paired, key_offset=key_offset)
@@ -195,8 +196,8 @@ def test_queries_and_keys_rotate_like_complex_numbers(kind, is_paired, key_offse
     cfg = smoke_config(num_layers=2, layers=layers, **options)
     state, heads = gpt.Schedule(cfg).at(cfg.num_iterations), gpt.Attention(cfg, layers[1]).heads
     (frequencies, softmax_scale), (H, K, L, P, *_) = state.rope[kind], heads
-    assert softmax_scale != cfg.attention_scale[0] and (K, L, P) == (32 if kind == "long" else 16, 32, 1 + is_paired)
-    assert (frequencies == 0).sum() == (8 if kind == "long" else 0) and len(frequencies) == K // 2
+    assert softmax_scale != cfg.attention_scale[0] and (L, P) == (32, 1 + is_paired)
+    assert (K, len(frequencies), (frequencies == 0).sum()) == ((32, 16, 8) if kind == "long" else (16, 8, 0))
     step_inputs = gpt.make_step_inputs(state, 96, 48, cfg, CPU)
     rope = step_inputs.ropes[kind, is_paired]
 

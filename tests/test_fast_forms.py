@@ -1,4 +1,4 @@
-"""Fast forms: each against its plain form, the check of a model at the start of a run, and which forms a run chooses."""
+"""Fast forms: each against its plain form, the check at the start of a run, and which forms a run takes."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ TILES = dict(mlp_ratio=4.0)  # the tiles of relu2_mlp do not divide the 176 chan
 
 @pytest.fixture(autouse=True)
 def run_flex_attention_on_a_cpu(monkeypatch):
-    """Not compiled. It refuses gradients on a CPU, because its compiled form has none there. The eager form has them."""
+    """Not compiled. It refuses gradients on a CPU, where only the eager form has them."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     if DEVICE is CPU:
         monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
@@ -81,8 +81,11 @@ def make_symmetric(_cfg, randn):
     return [], lambda ops: [ops.symmetric_matmul(x), ops.symmetric_matmul(gram, gram, 0.5, 2.0)]
 
 
-MAKE = dict(rms_norm=make_norm, qkv_kernel=make_qkv, flex_attention=make_attention, block_attention=make_attention,
-            head_loss=make_head_loss, cross_entropy=make_head_loss, relu2_mlp=make_mlp, symmetric_matmul=make_symmetric)  # fmt: skip
+MAKE = dict(
+    rms_norm=make_norm, qkv_kernel=make_qkv, flex_attention=make_attention, block_attention=make_attention,
+    head_loss=make_head_loss, cross_entropy=make_head_loss, relu2_mlp=make_mlp,
+    symmetric_matmul=make_symmetric,
+)  # fmt: skip
 
 
 def measure_errors(name, cfg, dtype) -> list[float]:
@@ -106,7 +109,7 @@ def test_every_form_is_compared():
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_fast_form_equals_its_plain_form(name, preset):
-    """Results and gradients, in float32, and in float64 unless it is a kernel, because these sum in float32."""
+    """Results and gradients, in float32. Also in float64, but kernels sum in float32."""
     cfg = smoke_config(preset=preset, **TILES)
     errors = measure_errors(name, cfg, torch.float32)
     assert all(error < (5e-6 if DEVICE is CPU else 2e-3) for error in errors), errors
@@ -179,63 +182,86 @@ def test_right_forms_pass_the_check(config, names):
     """With a thousandth of the error that is allowed, on a CPU. And something is compared."""
     check = gpt.FormCheck(smoke_config(**CONFIGS[config]), DEVICE)
     assert check.find_error(sorted(names), torch.float32, 1e-5 if DEVICE is CPU else 0.01) == ""
-    changed = check.run(sorted(names), torch.float32)
-    assert len(check.plain) > 8 and any(not torch.equal(check.plain[name], changed[name]) for name in changed)
+    ours = check.run(sorted(names), torch.float32)
+    assert len(ours) > 8 and not all(torch.equal(check.plain[name], ours[name]) for name in ours)
 
 
-FAULTS = [  # form, config, code, wrong code
-    # a norm 2 % too large, and without the second term of its gradient
-    ("rms_norm", "frontier", "x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
-    ("rms_norm", "smoke", "return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale"),
-    # a window of one block less, one block more, and one token more
-    ("block_attention", "smoke", "num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
-    ("block_attention", "smoke", ".tril(num_before - window - 1)", ".tril(num_before - window - 1 - size)"),
-    ("block_attention", "frontier", ".tril(num_before - window - 1)", ".tril(num_before - window - 2)"),
-    # attention to the next token, to other documents, and to the keys of the first head
-    ("block_attention", "smoke", ".triu(num_before + 1)", ".triu(num_before + 2)"),
-    ("block_attention", "smoke", "torch.searchsorted(doc_ids, doc_ids)", "torch.searchsorted(doc_ids, 0 * doc_ids)"),
-    ("block_attention", "laptop", "q[head], keys.unfold", "q[head], k[0].unfold"),
-    # no gradient through the sum of the softmax, and gradients of keys in the wrong block
-    ("block_attention", "smoke", "torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)", "grad_scores * probs"),
-    ("block_attention", "smoke", "sums[i : i + num_blocks] +=", "sums[:num_blocks] +="),
-    # blocks that are left out, and blocks without the mask that they need
-    ("flex_attention", "frontier", "(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),
-    ("flex_attention", "smoke", "(distance - (BLOCK - 1) <= window) & overlap", "(distance < window) & overlap"),
-    ("flex_attention", "frontier", "(distance + (BLOCK - 1) <= window)", "(distance <= window)"),
-    ("flex_attention", "smoke", "            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
-    ("flex_attention", "smoke", "unmasked = row - length + block", "unmasked = row - length - 1 + block"),
-    # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
-    ("head_loss", "smoke", "grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),
-    ("head_loss", "frontier", "capped = softcap(logits", "capped = softcap._replace(shift=0.0)(logits"),
-    ("head_loss", "frontier", "weights.type_as(capped) * (targets >= 0)", "weights.type_as(capped) * (targets >= -1)"),
-    ("head_loss", "frontier", "scatter_add_(1, targets, -weights)", "scatter_add_(1, targets[:, :1], -weights[:, :1])"),
-    # a gradient 2 % too large, no ReLU, columns of another tile, and a gradient by the other matrix
-    ("relu2_mlp", "mlp", "total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
-    ("relu2_mlp", "mlp", "total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
-    ("relu2_mlp", "mlp", "columns = place // height * BLOCK_N", "columns = place // GROUP * BLOCK_N"),
-    ("relu2_mlp", "mlp", "return grad_pre @ up.T, x.T", "return grad_pre @ down.T, x.T"),
-    # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
-    slow("qkv_kernel", "qkv", "other=1.0).to(tl.float32) * scale", "other=1.0).to(tl.float32) * scale * 1.02"),
-    slow("qkv_kernel", "qkv", "join_halves(first * cos - second * sin, second * cos + first * sin)",
+FAULTS = {  # (form, config): lines of code, and the same lines with a fault
+    ("rms_norm", "frontier"): [
+        # 2 % too large, and without the second term of the gradient
+        ("x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
+        ("return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale"),
+    ],
+    ("block_attention", "smoke"): [
+        # a window of one block less, and one block more
+        ("num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
+        (".tril(num_before - window - 1)", ".tril(num_before - window - 1 - size)"),
+        # attention to the next token, to other documents, and to the keys of the first head
+        (".triu(num_before + 1)", ".triu(num_before + 2)"),
+        ("torch.searchsorted(doc_ids, doc_ids)", "torch.searchsorted(doc_ids, 0 * doc_ids)"),
+        ("q[head], keys.unfold", "q[head], k[0].unfold"),
+        # no gradient through the sum of the softmax, and gradients of keys in the wrong block
+        ("torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)", "grad_scores * probs"),
+        ("sums[i : i + num_blocks] +=", "sums[:num_blocks] +="),
+    ],
+    ("block_attention", "frontier"): [  # a window of one token more
+        (".tril(num_before - window - 1)", ".tril(num_before - window - 2)"),
+    ],
+    ("flex_attention", "frontier"): [
+        # blocks that are left out, and blocks without the mask that they need
+        ("(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),
+        ("(distance - (BLOCK - 1) <= window) & overlap", "(distance < window) & overlap"),
+        ("(distance + (BLOCK - 1) <= window)", "(distance <= window)"),
+    ],
+    ("flex_attention", "smoke"): [  # likewise between documents, and the wrong blocks without a mask
+        ("            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
+        ("unmasked = row - length + block", "unmasked = row - length - 1 + block"),
+    ],
+    ("head_loss", "frontier"): [
+        # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
+        ("grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),
+        ("capped = softcap(logits", "capped = softcap._replace(shift=0.0)(logits"),
+        ("weights.type_as(capped) * (targets >= 0)", "weights.type_as(capped) * (targets >= -1)"),
+        ("scatter_add_(1, targets, -weights)", "scatter_add_(1, targets[:, :1], -weights[:, :1])"),
+    ],
+    ("relu2_mlp", "mlp"): [
+        # a gradient 2 % too large, no ReLU, columns of another tile, and a gradient by the other matrix
+        ("total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
+        ("total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
+        ("columns = place // height * BLOCK_N", "columns = place // GROUP * BLOCK_N"),
+        ("return grad_pre @ up.T, x.T", "return grad_pre @ down.T, x.T"),
+    ],
+    ("qkv_kernel", "qkv"): [
+        # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
+        ("other=1.0).to(tl.float32) * scale", "other=1.0).to(tl.float32) * scale * 1.02"),
+        ("join_halves(first * cos - second * sin, second * cos + first * sin)",
          "join_halves(first * cos + second * sin, second * cos - first * sin)"),
-    slow("qkv_kernel", "qkv", "grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) *", "grad = grad *"),
-    # positions of single heads, keys that go to the next sequence, and no gradient of keys that moved
-    slow("qkv_kernel", "qkv", "(tokens[:, None] * P + head % P) * (K", "(tokens[:, None] * P) * (K"),
-    slow("qkv_kernel", "qkv", "tl.where(is_moved, has_next, False)", "tl.where(is_moved, tokens[:, None] + 1 < T, False)"),
-    slow("qkv_kernel", "qkv", "grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass"),
-    # a gradient 2 % too large, no mask of the vocabulary, equal targets, and missing targets
-    slow("cross_entropy", "loss", "factor = CAP / (4 * WIDTH)", "factor = 1.02 * CAP / (4 * WIDTH)"),
-    slow("cross_entropy", "loss", "tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)", "tl.exp2((t - 1) * (CAP / 2 * LOG2E))"),
-    slow("cross_entropy", "loss", "tl.where(tl.load(targets_ptr + j) == target, tl", "tl.where(j == i, tl"),
-    slow("cross_entropy", "loss", "weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)", "weight = tl.load(weights_ptr + i)"),
-    # the second term 2 % too large, the last products left out, and the first matrix twice
-    slow("symmetric_matmul", "wide", "total += BETA * tl.load", "total += 1.02 * BETA * tl.load"),
-    slow("symmetric_matmul", "wide", "for start in range(0, INNER, DEPTH):", "for start in range(0, INNER - DEPTH, DEPTH):"),
-    slow("symmetric_matmul", "wide", "x_ptr += matrix * SIZE * INNER", "pass"),
-]  # fmt: skip
+        ("grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) *", "grad = grad *"),
+        # positions of single heads, keys that go to the next sequence, and no gradient of keys that moved
+        ("(tokens[:, None] * P + head % P) * (K", "(tokens[:, None] * P) * (K"),
+        ("tl.where(is_moved, has_next, False)", "tl.where(is_moved, tokens[:, None] + 1 < T, False)"),
+        ("grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass"),
+    ],
+    ("cross_entropy", "loss"): [
+        # a gradient 2 % too large, no mask of the vocabulary, equal targets, and missing targets
+        ("factor = CAP / (4 * WIDTH)", "factor = 1.02 * CAP / (4 * WIDTH)"),
+        ("tl.where(at < V, tl.exp2((t - 1) * (CAP / 2", "tl.where(at >= 0, tl.exp2((t - 1) * (CAP / 2"),
+        ("tl.where(tl.load(targets_ptr + j) == target, tl", "tl.where(j == i, tl"),
+        ("weight = tl.where(target >= 0, tl.load(", "weight = tl.where(target >= -1, tl.load("),
+    ],
+    ("symmetric_matmul", "wide"): [
+        # the second term 2 % too large, the last products left out, and the first matrix twice
+        ("total += BETA * tl.load", "total += 1.02 * BETA * tl.load"),
+        ("for start in range(0, INNER, DEPTH):", "for start in range(0, INNER - DEPTH, DEPTH):"),
+        ("x_ptr += matrix * SIZE * INNER", "pass"),
+    ],
+}  # fmt: skip
+SLOW = {"qkv_kernel", "cross_entropy", "symmetric_matmul"}
 
 
-@pytest.mark.parametrize("form, config, old, new", FAULTS)
+@pytest.mark.parametrize("form, config, old, new", [
+    (slow if form in SLOW else lambda *case: case)(form, config, *fault)
+    for (form, config), faults in FAULTS.items() for fault in faults])  # fmt: skip
 def test_the_check_finds_a_fault(form, config, old, new, load_copy):
     """One wrong line of a fast form or of a kernel."""
     copy = load_copy(old, new)
@@ -243,34 +269,53 @@ def test_the_check_finds_a_fault(form, config, old, new, load_copy):
     assert " differs from its plain form by " in error
 
 
-EDITS = {  # of plain forms: the forms that compute something else
-    ("hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"): {"relu2_mlp"},
-    ("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)"): {"block_attention"},
-    ("return (key <= query) & (query - key <= window) &", "return (key <= query) & (query - key <= window // 2) &"): {"block_attention"},
-    ("return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)", "return F.rms_norm(x, x.shape[-1:], eps=0.05)"): {"rms_norm"},
-    ("F.cross_entropy(logits, target, ignore_index=-1,", "F.cross_entropy(1.02 * logits, target, ignore_index=-1,"): {"head_loss"},
+# the gradient of the MLP without factor, scale or order. A head that saturates, or with twice a gradient
+FP8_FAULTS = [
+    ("fp8_mlp", "y * 2 * (hidden.float() * hidden_scale)", "y * (hidden.float() * hidden_scale)"),
+    ("fp8_mlp", "y * 2 * (hidden.float() * hidden_scale)", "y * 2 * hidden.float()"),
+    ("fp8_mlp", "scaled_matmul(grad_t, hidden_t, scale", "scaled_matmul(grad_t, hidden_t.roll(1, 0), scale"),
+    ("fp8_head", "FP8Scales(x=math.sqrt(cfg.model_dim) / 448", "FP8Scales(x=0.3 / 448"),
+    ("fp8_head", "torch.full_like(w_scale, scales.grad)", "torch.full_like(w_scale, 2 * scales.grad)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, fault", [
+    ("laptop", None), ("frontier", None), *(slow("frontier", fault) for fault in FP8_FAULTS)])  # fmt: skip
+def test_a_right_fp8_form_stays_on_and_a_wrong_one_is_off(config, fault, load_copy):
+    """In bfloat16, with all other forms."""
+    copy, off = (load_copy(*fault[1:]), {fault[0]}) if fault else (gpt, set())
+    cfg = smoke_config(**CONFIGS[config], fp8="on", fp8_parts="head,mlp", fast=",".join(CPU_FORMS))
+    chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime(DEVICE, dtype=torch.bfloat16))
+    assert chosen == CPU_FORMS | {"fp8_head", "fp8_mlp"} - off and len(lines) == 1 + len(off), lines
+
+
+EDITS = {  # of plain forms: the form that computes something else
+    ("hidden = F.relu(x @ up).square()", "hidden = F.gelu(x @ up)"): "relu2_mlp",
+    ("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)"): "block_attention",
+    ("(query - key <= window) &", "(query - key <= window // 2) &"): "block_attention",
+    ("F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)", "F.rms_norm(x, x.shape[-1:], eps=0.05)"): "rms_norm",
+    ("F.cross_entropy(logits, target, ignore", "F.cross_entropy(1.02 * logits, target, ignore"): "head_loss",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit[0])
 def test_an_edited_plain_form_switches_its_fast_form_off(edit, load_copy):
-    """Each with one line. The other forms stay on, and the edited function runs."""
-    copy, cfg = load_copy(*edit), smoke_config(fast="rms_norm,block_attention,head_loss,relu2_mlp", **CONFIGS["mlp"])
-    chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime())
-    off = EDITS[edit]
-    assert chosen == {*cfg.fast} - off
-    assert [line.partition(": off (")[0] for line in lines[1:]] == [f"fast form {name}" for name in off]
-    ops, fields = copy.make_operations(cfg, chosen, torch.float32), copy.make_operations(cfg, off, torch.float32)
-    for name, function in fields._asdict().items():
-        plain = getattr(copy.Operations(), name)
-        assert function is plain or getattr(ops, name) is plain
+    """With one line. The other forms stay on, and the edited function runs."""
+    copy, name, names = load_copy(*edit), EDITS[edit], CPU_FORMS | {"relu2_mlp"}
+    cfg = smoke_config(fast=",".join(names), **CONFIGS["mlp"])
+    chosen, (_, line) = copy.choose_fast_forms(cfg, copy.Runtime())
+    assert chosen == names - {name} and line.startswith(f"fast form {name}: off (")
+    plain, ours, fast = (copy.make_operations(cfg, given, torch.float32) for given in ((), chosen, {name}))
+    for field in plain._fields:
+        if getattr(fast, field) is not getattr(plain, field):
+            assert getattr(ours, field) is getattr(plain, field)
 
 
 def test_edited_attention_of_long_sequences_is_an_error(load_copy):
-    """Its T x T masks would not fit. The line says so before anything is allocated. A GPU has FlexAttention for them."""
+    """Its T x T masks would not fit. The line says so before anything is allocated."""
     copy = load_copy("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)")
-    for length, micro_batch_tokens in ((16_384, 8192), (8192, 16_384)):  # sequences of a micro-batch share one mask
-        cfg = smoke_config(val_seq_len=length, val_tokens=length, micro_batch_tokens=micro_batch_tokens, **ONE)
+    for length, num_tokens in ((16_384, 8192), (8192, 16_384)):  # sequences of a micro-batch share one mask
+        cfg = smoke_config(val_seq_len=length, val_tokens=length, micro_batch_tokens=num_tokens, **ONE)
         with pytest.raises(copy.RunError, match="16384 x 16384 tokens.*--seq_len") as error:
             copy.choose_fast_forms(cfg, copy.Runtime())
         assert error.value.status == 2
@@ -302,7 +347,7 @@ def fail(_function):
 WRONG = {
     "it fails on this cpu device: no registers": ("rms_norm", "rms_norm", fail),
     " differs from its plain form by nan": ("rms_norm", "rms_norm", lambda f: lambda x: f(x) * float("nan")),
-    " differs from its plain form by 0.02": ("head_loss", "head_loss", lambda f: lambda *given: f(*given) * 1.02),
+    " differs from its plain form by 0.02": ("head_loss", "head_loss", lambda f: lambda *xs: f(*xs) * 1.02),
     "it has gradients of ['head.weight']": (
         "head_loss", "head_loss", lambda f: lambda x, weight, *rest: f(x, weight.detach(), *rest)),
 }  # fmt: skip
@@ -322,10 +367,12 @@ def test_a_wrong_form_is_off_with_one_line(fast, reason, monkeypatch):
 
 ON_A_GPU = {"rms_norm", "qkv_kernel", "flex_attention", "cross_entropy", "symmetric_matmul"}
 FP8_LAYERS = {"fp8_mlp", "fp8_qkv"}
-WIDE = dict(num_heads=2, head_dim=64, model_dim=128, fp8_parts="head,mlp,qkv")
+PARTS = dict(fp8_parts="head,mlp,qkv")
+WIDE = dict(num_heads=2, head_dim=64, model_dim=128, **PARTS)
+BF16 = dict(dtype=torch.bfloat16, use_compile=True)
 CHOICES = [  # capability (None: a CPU), changes of the runtime, changes of the config, forms
     (None, {}, {}, CPU_FORMS),
-    (None, dict(use_compile=True, dtype=torch.bfloat16), WIDE, CPU_FORMS),
+    (None, BF16, WIDE, CPU_FORMS),
     ((9, 0), {}, {}, {*ON_A_GPU, "relu2_mlp"}),
     ((9, 0), {}, dict(mlp_ratio=3), ON_A_GPU),  # tiles must divide the matrices
     ((9, 0), {}, dict(num_heads=1, head_dim=32, model_dim=32, mlp_ratio=4), ON_A_GPU),
@@ -334,41 +381,45 @@ CHOICES = [  # capability (None: a CPU), changes of the runtime, changes of the 
     ((8, 0), {}, {}, ON_A_GPU),
     ((7, 5), {}, {}, {"rms_norm", "flex_attention", "head_loss"}),  # too few registers for our kernels
     ((6, 1), {}, {}, CPU_FORMS),
-    ((9, 0), dict(dtype=torch.bfloat16, use_compile=True), WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head", *FP8_LAYERS}),
+    ((9, 0), BF16, WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head", *FP8_LAYERS}),
     ((9, 0), dict(dtype=torch.bfloat16), WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head"}),  # amax costs time
-    ((9, 0), dict(dtype=torch.bfloat16, use_compile=True), dict(fp8_parts="head,mlp,qkv"), {*ON_A_GPU, "relu2_mlp", "fp8_head"}),
+    ((9, 0), BF16, PARTS, {*ON_A_GPU, "relu2_mlp", "fp8_head"}),  # too narrow
     ((9, 0), dict(dtype=torch.bfloat16), dict(fp8="off"), {*ON_A_GPU, "relu2_mlp"}),
     ((8, 9), dict(dtype=torch.float32, use_compile=True), WIDE, ON_A_GPU),
-    ((8, 0), dict(dtype=torch.bfloat16, use_compile=True), WIDE, ON_A_GPU),  # it has no FP8
+    ((8, 0), BF16, WIDE, ON_A_GPU),  # it has no FP8
 ]  # fmt: skip
+
+
+def use_results(monkeypatch, capability, find_error) -> None:
+    """Let a GPU have this capability, and the check these results."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(gpt.FormCheck, "__init__", lambda *_: None)
+    monkeypatch.setattr(gpt.FormCheck, "find_error", lambda _check, *given: find_error(*given))
 
 
 @pytest.mark.parametrize("capability, runtime, changes, expected", CHOICES, ids=name_case)
 def test_which_forms_auto_takes(capability, runtime, changes, expected, monkeypatch):
     """If all are right. They are checked in float32, then with FP8 in the dtype of the run."""
     checked = []
-    find_error = lambda names, dtype, limit: checked.append((set(names), dtype)) or ""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(gpt.FormCheck, "__init__", lambda check, *_: setattr(check, "find_error", find_error))
+    note = lambda names, dtype, _limit: checked.append((set(names), dtype)) or ""
+    use_results(monkeypatch, capability, note)
     rt = gpt.Runtime(GPU if capability else CPU, **runtime)
     chosen, (line,) = gpt.choose_fast_forms(smoke_config(**changes), rt)
-    assert chosen == expected
-    assert line == f"fast forms: {', '.join(name for name in (*gpt.FORMS, *gpt.FP8_FORMS) if name in chosen)}"
+    names = [name for name in (*gpt.FORMS, *gpt.FP8_FORMS) if name in chosen]
+    assert chosen == expected and line == f"fast forms: {', '.join(names)}"
     assert checked[0] == (expected - {*gpt.FP8_FORMS}, torch.float32)
     assert checked[1:] == ([(expected, rt.dtype)] if rt.dtype == torch.bfloat16 else [])
 
 
 def test_flex_attention_of_long_sequences_runs_on_a_gpu_after_an_edit(monkeypatch):
     """T x T masks would not fit. A named list of forms ends with an error instead."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    find_error = lambda names, *_: "wrong" if "flex_attention" in names else ""
-    monkeypatch.setattr(gpt.FormCheck, "__init__", lambda check, *_: setattr(check, "find_error", find_error))
-    cfg = smoke_config(val_seq_len=16_384, val_tokens=16_384)
-    chosen, lines = gpt.choose_fast_forms(cfg, gpt.Runtime(GPU))
-    assert "flex_attention" in chosen and lines[1] == "fast form flex_attention: off (wrong)" and len(lines) == 3
-    assert "flex_attention" not in gpt.choose_fast_forms(smoke_config(), gpt.Runtime(GPU))[0]
+    use_results(monkeypatch, (9, 0), lambda names, *_: "wrong" if "flex_attention" in names else "")
+    cfg, rt = smoke_config(val_seq_len=16_384, val_tokens=16_384), gpt.Runtime(GPU)
+    chosen, (_, line, _) = gpt.choose_fast_forms(cfg, rt)
+    assert "flex_attention" in chosen and line == "fast form flex_attention: off (wrong)"
+    assert "flex_attention" not in gpt.choose_fast_forms(smoke_config(), rt)[0]
     with pytest.raises(gpt.RunError, match="16384 x 16384"):
-        gpt.choose_fast_forms(replace(cfg, fast=("flex_attention",)), gpt.Runtime(GPU))
+        gpt.choose_fast_forms(replace(cfg, fast=("flex_attention",)), rt)
 
 
 FIELDS = dict(flex_attention={"make_mask", "attention"}, block_attention={"make_mask", "attention"},
@@ -378,23 +429,26 @@ FIELDS = dict(flex_attention={"make_mask", "attention"}, block_attention={"make_
 @pytest.mark.parametrize("name", gpt.FORMS)
 def test_a_named_form_replaces_its_operations_alone(name):
     """FP8 uses the kernels that are chosen."""
-    changed = lambda *names: {key for key, function in gpt.make_operations(smoke_config(), names, torch.float32)._asdict().items()
-                              if function is not getattr(gpt.Operations(), key)}  # fmt: skip
-    assert changed(name) == FIELDS.get(name, {name}) and changed() == set()
-    for form, field, kernel in (("fp8_head", "head_loss", "cross_entropy"), ("fp8_mlp", "relu2_mlp", "relu2_mlp")):
-        ops = gpt.make_operations(smoke_config(), {name, form}, torch.float32)
-        assert getattr(ops, field).keywords["use_kernel"] == (name == kernel)
+    make = lambda *names: gpt.make_operations(smoke_config(), names, torch.float32)
+    plain, ops = gpt.Operations(), make(name)
+    changed = {field for field in ops._fields if getattr(ops, field) is not getattr(plain, field)}
+    assert changed == FIELDS.get(name, {name}) and make() == plain
+    assert make(name, "fp8_head").head_loss.keywords["use_kernel"] == (name == "cross_entropy")
+    assert make(name, "fp8_mlp").relu2_mlp.keywords["use_kernel"] == (name == "relu2_mlp")
 
 
-@pytest.mark.parametrize("changes", [dict(num_heads=1, head_dim=72, model_dim=72), dict(mlp_ratio=2.75)], ids=str)
+@pytest.mark.parametrize("changes", [dict(num_heads=1, head_dim=72, model_dim=72), dict(mlp_ratio=2.75)])
 def test_a_kernel_that_does_not_fit_the_model_is_off(changes):
     """Tiles that do not divide the matrices would read and leave out entries, in silence."""
     chosen, lines = gpt.choose_fast_forms(smoke_config(fast="relu2_mlp", **changes), make_runtime())
     assert not chosen and lines[0] == "fast forms: none" and "relu2_mlp: off (it fails on this" in lines[1]
 
 def test_a_run_in_plain_forms_is_a_run_in_fast_forms(shards, tmp_path):
-    args = "--preset=smoke_frontier", "--num_iterations=4", "--warmup_iterations=0", "--val_loss_every=0", "--val_tokens=1024"
-    plain, fast = (smoke_run(shards, tmp_path, *args, f"--fast={fast}") for fast in ("off", "auto"))
-    assert "fast forms: none\n" in plain["stdout"] and "rms_norm, block_attention, head_loss\n" in fast["stdout"]
-    losses = [torch.tensor([*result["train_points"], result["val_points"][0][:2]])[:, 1] for result in (plain, fast)]
-    assert torch.allclose(*losses, rtol=0, atol=1e-3) and not torch.equal(*losses) and losses[0][0] > losses[0][-1] + 1
+    args = ["--preset=smoke_frontier", "--num_iterations=4", "--warmup_iterations=0", "--val_loss_every=0"]
+    args.append("--val_tokens=1024")
+    results = [smoke_run(shards, tmp_path, *args, f"--fast={fast}") for fast in ("off", "auto")]
+    for result, names in zip(results, ("none", "rms_norm, block_attention, head_loss")):
+        assert f"fast forms: {names}\n" in result["stdout"]
+    plain, fast = (torch.tensor([*r["train_points"], r["val_points"][0][:2]])[:, 1] for r in results)
+    assert torch.allclose(plain, fast, rtol=0, atol=1e-3) and not torch.equal(plain, fast)
+    assert plain[0] > plain[-1] + 1

@@ -85,7 +85,7 @@ def frontier_check():
 
 @pytest.mark.parametrize("name", [*gpt.FORMS, *gpt.FP8_FORMS])
 def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
-    """In the model of the newest recipe, forward and backward, as at the start of a run with TF32 matmuls."""
+    """In the model of the newest recipe, forward and backward, with TF32 matmuls as in a run."""
     is_fp8, capability = name in gpt.FP8_FORMS, torch.cuda.get_device_capability()
     needs_kernels = name in ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "fp8_qkv")
     if is_fp8 and capability < (8, 9) or needs_kernels and capability < (8, 0):
@@ -98,7 +98,8 @@ def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier", "laptop", "track_1"])
 def test_no_form_that_auto_takes_is_refused(preset):
     torch.set_float32_matmul_precision("high")
-    rt = gpt.choose_precision(gpt.make_config({"preset": preset, "compile": "auto", "dtype": "auto"}), gpt.Runtime(CUDA))
+    cfg = gpt.make_config({"preset": preset, "compile": "auto", "dtype": "auto"})
+    rt = gpt.choose_precision(cfg, gpt.Runtime(CUDA))
     assert " off (" not in "".join(rt.notes) and ("flex_attention" in rt.fast) == rt.use_compile, rt.notes
 
 

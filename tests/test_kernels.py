@@ -150,7 +150,8 @@ def test_the_cap_of_before():
 
 
 @pytest.mark.parametrize("cap, use_kernel", [  # the kernel needs a softcap
-    *[(cap, use_kernel) for cap in CAPS for use_kernel in (False, True)], (gpt.Softcap(0, 0, 1), False)])  # fmt: skip
+    *((cap, use_kernel) for cap in CAPS for use_kernel in (False, True)),
+    (gpt.Softcap(0, 0, 1), False)])  # fmt: skip
 @pytest.mark.parametrize("shape", [(5, 128), (3, 4096), (2, 5000), (1, 7)], ids=str)
 @pytest.mark.parametrize("target_weights", [(1.0,), (1.0, 0.5, 0.25)], ids=str)
 def test_softcapped_cross_entropy(target_weights, shape, cap, use_kernel):
@@ -167,7 +168,7 @@ def test_softcapped_cross_entropy(target_weights, shape, cap, use_kernel):
     given = targets, weights, cap
     losses, grads = gpt.softcapped_cross_entropy(logits, *given, torch.float32, 1.0, use_kernel)
     assert torch.allclose(losses.double(), exact, rtol=1e-5, atol=1e-5)
-    assert relative_error(grads, expected) < 1e-4  # float32 exponentials of numbers up to 60: 60 * 2^-24 and more
+    assert relative_error(grads, expected) < 1e-4  # float32 exponentials of numbers up to 60: 60 * 2^-24
     scale = 1 / 448
     _, small = gpt.softcapped_cross_entropy(logits, *given, torch.float8_e5m2, scale, use_kernel)
     assert small.dtype == torch.float8_e5m2 and small.float().abs().max() <= 448 * sum(target_weights)
@@ -179,7 +180,8 @@ def test_softcapped_cross_entropy(target_weights, shape, cap, use_kernel):
     assert bf16.dtype == torch.bfloat16
 
 
-HEADS = dict(plain=gpt.head_loss, fused=gpt.fused_head_loss, kernel=functools.partial(gpt.fused_head_loss, use_kernel=True))
+HEADS = dict(plain=gpt.head_loss, fused=gpt.fused_head_loss,
+             kernel=functools.partial(gpt.fused_head_loss, use_kernel=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("head_loss", HEADS.values(), ids=HEADS)
@@ -212,7 +214,8 @@ def test_what_a_gpu_is_given(monkeypatch, capability, has_triton, expected):
     monkeypatch.setattr(gpt, "measure_matmul", lambda *_args: 1e12)
     monkeypatch.setattr(gpt, "triton", triton if has_triton else None)
     monkeypatch.setattr(gpt, "choose_fast_forms", lambda *_: (frozenset(), ["fast forms: none"]))
-    choose = lambda **changes: gpt.choose_precision(smoke_config(**changes), gpt.Runtime(torch.device("cuda")))
+    rt = gpt.Runtime(torch.device("cuda"))
+    choose = lambda **changes: gpt.choose_precision(smoke_config(**changes), rt)
     rt = choose(dtype="auto", compile="auto")
     assert (rt.dtype, rt.use_compile) == expected
     assert f"torch.compile {'on' if rt.use_compile else 'off'}" in rt.notes[0]
@@ -274,8 +277,9 @@ def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
     """And the others not. Validation launches only the kernel of queries, keys and values."""
     launched = note_launches(monkeypatch)
     monkeypatch.setitem(gpt.POLYNOMIALS, "newton_schulz", gpt.POLYNOMIALS["newton_schulz"][:1])  # it saves time
-    shape = dict(num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2, layers=(gpt.LayerSpec(value_embed=0),))
-    cfg = smoke_config(shards, num_layers=1, grad_grid=0.0, **shape, **SHORT)
+    shape = dict(num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2)
+    layer = dict(num_layers=1, layers=(gpt.LayerSpec(value_embed=0),))
+    cfg = smoke_config(shards, grad_grid=0.0, **shape, **layer, **SHORT)
     trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name})))
     train_some_steps(trainer, 1)
     assert launched == {name}
@@ -313,9 +317,10 @@ def test_the_product_of_the_kernel_and_its_gradient(shape):
     ours, grad = (gpt.launch_relu2_matmul(x, w, y, torch.float32) for y in (None, hidden))
     assert relative_error(ours, product.relu().square()) < bound
     assert relative_error(grad, product * 2 * hidden.double().sqrt()) < bound
-    for rows, inner, columns in ((129, 64, 128), (128, 48, 128), (128, 64, 192)):  # other entries would be left out
+    for rows, inner, columns in ((129, 64, 128), (128, 48, 128), (128, 64, 192)):  # some would be left out
+        x, w = torch.zeros(rows, inner), torch.zeros(inner, columns)
         with pytest.raises(ValueError, match="tiles of"):
-            gpt.launch_relu2_matmul(torch.zeros(rows, inner), torch.zeros(inner, columns), None, torch.float32)
+            gpt.launch_relu2_matmul(x, w, None, torch.float32)
 
 
 def test_the_squared_product_of_scaled_factors():

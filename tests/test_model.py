@@ -89,22 +89,22 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
 
 
 SWITCHES = (
-    dict(num_layers=6), dict(attention_gate_dim=0), dict(qk_norm="off"), dict(qk_group_heads=1), dict(x0_mix="off"),
-    dict(without="softcap"), dict(yarn_max_window=0), dict(gains="norm,output"),
+    dict(num_layers=6), dict(attention_gate_dim=0), dict(qk_norm="off"), dict(qk_group_heads=1),
+    dict(x0_mix="off"), dict(without="softcap"), dict(yarn_max_window=0), dict(gains="norm,output"),
     dict(without="skip_from,value_embed,dropped_attention,dropped_mlp"),
 )  # fmt: skip
 
 
 @pytest.mark.recipe
 @PLAIN_AND_FAST
-@pytest.mark.parametrize("step, changes", [(0, {}), (9, {}), (12, {}), *((9, change) for change in SWITCHES)], ids=str)
+@pytest.mark.parametrize("step, changes", [(0, {}), (9, {}), (12, {}), *((9, x) for x in SWITCHES)], ids=str)
 def test_the_model_is_the_recipe(step, changes, fast):
-    """And so is the rest of it when a mechanism is switched off. Float32 against float64 on logits of 0 to 30."""
+    """And so is its rest when a mechanism is switched off. Float32 against float64 on logits of 0 to 30."""
     example = Example(fast, **changes)
     cfg, model, batch = example.cfg, example.model, example.batch
     state = gpt.Schedule(cfg).at(step)
-    windows, rope = dict(zip(("long", "short"), state.windows)), state.rope["long"]  # short layers have an equal one
-    expected = reference_logits(cfg, model, batch.inputs, batch.doc_ids, windows, *rope)
+    windows = dict(zip(("long", "short"), state.windows))  # RoPE is equal in both kinds of layers
+    expected = reference_logits(cfg, model, batch.inputs, batch.doc_ids, windows, *state.rope["long"])
     logits = model.head.compute_logits(example.run(step))
     assert torch.allclose(logits.double(), expected, atol=2e-4)
     exact = F.cross_entropy(expected, batch.targets, reduction="sum")
@@ -193,7 +193,8 @@ def test_documents_do_not_see_each_other(fast):
 def test_the_window_ends_where_it_says(fast):
     layers, doc_ids = (gpt.LayerSpec(attention="short"),), torch.zeros(512, dtype=torch.int32)
     example = Example(fast, layers=layers, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
-    first, second = example.run(doc_ids=doc_ids), example.run(doc_ids=doc_ids, inputs=example.change_token(100))
+    first = example.run(doc_ids=doc_ids)
+    second = example.run(doc_ids=doc_ids, inputs=example.change_token(100))
     changed = (first != second).any(-1).nonzero().flatten()
     assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
 
