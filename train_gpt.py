@@ -340,11 +340,6 @@ class Config:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def num_ngram_rows(self) -> int:
-        """Rows of the n-gram embedding. The record's number until the run has chosen it."""
-        return NGRAM_ROWS[0] if self.ngram_rows < 0 else self.ngram_rows
-
-    @property
     def mlp_hidden(self) -> int:
         return round(self.mlp_ratio * self.model_dim)
 
@@ -819,7 +814,8 @@ class GPT(nn.Module):
         self.ngram = None
         if cfg.ngram_rows:
             if ngram_table is None:
-                ngram_table = torch.zeros(cfg.num_ngram_rows, cfg.model_dim, dtype=storage)
+                num_rows = max(0, cfg.ngram_rows) or NGRAM_ROWS[0]
+                ngram_table = torch.zeros(num_rows, cfg.model_dim, dtype=storage)
             self.ngram = parameter(ngram_table, "ngram", is_table=True)
             if not ngram_table.is_meta:  # integers on meta tensors import the compiler
                 signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
@@ -1554,27 +1550,40 @@ def matrix_norm(x: Tensor) -> Tensor:
     return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 # ==== OPTIMIZER ============================================================================================
-# A bucket is one tensor. Its views are parameters of one segment, group, kind and dtype. Each rank updates a
-# shard of every bucket. A hook counts the gradients of a bucket, and the last one starts its reduce-scatter,
-# while backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
-# segment. Tables are divided among the ranks instead (TABLES). Sources: records 23, 24, 32.
+# A bucket is one tensor. Its views are parameters of one group, kind and dtype. It belongs to the segment
+# that reads it first. Each rank updates a shard of every bucket. A hook counts the gradients of a bucket,
+# and the last one starts its reduce-scatter, while backward goes on. After its update a bucket is gathered,
+# and the next forward waits for it before its segment. Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
 
 
-def plan_buckets(model: GPT, cfg: Config) -> list[list[tuple[str, nn.Parameter]]]:
-    """Divide the named parameters into buckets, last layers first, as backward computes their gradients."""
-    buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+def plan_buckets(model: GPT, cfg: Config, num_ranks: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Divide the named parameters into buckets, last layers first, as backward computes their gradients.
+
+    A bucket of matrices also takes those of the segment before, until they divide evenly among the ranks.
+    """
+    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec = param.spec
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
             kind = (spec.kind, *param.shape[-2:])
         else:
-            kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else "small"
-        key = (find_segment(name, model), spec.group, param.dtype, kind)
-        buckets.setdefault(key, []).append((name, param))
-    return list(buckets.values())
+            kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else find_segment(name, model)
+        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
+    buckets = []
+    for named in kinds.values():
+        bucket = []
+        for name, param in named:
+            num_matrices = sum(math.prod(param.shape[:-2]) for _, param in bucket)
+            is_other = bucket and find_segment(name, model) != find_segment(bucket[-1][0], model)
+            if is_other and num_matrices % num_ranks == 0:
+                buckets.append(bucket)
+                bucket = []
+            bucket.append((name, param))
+        buckets.append(bucket)
+    return buckets
 
 
 def find_segment(name: str, model: GPT) -> int:
@@ -1608,7 +1617,7 @@ class Bucket:
         self.kind = first.spec.kind or self.group_name
         self.group = cfg.groups[self.group_name]
         self.rule = RULES[self.group.rule]
-        self.segment = find_segment(self.name, model)
+        self.segment = min(find_segment(name, model) for name in self.params)  # that reads it first
         self.store(cfg)
         self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
         self.lr_mul = self.make_multipliers({name: param.spec.lr_mul for name, param in named})
@@ -1619,7 +1628,6 @@ class Bucket:
     def store(self, cfg: Config) -> None:
         """Parameters become views of values. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
-        num_ranks = self.comm.world_size
         self.unit, align = (), ALIGNMENT
         if self.rule.whole_matrix:
             self.unit, align = first.shape[-2:], 1
@@ -1628,7 +1636,8 @@ class Bucket:
         for name, param in self.params.items():
             self.slices[name] = slice(size, size + param.numel() // math.prod(self.unit))
             size += -(-(self.slices[name].stop - size) // align) * align
-        size = -(-size // (align * num_ranks)) * align * num_ranks  # shards of all ranks have equal size
+        align *= self.comm.world_size  # shards of all ranks have equal size
+        size = -(-size // align) * align
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
         for name, param in self.params.items():
             values = self.values[self.slices[name]].view(param.shape)
@@ -1696,13 +1705,11 @@ class Bucket:
             self.gathering = self.comm.all_gather(self.values, self.shard)
 
     def finish(self) -> None:
-        """Wait for the new values."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def clear(self) -> None:
-        """Discard the gradients."""
         self.grad = self.reducing = None
         for param in self.params.values():
             param.grad = None
@@ -1733,7 +1740,7 @@ class Optimizer:
         self.step_count = 0
         self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
-        for named in plan_buckets(model, cfg):
+        for named in plan_buckets(model, cfg, rt.world_size):
             kind = Table if named[0][1].spec.is_table else Bucket
             self.buckets.append(kind(named, cfg, model, rt.comm))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
@@ -1827,7 +1834,6 @@ class Optimizer:
             symmetric_matmul=self.matmul)
 
     def finish(self) -> None:
-        """Wait for all parameters."""
         for bucket in self.buckets:
             bucket.finish()
         if self.model.is_tied:
@@ -1872,42 +1878,39 @@ AVERAGES = (  # record 92, in this order. It counts step 896 in place of 895. Th
 KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply() keeps the norm of each kind over all layers
 
 
+def list_averages(buckets: list[Bucket]) -> Iterator[tuple[str, Average, Bucket]]:
+    """Yield (key of its state, average, bucket) for each average and each of its buckets."""
+    for i, average in enumerate(AVERAGES):
+        for bucket in buckets:
+            if bucket.kind in average.kinds:
+                yield f"average{i}", average, bucket
+
+
 class Averages:
     """The running averages of AVERAGES in float32. They are optimizer state, so each rank has its shard."""
 
     def __init__(self, buckets: list[Bucket], num_steps: int):
         self.num_steps = num_steps
-        for key, average in self.rows():
-            for bucket in self.select(buckets, average):
-                bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
-
-    def rows(self) -> list[tuple[str, Average]]:
-        """The averages with the key of their state."""
-        return [(f"average{i}", average) for i, average in enumerate(AVERAGES)]
-
-    def select(self, buckets: list[Bucket], average: Average) -> list[Bucket]:
-        return [bucket for bucket in buckets if bucket.kind in average.kinds]
+        for key, _, bucket in list_averages(buckets):
+            bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
     def update(self, step: int, updated: list[Bucket]) -> None:
         """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
         last = self.num_steps - 1
-        for key, average in self.rows():
+        for key, average, bucket in list_averages(updated):
             first = min(last, math.ceil(average.start * self.num_steps - 1e-6))
             is_final = step > last - average.num_last
             if step < first or (step - first) % average.every and not is_final:
                 continue
             rate = average.last_rate if step == last and average.last_rate else average.rate
             rate = min(1.0, rate * AVERAGES_STEPS / self.num_steps)
-            for bucket in self.select(updated, average):
-                values = bucket.read_shard()
-                mean = bucket.state[key]
-                weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
-                mean.lerp_(values, torch.where(mean.any(), weight, 1.0))  # the first value is copied
+            mean = bucket.state[key]
+            weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
+            mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
 
     def apply(self, comm: Comm, updated: list[Bucket]) -> None:
         """After the last step: move the shards towards their averages, with the norms that they had."""
-        new = {bucket: bucket.read_shard() for bucket in updated
-               if any(bucket.kind in average.kinds for average in AVERAGES)}
+        new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(updated)}
 
         def measure() -> Tensor:
             squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=updated[0].shard.device)
@@ -1917,9 +1920,8 @@ class Averages:
             return comm.all_reduce(squares).sqrt()
 
         before = measure()
-        for key, average in self.rows():
-            for bucket in self.select(updated, average):
-                new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
+        for key, average, bucket in list_averages(updated):
+            new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
         factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
         for bucket, values in new.items():
             values *= factors.get(bucket.kind, 1.0)
@@ -2013,7 +2015,7 @@ class Schedule:
             end = min(end, self.num_iterations)
             if start < end:
                 ranges.append((stage, start, end))
-            start = max(start, end)
+            start = end
         return ranges
 
     def count_tokens(self, first_step: int = 0) -> int:
@@ -2408,7 +2410,6 @@ class Prefetcher:
 
     def __next__(self) -> Batch:
         batch = self.pending.popleft().result()
-        assert batch is not None, "there are no more planned batches"
         self.pending.append(self.executor.submit(self._build))
         return move_batch(batch, self.device)
 
@@ -2535,8 +2536,9 @@ def train(cfg: Config, argv: list[str]) -> None:
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - started, 2)
     step, saved, lock, resume_line = find_start(cfg, run, rt)
-    if find_result(cfg, run):
-        print0(f"{find_result(cfg, run)} is the result of this run: nothing to do", rt)
+    result = find_result(cfg, run)
+    if result:
+        print0(f"{result} is the result of this run: nothing to do", rt)
         return
 
     # Model: dtype, compiler and fast forms are chosen for this machine
@@ -2680,6 +2682,9 @@ def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[st
 
     check = FormCheck(cfg, rt.device)
     names, lines = check.keep_equal(names, torch.float32, 0.01)
+    if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
+        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
+        lines += more_lines
     longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
     if not {"flex_attention", "block_attention"} & {*names} and longest > PLAIN_ATTENTION_TOKENS:
         if not has_flex or cfg.fast != ("auto",):
@@ -2687,9 +2692,6 @@ def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[st
                            f"--micro_batch_tokens and --val_seq_len of at most {PLAIN_ATTENTION_TOKENS}", 2)
         names.append("flex_attention")
         lines.append("attention() needs too large masks. FlexAttention runs, without an edit of attention()")
-    if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
-        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
-        lines += more_lines
     return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
 
 
@@ -4000,7 +4002,6 @@ def share_problem(problem: str, rt: Runtime) -> None:
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "fetch or build it again (data/README.md)"
-BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 
 
 @dataclass(frozen=True)
@@ -4595,7 +4596,6 @@ class RunLog:
             file.close()
 
     def write(self, suffix: str, line: str) -> None:
-        """Append a line to a file of this run."""
         if suffix in self.files:
             self.files[suffix].write(f"{line}\n".encode())
 
@@ -4908,7 +4908,6 @@ class Checkpoints:
             self.wait()
 
     def write(self, step: int, copies: dict[str, HostCopy]) -> None:
-        """Write this rank's file of a step."""
         folder = self.folder / f".step_{step:06d}.partial"
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {entry: copy.read() for entry, copy in copies.items()}

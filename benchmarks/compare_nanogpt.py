@@ -36,7 +36,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from data.text import split_text, write_shard
+    from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, split_text, write_shard
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
 
@@ -99,8 +99,8 @@ def write_text(text: str, folder: Path) -> list[str]:
         pieces = list(split_text(part, 2047))
         if name == "train_0":
             pieces.sort(key=lambda piece: hashlib.sha256(piece).digest())
-        stream = np.concatenate([[gpt.BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
-        write_shard(folder / f"{name}.bin", stream, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS)
+        stream = np.concatenate([[BYTE_BOS, *piece] for piece in pieces]).astype(np.uint16)
+        write_shard(folder / f"{name}.bin", stream, BYTE_VOCAB_SIZE, BYTE_BOS)
     val_tokens = min(40_960, (len(stream) - 1) // 8192 * 8192)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin",
             f"--val_tokens={val_tokens}"]

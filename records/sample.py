@@ -24,6 +24,7 @@ with require_packages():
     import torch.nn.functional as F
 
     import train_gpt as gpt
+    from data.text import BYTE_VOCAB_SIZE
 
 
 class Tokenizer(NamedTuple):
@@ -35,7 +36,7 @@ class Tokenizer(NamedTuple):
 
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
     """The tokenizer for a vocabulary size, or None if none is available."""
-    if vocab_size == gpt.BYTE_VOCAB_SIZE:
+    if vocab_size == BYTE_VOCAB_SIZE:
         return Tokenizer(lambda text: list(text.encode()), bytes)
     try:
         import tiktoken  # optional

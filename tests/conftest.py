@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
-from data.text import write_shard  # noqa: E402
+from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, write_shard  # noqa: E402
 
-VOCAB, BOS = gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+VOCAB, BOS = BYTE_VOCAB_SIZE, BYTE_BOS
 
 
 # begin with these files

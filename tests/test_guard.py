@@ -37,7 +37,7 @@ def text(tmp_path_factory) -> Path:
     """Real text. On the progressions of other tests the loss is nearly 0, and its noise is larger than its mean."""
     folder = tmp_path_factory.mktemp("text")
     files = itertools.islice(text_tool.read_torch_source(), 0, None, 8)
-    encoding = text_tool.encode_bytes, gpt.BYTE_VOCAB_SIZE, gpt.BYTE_BOS
+    encoding = text_tool.encode_bytes, text_tool.BYTE_VOCAB_SIZE, text_tool.BYTE_BOS
     text_tool.write_corpus(files, folder, "every eighth file", *encoding)
     return folder
 
