@@ -6,7 +6,7 @@ Launch
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
-    python train_gpt.py --help                                     # also --list_presets, --print_config
+    python train_gpt.py --help                                     # also --print_config
 
 Part one, the recipe. It decides the loss and the time.
     CONFIG           options, presets, and the layers, stages and parameter groups of both recipes
@@ -157,9 +157,9 @@ class Group:
     rule: str = option("adamw", "update rule")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
                                         0.9999)
-    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0, off=0.0)
+    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
-    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0, off=0)
+    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
 
     def period(self, step: int, late_step: int) -> int:
         """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
@@ -194,8 +194,8 @@ class Config:
     """All options of a run."""
 
     # Data, budget, devices and output
-    preset: str = option("auto", "starting point: a name (--list_presets), or a .json file of a preset or "
-                         "result. auto: track_1 with CUDA, else laptop")
+    preset: str = option("auto", "starting point: a name, or a .json file of a preset or result. auto: "
+                         "track_1 with CUDA, else laptop")
     without: tuple[str, ...] = option((), "parts of the preset to leave out, a,b. derived.mechanisms in "
                                       "--print_config lists them")
     track: str = option("track_1", "folder under records/ for comparable runs")
@@ -282,8 +282,7 @@ class Config:
     residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0,
                                   off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
-    ngram_rows: int = option(0, "rows of the hashed n-gram embedding. 0: none. -1: the record's number, or "
-                             "fewer if they do not fit in GPU memory", -1, off=0)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
     mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096, off=1)
     softcap: tuple[float, float, float] = option(
@@ -465,7 +464,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
         value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
-        smear=True, ngram_rows=-1, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
         fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -536,20 +535,19 @@ class StepInputs(typing.NamedTuple):
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
 NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
-NGRAM_ROWS = 84_602_880, 42_301_440, 21_150_720, 5_287_680, 1_321_920, 377_280  # record 92, and less
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
-def at_least_fp32(x: Tensor) -> torch.dtype:
+def at_least_fp32(x) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x, weight):
     """x (T, D) @ weight (N, D)^T -> (T, N)."""
     return x @ weight.type_as(x).T
 
 
-def scale(x: Tensor, weight: Tensor | float | None) -> Tensor:
+def scale(x, weight: Tensor | float | None):
     """x * weight. weight=None means 1."""
     if weight is None:
         return x
@@ -558,14 +556,14 @@ def scale(x: Tensor, weight: Tensor | float | None) -> Tensor:
     return x * weight
 
 
-def add_scaled(x: Tensor, weight: Tensor | None, y: Tensor) -> Tensor:
+def add_scaled(x, weight, y):
     """x + weight * y. weight=None means 1."""
     if weight is None:
         return x + y
     return torch.addcmul(x, weight, y)
 
 
-def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> Tensor:
+def add_embeddings(x, acts, s):
     """Add n-gram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
     for name in ("ngram", "x0", "x_in"):
         if name in s:
@@ -573,18 +571,18 @@ def add_embeddings(x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor]) -> 
     return x
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x):
     """x (..., D) / root mean square over D."""
     return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
 
 
-def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, _scales: tuple | None = None) -> Tensor:
+def relu2_mlp(x, up, down, _scales: tuple | None = None):
     """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). _scales: for a fast form."""
     hidden = F.relu(x @ up).square()  # (T, M)
     return hidden @ down.T
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin):
     """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position.
 
     x (T, ..., P, K), cos and sin (T, ..., P, K/2). Source: record 32.
@@ -604,8 +602,7 @@ class Heads(typing.NamedTuple):
     has_norm: bool  # QK-norm
 
 
-def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations
-             ) -> tuple[Tensor, Tensor, Tensor]:
+def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
 
     Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
@@ -624,30 +621,30 @@ def make_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: S
     return q, k, v
 
 
-def is_visible(query: Tensor, key: Tensor, doc_ids: Tensor, window: Tensor | int) -> Tensor:
+def is_visible(query, key, doc_ids, window):
     """Whether a query sees a key: equal documents, and the key is 0 to `window` positions earlier."""
     return (key <= query) & (query - key <= window) & (doc_ids[query] == doc_ids[key])
 
 
-def make_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
+def make_mask(doc_ids, window):
     """doc_ids (T,) -> visible (T, T), queries by keys."""
     positions = torch.arange(doc_ids.size(0), device=doc_ids.device)
     return is_visible(positions[:, None], positions, doc_ids, window)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attention(q, k, v, mask):
     """Softmax attention. q includes the softmax scale. q, k (T, H, K), v (T, H, L), mask (T, T) -> as v."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
     scores = (q @ k.mT).masked_fill(~mask, -math.inf)  # (H, T, T)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def shift_right(x: Tensor, is_sequence_start: Tensor) -> Tensor:
+def shift_right(x, is_sequence_start):
     """For each token: x (T, ...) of the previous token, or zero if is_sequence_start (T,)."""
     return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order: int) -> Tensor:
+def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
@@ -656,33 +653,39 @@ def hash_ngrams(tokens: Tensor, is_sequence_start: Tensor, num_rows: int, order:
     """
     size = num_rows // (order - 1)
     first = tokens.int().masked_fill(is_sequence_start, size - 1)
-    rows = [36313 * first ^ 27191 * shift_right(first, is_sequence_start)]
+    rows = [mix_tokens(first, is_sequence_start, 36313, 27191)]
     if order == 3:
-        x = tokens.int()
-        y = shift_right(x, is_sequence_start)  # previous token
-        rows.append(17351 * x ^ 60961 * y ^ 45259 * shift_right(y, is_sequence_start))
+        rows.append(mix_tokens(tokens, is_sequence_start, 17351, 60961, 45259))
     is_cut = find_cut_ngrams(is_sequence_start, order)
     rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1)
     return rows + size * torch.arange(order - 1, device=rows.device, dtype=torch.int32)[:, None]
 
 
-def hash_signs(tokens: Tensor, is_sequence_start: Tensor, order: int) -> Tensor:
+def hash_signs(tokens, is_sequence_start, order: int):
     """Rows (n, T) of the table of signs, for the n-grams of hash_ngrams(). Cut ones get row 0."""
-    x = tokens.int()
-    y = shift_right(x, is_sequence_start)
-    signs = [48271 * x ^ 30011 * y]
+    signs = [mix_tokens(tokens, is_sequence_start, 48271, 30011)]
     if order == 3:
-        signs.append(58699 * x ^ 39779 * y ^ 26801 * shift_right(y, is_sequence_start))
+        signs.append(mix_tokens(tokens, is_sequence_start, 58699, 39779, 26801))
     is_cut = find_cut_ngrams(is_sequence_start, order)
     return (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
 
 
-def find_cut_ngrams(is_sequence_start: Tensor, order: int) -> Tensor:
+def mix_tokens(tokens, is_sequence_start, *factors: int):
+    """XOR of factors[0] * token, factors[1] * previous token, ... (T,), int32."""
+    mixed = 0
+    x = tokens.int()
+    for factor in factors:
+        mixed = mixed ^ factor * x
+        x = shift_right(x, is_sequence_start)
+    return mixed
+
+
+def find_cut_ngrams(is_sequence_start, order: int):
     """Whether the bigram, and the trigram, begins before its sequence (n, T)."""
     return torch.stack((is_sequence_start, is_sequence_start | is_sequence_start.roll(1)))[: order - 1]
 
 
-def make_ngram_signs(num_rows: int, dim: int) -> Tensor:
+def make_ngram_signs(num_rows: int, dim: int):
     """Pseudo-random signs (num_rows, D), +1 or -1. They separate n-grams that share a row. 2026-05-20."""
     bits = torch.arange(num_rows * dim)
     for _ in range(2):
@@ -700,7 +703,7 @@ class Softcap(typing.NamedTuple):
     shift: float
     width: float
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits):
         logits = logits.to(at_least_fp32(logits))
         if self.shift:
             logits = logits + self.shift
@@ -709,8 +712,7 @@ class Softcap(typing.NamedTuple):
         return logits
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap
-              ) -> Tensor:
+def head_loss(x, weight, targets, target_weights, softcap: Softcap):
     """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored.
 
     x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (), float32.
@@ -724,7 +726,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
     return loss
 
 
-def symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
     """alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
     if add is None:
         return torch.bmm(x, x.mT)
@@ -738,14 +740,14 @@ class TableRows(typing.NamedTuple):
     places: Tensor  # row numbers within the leaf
     work: dist.Work | None = None
 
-    def read(self) -> Tensor:
+    def read(self):
         """Rows (..., D)."""
         if self.work is not None:
             self.work.wait()
         return F.embedding(self.places, self.leaf)
 
 
-def start_reading(table: nn.Parameter, rows: Tensor, plan: RowPlan | None) -> TableRows:
+def start_reading(table: nn.Parameter, rows, plan: RowPlan | None) -> TableRows:
     """Begin to read rows of a table. With a plan other ranks may have them, see TABLES."""
     if plan is None:
         return TableRows(table, rows)
@@ -774,7 +776,7 @@ class Operations(typing.NamedTuple):
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
-    def __init__(self, cfg: Config, segments: list[range] | None = None, ngram_table: Tensor | None = None):
+    def __init__(self, cfg: Config, segments: list[range] | None = None, ngram_table=None):
         """segments: consecutive layers that are compiled as one graph. None: all layers.
 
         ngram_table: zeros for the n-gram embedding, if not all of its rows are here.
@@ -814,15 +816,13 @@ class GPT(nn.Module):
         self.ngram = None
         if cfg.ngram_rows:
             if ngram_table is None:
-                num_rows = max(0, cfg.ngram_rows) or NGRAM_ROWS[0]
-                ngram_table = torch.zeros(num_rows, cfg.model_dim, dtype=storage)
+                ngram_table = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=storage)
             self.ngram = parameter(ngram_table, "ngram", is_table=True)
             if not ngram_table.is_meta:  # integers on meta tensors import the compiler
                 signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
                 self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
 
-    def forward(self, batch: Batch, step_inputs: StepInputs, ops: Operations,
-                loss_weights: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, step_inputs: StepInputs, ops: Operations, loss_weights=None):
         """T tokens -> loss summed over them, float32.
 
         loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
@@ -832,7 +832,7 @@ class GPT(nn.Module):
         self.wait_for(len(self.segments))
         return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
-    def run_layers(self, batch: Batch, step_inputs: StepInputs, ops: Operations) -> Tensor:
+    def run_layers(self, batch: Batch, step_inputs: StepInputs, ops: Operations):
         """T tokens -> final normalized activations (T, D).
 
         Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
@@ -860,13 +860,12 @@ class GPT(nn.Module):
             x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
         return x
 
-    def sum_ngrams(self, rows: Tensor, sign_rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def sum_ngrams(self, rows, sign_rows, dtype: torch.dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
         return (rows.to(dtype).view_as(signs) * signs).sum(0)
 
-    def run_segment(self, layers: range, x: Tensor, acts: dict[str, Tensor],
-                    scalars: dict[tuple[int, str], Tensor], doc_ids: Tensor, step_inputs: StepInputs,
+    def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs: StepInputs,
                     ops: Operations):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
         acts = dict(acts)
@@ -938,8 +937,7 @@ class Block(nn.Module):
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
 
-    def forward(self, x: Tensor, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                step_inputs: StepInputs, ops: Operations) -> Tensor:
+    def forward(self, x, acts, s, mask, step_inputs: StepInputs, ops: Operations):
         """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
         spec = self.spec
         acts = dict(acts)
@@ -1019,8 +1017,7 @@ class Attention(nn.Module):
         if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
             self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
 
-    def forward(self, x: Tensor, mudd_v: Tensor | None, acts: dict[str, Tensor], s: dict[str, Tensor], mask,
-                step_inputs: StepInputs, ops: Operations) -> Tensor:
+    def forward(self, x, mudd_v, acts, s, mask, step_inputs: StepInputs, ops: Operations):
         """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
         spec = self.spec
         H, _, L, *_ = self.heads
@@ -1084,7 +1081,7 @@ class MLP(nn.Module):
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
-    def forward(self, x: Tensor, down_scale: Tensor | None, ops: Operations) -> Tensor:
+    def forward(self, x, down_scale, ops: Operations):
         """x (T, D) normalized -> (T, D)."""
         up, down = self.up_down.type_as(x).unbind()
         return ops.relu2_mlp(x, up, scale(down, down_scale), self.scales)
@@ -1113,7 +1110,7 @@ class TokenGates(nn.Module):
             zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
             self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
 
-    def forward(self, x: Tensor, output_scale: Tensor | float) -> dict[tuple[int, str], Tensor]:
+    def forward(self, x, output_scale: Tensor | float):
         """x (T, D) -> {(layer, name): (T, n), or (T, n, num_groups)}."""
         hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
         y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
@@ -1133,8 +1130,7 @@ class Head(nn.Module):
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
         self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
 
-    def forward(self, x: Tensor, targets: Tensor, step_inputs: StepInputs, loss_weights: Tensor | None,
-                classes: Tensor | None, ops: Operations) -> Tensor:
+    def forward(self, x, targets, step_inputs: StepInputs, loss_weights, classes, ops: Operations):
         """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
         if loss_weights is None:
             loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
@@ -1164,7 +1160,7 @@ class Head(nn.Module):
             losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
         return torch.stack(losses).sum()
 
-    def compute_logits(self, x: Tensor) -> Tensor:
+    def compute_logits(self, x):
         """x (T, D) -> softcapped logits (T, V), float32."""
         return self.softcap(linear(x, self.weight))
 
@@ -1181,7 +1177,7 @@ class Scalar(typing.NamedTuple):
     init: tuple[float, ...]
 
 
-def split_scalars(scalars: list[Scalar], values: Tensor) -> dict[tuple[int, str], Tensor]:
+def split_scalars(scalars: list[Scalar], values):
     """Divide values (n,), (T, n) or (T, n, groups) of all scalars. Returns {(layer, name): values}."""
     parts = values.split([len(scalar.init) for scalar in scalars], dim=min(1, values.dim() - 1))
     return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
@@ -1206,7 +1202,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     if is_after:
         embeddings = resid if has_mudd else gates
 
-    def add(name: str, source: tuple[str, int | None], *init: float) -> None:
+    def add(name: str, source: tuple[str, int | None], *init: float):
         scalars.append(Scalar(layer, name, source, init))
 
     # Embeddings that enter the residual stream, before attention or after it
@@ -1263,7 +1259,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     return scalars
 
 
-def make_gains(cfg: Config) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+def make_gains(cfg: Config):
     """Gains (D,) of a sublayer's normalized input and of its output, if it has them."""
     gain_in = gain_out = None
     if "norm" in cfg.gains:
@@ -1273,7 +1269,7 @@ def make_gains(cfg: Config) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     return gain_in, gain_out
 
 
-def parameter(data: Tensor, *spec, **options) -> nn.Parameter:
+def parameter(data, *spec, **options) -> nn.Parameter:
     """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
     param.spec = ParamSpec(*spec, **options)
@@ -1291,14 +1287,14 @@ class ParamSpec(typing.NamedTuple):
     by_row: bool = False  # a wide matrix with one second moment per row
 
 
-def normal(shape: tuple[int, ...], std: float) -> Tensor:
+def normal(shape: tuple[int, ...], std: float):
     x = torch.empty(shape)
     if not x.is_meta:  # random numbers on meta tensors import the compiler
         x.normal_(0.0, std)
     return x
 
 
-def uniform(shape: tuple[int, ...], *stds: float) -> Tensor:
+def uniform(shape: tuple[int, ...], *stds: float):
     """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
     x = torch.zeros(len(stds), *shape)
     for matrix, std in zip(x, stds):
@@ -1347,7 +1343,7 @@ class Rule:
     row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
 
-    def init_state(self, param: Tensor, fp32_state: bool = False, by_row: bool = False) -> dict[str, Tensor]:
+    def init_state(self, param, fp32_state: bool = False, by_row: bool = False):
         """State of parameters (M, ...). fp32_state: float32 moments, and low_bits of bfloat16 matrices."""
         dtype = at_least_fp32(param) if fp32_state else param.dtype
         state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
@@ -1363,7 +1359,7 @@ class Rule:
             state["radius"] = matrix_norm(param)
         return state
 
-    def update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> None:
+    def update(self, param, grad, state, args: UpdateArgs):
         """Update param (M, ...) and its state in place, in float32."""
         if "low_bits" not in state:
             param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
@@ -1375,12 +1371,12 @@ class Rule:
         state["low_bits"].copy_(bits)
 
 
-def join_bits(param: Tensor, low_bits: Tensor) -> Tensor:
+def join_bits(param, low_bits):
     """float32 values from their upper halves (bfloat16) and lower halves (int16)."""
     return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
-def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def muon(weight, grad, state, args: UpdateArgs):
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update.
 
     NorMuon (2025-10-24) divides the update's rows by their running root mean square. MuonH and NorMuonH move
@@ -1395,7 +1391,7 @@ def muon(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArg
     return spectral_step(weight, update, args)
 
 
-def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def anvil(weight, grad, state, args: UpdateArgs):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
     Meant for orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a
@@ -1415,14 +1411,14 @@ def anvil(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateAr
     return weight * (1 - decay * size) - update * (args.lr * size)
 
 
-def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def adamw(weight, grad, state, args: UpdateArgs):
     """AdamW, elementwise."""
     update = adam_direction(grad, state, args)
     decay = choose_decay(update * weight > 0, args)
     return weight * (1 - decay) - update * args.lr
 
 
-def row_adam(weight: Tensor, grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def row_adam(weight, grad, state, args: UpdateArgs):
     """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
 
     A row without a finite gradient does not change. At its next gradient its second moment also decays for
@@ -1451,14 +1447,14 @@ RULES = {
 }
 
 
-def choose_decay(shrinks: Tensor, args: UpdateArgs) -> Tensor:
+def choose_decay(shrinks, args: UpdateArgs):
     """Weight decay of each weight. With args.cautious only of those that the update shrinks."""
     if args.cautious:
         return args.weight_decay * shrinks
     return args.weight_decay
 
 
-def nesterov_momentum(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def nesterov_momentum(grad, state, args: UpdateArgs):
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
     momentum.mul_(args.momentum).add_(grad)
@@ -1484,8 +1480,7 @@ MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
 
 
-def orthogonalize(x: Tensor, polynomial: str, dtype: torch.dtype, matmul: Callable = symmetric_matmul
-                  ) -> Tensor:
+def orthogonalize(x, polynomial: str, dtype: torch.dtype, matmul: Callable = symmetric_matmul):
     """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype.
 
     Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
@@ -1506,7 +1501,7 @@ def orthogonalize(x: Tensor, polynomial: str, dtype: torch.dtype, matmul: Callab
     return x
 
 
-def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def normalize_rows(update, state, args: UpdateArgs):
     """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
     wide = update.to(at_least_fp32(update))  # (M, rows, columns)
     second_momentum = state["second_momentum"]
@@ -1516,7 +1511,7 @@ def normalize_rows(update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -
     return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
-def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def adam_direction(grad, state, args: UpdateArgs):
     """Adam's update in float32. eps is added before the bias correction, as in record 32."""
     beta1, beta2 = args.betas
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
@@ -1527,14 +1522,14 @@ def adam_direction(grad: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> 
     return exp_avg / (exp_avg_sq.sqrt() + args.eps) * (args.bias_correction2.sqrt() / args.bias_correction1)
 
 
-def spectral_step(weight: Tensor, update: Tensor, args: UpdateArgs) -> Tensor:
+def spectral_step(weight, update, args: UpdateArgs):
     """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
     rows, columns = update.shape[-2:]
     decay = choose_decay(update * weight >= 0, args)
     return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
-def sphere_step(weight: Tensor, update: Tensor, state: dict[str, Tensor], args: UpdateArgs) -> Tensor:
+def sphere_step(weight, update, state, args: UpdateArgs):
     """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix.
 
     An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
@@ -1545,7 +1540,7 @@ def sphere_step(weight: Tensor, update: Tensor, state: dict[str, Tensor], args: 
     return weight * (radius / matrix_norm(weight).clamp(min=1e-10))
 
 
-def matrix_norm(x: Tensor) -> Tensor:
+def matrix_norm(x):
     """Frobenius norm of each matrix of x (M, rows, columns), float32 (M, 1, 1)."""
     return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
@@ -1559,8 +1554,8 @@ LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separa
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
 
 
-def plan_buckets(model: GPT, cfg: Config, num_ranks: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Divide the named parameters into buckets, last layers first, as backward computes their gradients.
+def plan_buckets(model: GPT, cfg: Config, num_ranks: int) -> list[list]:
+    """Divide the parameters into buckets of (name, parameter), in the order of backward: last layers first.
 
     A bucket of matrices also takes those of the segment before, until they divide evenly among the ranks.
     """
@@ -1595,7 +1590,7 @@ def find_segment(name: str, model: GPT) -> int:
     return next(number for number, layers in enumerate(model.segments) if layer in layers)
 
 
-def round_to_multiple(x: Tensor, unit: float) -> Tensor:
+def round_to_multiple(x, unit: float):
     """Round to multiples of a power of two, so that sums are exact and independent of their order.
 
     Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
@@ -1620,12 +1615,12 @@ class Bucket:
         self.segment = min(find_segment(name, model) for name in self.params)  # that reads it first
         self.store(cfg)
         self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
-        self.lr_mul = self.make_multipliers({name: param.spec.lr_mul for name, param in named})
-        self.wd_mul = self.make_multipliers({name: param.spec.wd_mul for name, param in named})
+        self.lr_mul = self.make_multipliers("lr_mul")
+        self.wd_mul = self.make_multipliers("wd_mul")
         self.num_pending = 0  # gradients that are missing in this step
         self.grad = self.reducing = self.gathering = None
 
-    def store(self, cfg: Config) -> None:
+    def store(self, cfg: Config):
         """Parameters become views of values. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
@@ -1646,8 +1641,9 @@ class Bucket:
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
 
-    def make_multipliers(self, values: dict[str, float | tuple[float, ...]]) -> Tensor:
+    def make_multipliers(self, field: str):
         """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
+        values = {name: getattr(param.spec, field) for name, param in self.params.items()}
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
         if len(self.unit) < 2 and len(set(values.values())) == 1:
             return torch.tensor([values[self.name]], **like)
@@ -1657,13 +1653,13 @@ class Bucket:
             multipliers[self.slices[name]].view(len(value), -1).copy_(value)
         return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
 
-    def read_shard(self) -> Tensor:
+    def read_shard(self):
         """A copy of the shard in float32, with its low bits."""
         if "low_bits" in self.state:
             return join_bits(self.shard, self.state["low_bits"])
         return self.shard.to(at_least_fp32(self.shard), copy=True)
 
-    def add_hooks(self) -> None:
+    def add_hooks(self):
         """Gradient hooks: round to grad_grid, and start the reduce-scatter after the last gradient."""
         for param in self.params.values():
             if self.grid:
@@ -1671,12 +1667,12 @@ class Bucket:
             if self.comm.world_size > 1:
                 param.register_post_accumulate_grad_hook(self.count_down)
 
-    def count_down(self, _param: Tensor) -> None:
+    def count_down(self, _param):
         self.num_pending -= 1
         if self.num_pending == 0:
             self.start_reduce()
 
-    def start_reduce(self) -> None:
+    def start_reduce(self):
         """Pack the gradients as (M, *unit) and start their reduce-scatter."""
         grads = [param.grad for param in self.params.values()]
         if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
@@ -1690,32 +1686,32 @@ class Bucket:
         if self.comm.world_size > 1:
             self.grad, self.reducing = self.comm.reduce_scatter(self.grad)
 
-    def wait_for_gradient(self) -> None:
+    def wait_for_gradient(self):
         if self.reducing is not None:
             self.reducing.wait()
 
-    def update(self, update: Callable, args: UpdateArgs) -> None:
+    def update(self, update: Callable, args: UpdateArgs):
         """Update this rank's shard, and clear the gradients."""
         update(self.shard, self.grad, self.state, args)
         self.clear()
 
-    def start_gather(self) -> None:
+    def start_gather(self):
         """Start to send the new values to all ranks."""
         if self.comm.world_size > 1:
             self.gathering = self.comm.all_gather(self.values, self.shard)
 
-    def finish(self) -> None:
+    def finish(self):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
-    def clear(self) -> None:
+    def clear(self):
         self.grad = self.reducing = None
         for param in self.params.values():
             param.grad = None
 
-    def owned(self) -> Iterator[tuple[str, int, slice]]:
-        """(parameter, its first unit of this rank, part of the shard) of each parameter in this shard."""
+    def owned(self):
+        """Yield (parameter, its first unit of this rank, part of the shard) for this rank's shard."""
         start = self.comm.rank * len(self.shard)
         for name, part in self.slices.items():
             low, high = max(part.start, start), min(part.stop, start + len(self.shard))
@@ -1726,7 +1722,7 @@ class Bucket:
         """Number of units of a parameter, on all ranks together."""
         return self.slices[name].stop - self.slices[name].start
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
 
@@ -1756,7 +1752,7 @@ class Optimizer:
             bucket.add_hooks()
         model.wait_for = self.wait_for
 
-    def set_tied(self, is_tied: bool) -> None:
+    def set_tied(self, is_tied: bool):
         """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
         embed, head = self.bucket_of["embed"], self.bucket_of["head.weight"]
         self.model.is_tied = is_tied
@@ -1764,7 +1760,7 @@ class Optimizer:
         self.updated = sorted((bucket for bucket in self.buckets if not (is_tied and bucket is embed)),
                               key=lambda bucket: bucket.segment)  # in the order in which forward reads them
 
-    def untie(self) -> None:
+    def untie(self):
         """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
         head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
         head.finish()
@@ -1777,19 +1773,19 @@ class Optimizer:
         """The buckets that are updated in this step. The other ones keep their gradients."""
         return [bucket for bucket in self.updated if bucket.group.is_due(self.step_count, self.late_step)]
 
-    def start_step(self, num_micro_batches: int) -> None:
+    def start_step(self, num_micro_batches: int):
         """Let the hooks of due buckets count down from the number of their gradients in this step."""
         for bucket in self.list_due():
             bucket.num_pending = num_micro_batches * len(bucket.params)
 
-    def wait_for(self, segment: int) -> None:
+    def wait_for(self, segment: int):
         """Wait for the new values of a segment."""
         for bucket in self.buckets:
             if bucket.segment == segment:
                 bucket.finish()
 
     @torch.no_grad()
-    def step(self, state: StepState) -> None:
+    def step(self, state: StepState):
         """Update every due bucket. The next forward waits for the new values."""
         due = self.list_due()
         step = self.step_count
@@ -1820,7 +1816,7 @@ class Optimizer:
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
         lr = bucket.lr_mul * state.lr[name]
 
-        def scalar(value: float) -> Tensor:
+        def scalar(value: float):
             return torch.tensor(value, dtype=at_least_fp32(bucket.values))
 
         return UpdateArgs(
@@ -1833,14 +1829,14 @@ class Optimizer:
             dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious",
             symmetric_matmul=self.matmul)
 
-    def finish(self) -> None:
+    def finish(self):
         for bucket in self.buckets:
             bucket.finish()
         if self.model.is_tied:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
     @torch.no_grad()
-    def apply_averages(self) -> None:
+    def apply_averages(self):
         """After the last step: move parameters towards their averages, if they have any."""
         self.finish()  # an all-gather of the last step reads the shards
         if self.averages:
@@ -1878,7 +1874,7 @@ AVERAGES = (  # record 92, in this order. It counts step 896 in place of 895. Th
 KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply() keeps the norm of each kind over all layers
 
 
-def list_averages(buckets: list[Bucket]) -> Iterator[tuple[str, Average, Bucket]]:
+def list_averages(buckets: list[Bucket]):
     """Yield (key of its state, average, bucket) for each average and each of its buckets."""
     for i, average in enumerate(AVERAGES):
         for bucket in buckets:
@@ -1894,7 +1890,7 @@ class Averages:
         for key, _, bucket in list_averages(buckets):
             bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
-    def update(self, step: int, updated: list[Bucket]) -> None:
+    def update(self, step: int, updated: list[Bucket]):
         """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
         last = self.num_steps - 1
         for key, average, bucket in list_averages(updated):
@@ -1908,11 +1904,11 @@ class Averages:
             weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
             mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
 
-    def apply(self, comm: Comm, updated: list[Bucket]) -> None:
+    def apply(self, comm: Comm, updated: list[Bucket]):
         """After the last step: move the shards towards their averages, with the norms that they had."""
         new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(updated)}
 
-        def measure() -> Tensor:
+        def measure():
             squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=updated[0].shard.device)
             for bucket, values in new.items():
                 if bucket.kind in KEEPS_NORM:
@@ -2007,7 +2003,7 @@ class Schedule:
             settings.append(RopeSetting(frequencies, softmax_scale))
         return settings
 
-    def stage_ranges(self) -> list[tuple[Stage, int, int]]:
+    def stage_ranges(self):
         """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
         ranges = []
         start = 0
@@ -2042,7 +2038,7 @@ class Schedule:
         return StepState(index, stage, self.windows[index], lr, weight_decay, momentum, fast_beta,
                          fast_weight, loss_weights, self.ropes[index])
 
-    def find_stage(self, step: int) -> tuple[int, float]:
+    def find_stage(self, step: int):
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
         index = min(int(np.searchsorted(self.ends, step, side="right")), len(self.ends) - 1)
         start = [0, *self.ends][index]
@@ -2097,21 +2093,17 @@ def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, cfg: Confi
     """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
     positions = torch.arange(num_tokens, device=device) % seq_len
 
-    @functools.cache  # without short_qk_dim all layers share their tables
-    def make_rope(kind: str, is_paired: bool) -> Rope:
+    ropes = {}
+    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
+    for kind, is_paired in sorted(kinds):
         at = positions[:, None]  # (T, P), P = 2 for paired layers
         if is_paired:
             at = 2 * at + torch.arange(2, device=device)
         frequencies, scale = state.rope[kind]
         angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
-        return Rope(angles.cos().to(torch.float32), angles.sin().to(torch.float32),
-                    torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
-
-    ropes = {}
-    for spec in cfg.layers:
-        if spec.attention != "none":
-            kind = spec.attention if cfg.short_qk_dim else "long"
-            ropes[spec.attention, spec.paired] = make_rope(kind, spec.paired)
+        ropes[kind, is_paired] = Rope(
+            angles.cos().to(torch.float32), angles.sin().to(torch.float32),
+            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
@@ -2183,12 +2175,16 @@ def find_last(shard: Shard, usable: np.ndarray, first: int, seq_len: int, anywhe
     return last if last < size else None
 
 
-def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int) -> tuple[int, int]:
+def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int):
     """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
     num_sequences = tokens_per_step // seq_len // world_size
-    limit = min(cfg.micro_batch_tokens // seq_len, num_sequences)
-    per_micro_batch = max(n for n in range(1, limit + 1) if num_sequences % n == 0)
+    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // seq_len)
     return num_sequences // per_micro_batch, per_micro_batch
+
+
+def find_divisor(number: int, limit: int) -> int:
+    """The largest divisor up to a limit, at least 1."""
+    return max(n for n in range(1, max(1, min(limit, number)) + 1) if number % n == 0)
 
 
 class TrainData:
@@ -2217,11 +2213,10 @@ class TrainData:
         shard = self.shards[sequence.shard]
         if self.cfg.sequence_start == "anywhere":
             return shard.tokens[sequence.first : sequence.last + 1]
-        starts = shard.starts[sequence.first : sequence.last + 2].tolist()
-        ends = [*starts[1:], len(shard.tokens)][: sequence.last + 1 - sequence.first]
-        tokens = shard.tokens[starts[0] : min(ends[-1], starts[len(ends) - 1] + sequence.max_doc_len)]
-        documents = [tokens[start - starts[0] : min(end, start + sequence.max_doc_len) - starts[0]]
-                     for start, end in zip(starts, ends)]
+        starts = shard.starts[sequence.first : sequence.last + 2]
+        ends = [*starts[1:], len(shard.tokens)]
+        documents = [shard.tokens[start : min(end, start + sequence.max_doc_len)]
+                     for start, end in zip(starts[: sequence.last + 1 - sequence.first], ends)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
 
     def read_batch(self, indices: range) -> np.ndarray:
@@ -2234,8 +2229,8 @@ class TrainData:
         The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
         sweeps through the classes begin at step sweep_from (None: start).
         """
-        cfg = self.cfg
-        sweeps = ClassSweeps(self, start if sweep_from is None else sweep_from)
+        cfg, first_sweep = self.cfg, start if sweep_from is None else sweep_from
+        sweeps: dict[int, Iterator] = {}
         for step in range(start, end):
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = sequences_per_rank(
@@ -2249,19 +2244,38 @@ class TrainData:
                 batch = make_batch(tokens[comm.rank], self.bos, cfg.document_mask, cfg.max_attention_len)
                 if stage.num_classes:
                     slot = (comm.rank * num_micro_batches + i) * size
-                    classes = [sweeps.choose(step, slot + j) for j in range(size)]
-                    batch = batch._replace(classes=torch.stack(classes))
+                    classes = []
+                    for j in range(slot, slot + size):
+                        sweep = sweeps.setdefault(j, sweep_classes(self, j, first_sweep))
+                        classes.append(next(chosen for number, chosen in sweep if number == step))
+                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
 
-def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int
-                   ) -> tuple[np.ndarray, int]:
-    """Classes of the sampled softmax, sorted: all targets, and other classes that fill up to num_classes.
+def sweep_classes(data: TrainData, slot: int, first_step: int):
+    """Yield (step, classes (C,)) for the sequence in place `slot` of each step that samples classes.
 
-    A sweep is a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between
-    neighbors. It starts at offset. A call draws more classes than it needs, and the next call starts after
-    them. If it draws too few, it takes evenly spaced ones. Returns (classes (C,), new offset). Source:
-    record 92.
+    Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
+    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Each
+    slot has its own sweep, which depends on the targets in this place in all steps from first_step on. So it
+    is equal for any number of ranks, and a resumed run reads these targets again. Source: record 92.
+    """
+    schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
+    num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
+    offset = vocab_size * slot // num_slots
+    for step in range(first_step, schedule.num_iterations):
+        stage = schedule.stages[schedule.find_stage(step)[0]]
+        if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+            targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
+            classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
+            yield step, classes
+
+
+def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
+    """Classes of one sequence, sorted, from a sweep that starts at offset.
+
+    It draws more classes than it needs, and the next call starts after them. If it draws too few, it takes
+    evenly spaced ones. Returns (classes (C,), new offset).
     """
     is_target = np.zeros(vocab_size, dtype=bool)
     is_target[targets] = True
@@ -2307,31 +2321,26 @@ class ValData:
         """bos: the BOS token of the training shards."""
         self.cfg = cfg
         num_sequences = cfg.val_tokens // cfg.val_seq_len
-        limit = min(num_sequences, max(1, cfg.micro_batch_tokens // cfg.val_seq_len))
-        size = next(n for n in range(limit, 0, -1) if num_sequences % n == 0)  # sequences per batch
+        size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
         self.batch_tokens = size * cfg.val_seq_len
         self.num_batches = num_sequences // size
         self.shards = [open_shard(path, cfg.vocab_size, bos)
                        for path in find_shards(cfg.val_files, "val_files")]
         self.bos = self.shards[0].bos
-        pieces = []
-        missing = cfg.val_tokens + 1
-        for shard in self.shards:
-            pieces.append(shard.tokens[:missing])
-            missing -= len(pieces[-1])
+        self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
+        missing = cfg.val_tokens + 1 - len(self.tokens)
         if missing:
             raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
                            f"{cfg.val_tokens} and one more target: lower --val_tokens", 2)
-        self.tokens = np.concatenate(pieces)
 
     def read_batch(self, index: int) -> np.ndarray:
         """Sequences (sequences, val_seq_len + 1), uint16."""
-        tokens = self.tokens[index * self.batch_tokens :]
-        sequences = np.lib.stride_tricks.sliding_window_view(tokens, self.cfg.val_seq_len + 1)
-        return sequences[: self.batch_tokens : self.cfg.val_seq_len]
+        first, size = index * self.batch_tokens, self.cfg.val_seq_len
+        starts = range(first, first + self.batch_tokens, size)
+        return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
-    def batches(self, comm: Comm, num_batches: int) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches of the first num_batches, and whether they count.
+    def batches(self, comm: Comm, num_batches: int):
+        """Yield this rank's batches of the first num_batches, and whether they count.
 
         All ranks get equally many, because they read the tables together.
         """
@@ -2341,13 +2350,7 @@ class ValData:
             yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
 
 
-def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config) -> Batch:
-    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
-    token_plan, ngram_plan = plan_reads([x[:, :-1] for x in tokens], rank, cfg)
-    return batch._replace(token_plan=token_plan, ngram_plan=ngram_plan)
-
-
-def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
     """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
 
     Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
@@ -2361,34 +2364,6 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int) -> Tensor:
             prefixes[ids[text]] = ids[stack[-1]]
         stack.append(text)
     return torch.from_numpy(prefixes)
-
-
-class ClassSweeps:
-    """One sweep through the classes for each place of a sequence in its step. See choose_classes().
-
-    A sweep depends on the targets at its place in all earlier steps. So it is equal for any number of ranks.
-    A resumed run reads these targets again.
-    """
-
-    def __init__(self, data: TrainData, first_step: int):
-        """first_step: the first step of the sweeps. It is 0 for training, also in a resumed run."""
-        self.data, self.vocab_size = data, data.cfg.padded_vocab_size
-        stages = data.schedule.stages
-        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in stages)
-        self.offsets = [self.vocab_size * slot // num_slots for slot in range(num_slots)]
-        self.next_steps = [first_step] * num_slots
-
-    def choose(self, step: int, slot: int) -> Tensor:
-        """Classes (C,) of a sequence, int64. Calls for a slot must have ascending steps."""
-        schedule = self.data.schedule
-        for visited in range(self.next_steps[slot], step + 1):
-            stage = schedule.stages[schedule.find_stage(visited)[0]]
-            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
-                targets = self.data.read_tokens(self.data.count_sequences(visited) + slot)[1:]
-                classes, self.offsets[slot] = choose_classes(
-                    targets, stage.num_classes, self.vocab_size, self.offsets[slot])
-        self.next_steps[slot] = step + 1
-        return torch.from_numpy(classes)
 
 
 class Prefetcher:
@@ -2440,9 +2415,9 @@ class Trainer:
     """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
 
     def __init__(self, cfg: Config, rt: Runtime):
-        storage = {} if supports_bfloat16(rt.device) else dict(embed_dtype="float32")
-        self.cfg = cfg = dataclasses.replace(cfg, ngram_rows=rt.ngram_rows, **storage)
-        self.rt = rt
+        if not supports_bfloat16(rt.device):
+            cfg = dataclasses.replace(cfg, embed_dtype="float32")
+        self.cfg, self.rt = cfg, rt
         self.schedule = Schedule(cfg)
         torch.manual_seed(cfg.seed)
         segments = split_layers(cfg.num_layers, rt.world_size)
@@ -2456,12 +2431,12 @@ class Trainer:
         self.progress = Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
 
-    def choose_operations(self, dtype: torch.dtype, fast: frozenset[str]) -> None:
+    def choose_operations(self, dtype: torch.dtype, fast: frozenset[str]):
         """Use these forms. FP8 and fused gradients are for training only."""
         self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
         self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
 
-    def train_step(self, batches: Prefetcher, state: StepState) -> Tensor:
+    def train_step(self, batches: Prefetcher, state: StepState):
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
         device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
         num_micro_batches, size = sequences_per_rank(
@@ -2469,7 +2444,6 @@ class Trainer:
         step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
         loss_weights = torch.tensor(state.loss_weights).to(device, non_blocking=True)
         total_loss = torch.zeros((), device=device)
-        self.scales.finish()
         self.optimizer.start_step(num_micro_batches)
 
         # Forward and backward. Hooks reduce the gradients during the last backward
@@ -2480,7 +2454,7 @@ class Trainer:
             total_loss += loss.detach()
 
         # Update
-        self.scales.start()
+        self.scales.update()
         self.optimizer.step(state)
         return total_loss / (stage.tokens_per_step // world_size)
 
@@ -2503,7 +2477,7 @@ class Trainer:
             self.step_inputs[num_tokens, seq_len] = (state.setting, step_inputs)
         return step_inputs
 
-    def warm_up(self, train_data: TrainData, val_data: ValData) -> None:
+    def warm_up(self, train_data: TrainData, val_data: ValData):
         """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
         if not self.cfg.warmup_iterations:
             return
@@ -2526,7 +2500,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.rt.device)
 
 
-def train(cfg: Config, argv: list[str]) -> None:
+def train(cfg: Config, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
     rt, started = start_runtime(cfg), time.perf_counter()
@@ -2535,7 +2509,7 @@ def train(cfg: Config, argv: list[str]) -> None:
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - started, 2)
-    step, saved, lock, resume_line = find_start(cfg, run, rt)
+    step, saved, resume_line = find_start(cfg, run, rt)
     result = find_result(cfg, run)
     if result:
         print0(f"{result} is the result of this run: nothing to do", rt)
@@ -2543,29 +2517,27 @@ def train(cfg: Config, argv: list[str]) -> None:
 
     # Model: dtype, compiler and fast forms are chosen for this machine
     kept = {name: value for name, value in saved.get("choices", {}).items()  # auto keeps a checkpoint's
-            if getattr(cfg, name) in ("auto", ("auto",), -1)}
+            if getattr(cfg, name) in ("auto", ("auto",))}
     rt = choose_precision(change_options(cfg, kept), rt)
     run["choices"] = describe_choices(rt)
-    run["config"]["derived"] = derived_numbers(cfg, rt.world_size, rt.ngram_rows)
     trainer = Trainer(cfg, rt)
-    train_data.cfg = val_data.cfg = trainer.cfg  # the batches plan reads of the n-gram table
     optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
-    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, lock)
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos)
     if saved:
         load_state(trainer, step, saved)
 
     with log, checkpoints, stop:
-        log.print_start(resume_line)
-
-        # Off the clock: warm-up, and memory for checkpoints
+        # Off the clock: memory for checkpoints, and the warm-up
         started = clock(rt.device)
+        if cfg.checkpoint_every or cfg.resume:
+            checkpoints.start(trainer)
+        log.print_start(resume_line)
         trainer.warm_up(train_data, val_data)
         gc.freeze()  # the garbage collector ignores all objects of the setup
-        if cfg.checkpoint_every:
-            checkpoints.start(trainer)
         setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
-        telemetry = Telemetry(trainer, log) if cfg.telemetry_every else None
+        if cfg.telemetry_every:
+            Telemetry(trainer, log)
         guard = Guard(trainer, log) if cfg.guard else None
         stop.catch_signals()
         rt.comm.barrier()
@@ -2587,20 +2559,16 @@ def train(cfg: Config, argv: list[str]) -> None:
                         log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
 
                 # 2. One step
-                if telemetry:
-                    telemetry.start_step()
                 loss = trainer.train_step(batches, state)
                 progress.step += 1
                 progress.tokens += state.stage.tokens_per_step
                 log.log_step(loss, train_clock.read())
-                if telemetry:
-                    telemetry.end_step(train_clock.read())
 
                 # 3. Save or stop, when no gradient waits for a later update
                 is_last = progress.step == cfg.num_iterations
                 if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
                     save_is_due = True
-                status = checkpoints.exchange(stop)
+                status = stop.exchange()
                 is_free = is_last or optimizer.has_no_pending_gradients()
                 must_save = is_free and bool(status or save_is_due)
                 if guard:
@@ -2608,7 +2576,7 @@ def train(cfg: Config, argv: list[str]) -> None:
                 if must_save:
                     log.flush_losses()
                     progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(trainer, must_write=is_last or bool(status))
+                    checkpoints.save(trainer, must_wait=is_last or bool(status))
                     if status:
                         checkpoints.end(status)
 
@@ -2634,7 +2602,6 @@ FORMS = ("rms_norm", "qkv_kernel", "flex_attention", "block_attention", "head_lo
          "relu2_mlp", "symmetric_matmul")
 FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
-FP8_MIN_DIM = 128  # smallest model_dim at which casting pays off
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
@@ -2645,14 +2612,15 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
         rms_norm=dict(rms_norm=RMSNorm.apply),
         qkv_kernel=dict(make_qkv=fused_qkv),
         flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
-        block_attention=dict(make_mask=build_dense_mask, attention=BlockAttention.apply),
+        block_attention=dict(make_mask=build_dense_mask, attention=attend_blocks),
         head_loss=dict(head_loss=fused_head_loss),
         cross_entropy=dict(head_loss=functools.partial(fused_head_loss, use_kernel=True)),
-        relu2_mlp=dict(relu2_mlp=FusedMLP.apply),
+        relu2_mlp=dict(relu2_mlp=fused_relu2_mlp),
         symmetric_matmul=dict(symmetric_matmul=triton_symmetric_matmul),
         fp8_head=dict(head_loss=functools.partial(
             fused_head_loss, use_kernel="cross_entropy" in names, scales=head_fp8_scales(cfg))),
-        fp8_mlp=dict(relu2_mlp=functools.partial(relu2_mlp_fp8, use_kernel="relu2_mlp" in names)),
+        fp8_mlp=dict(relu2_mlp=functools.partial(
+            fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8=True)),
         fp8_qkv=dict(make_qkv=functools.partial(fused_qkv, use_fp8=True)))
     for name, functions in rows.items():
         if name in names:
@@ -2660,7 +2628,7 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
     return Operations(dtype, **replaced)
 
 
-def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[str]]:
+def choose_fast_forms(cfg: Config, rt: Runtime):
     """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
     is_gpu = rt.device.type == "cuda"
     capability = torch.cuda.get_device_capability(rt.device) if is_gpu else (0, 0)
@@ -2668,17 +2636,16 @@ def choose_fast_forms(cfg: Config, rt: Runtime) -> tuple[frozenset[str], list[st
     has_kernels = has_triton and capability >= (8, 0)  # the tiles need the registers of these GPUs
     has_flex = has_triton and capability >= (7, 0)
     has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
-    has_tiles = cfg.model_dim % 64 == cfg.mlp_hidden % 128 == 0
+    has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
     auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
                 head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
                 relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
                 symmetric_matmul=has_kernels)
     names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
     has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
-    pays_off = rt.use_compile and cfg.model_dim >= FP8_MIN_DIM  # for measuring amax
-    auto_fp8 = dict(fp8_head=has_fp8, fp8_mlp=has_fp8 and pays_off, fp8_qkv=has_fp8 and pays_off)
-    fp8 = [name for name in FP8_FORMS if name[4:] in cfg.fp8_parts and cfg.fp8 != "off"
-           and (cfg.fp8 == "on" or auto_fp8[name]) and (has_kernels or name != "fp8_qkv")]
+    use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
+    fp8 = [name for name in FP8_FORMS
+           if use_fp8 and name[4:] in cfg.fp8_parts and (has_kernels or name != "fp8_qkv")]
 
     check = FormCheck(cfg, rt.device)
     names, lines = check.keep_equal(names, torch.float32, 0.01)
@@ -2722,7 +2689,7 @@ class FormCheck:
         self.loss_weights = torch.tensor(state.loss_weights, device=device)
         self.plain = self.run([], torch.float32)
 
-    def run(self, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    def run(self, names: list[str], dtype: torch.dtype):
         """Loss, all gradients, and an orthogonalized matrix, by the named forms."""
         ops = make_operations(self.cfg, names, dtype)
         self.model.zero_grad()
@@ -2743,18 +2710,17 @@ class FormCheck:
         """
         try:
             results = self.run(names, dtype)
+            errors = {name: float((results[name] - plain).norm() / plain.norm())
+                      for name, plain in self.plain.items()}
         except Exception as error:  # a compiler error must not stop training
             return f"it fails on this {self.batch.inputs.device.type} device: {str(error).strip()[:120]}"
-        if results.keys() != self.plain.keys():
-            return f"it has gradients of {sorted(results.keys() ^ self.plain.keys())}"
         is_exact = dtype == torch.float32 and not {*names} & {*FP8_FORMS}
-        for name, plain in self.plain.items():
-            error = float((results[name] - plain).norm() / plain.norm())
-            if not error < (limit if is_exact or plain.dim() != 1 else math.inf):
+        for name, error in errors.items():
+            if not error < (limit if is_exact or self.plain[name].dim() != 1 else math.inf):
                 return f"{name} differs from its plain form by {error:.3g}"
         return ""
 
-    def keep_equal(self, names: list[str], dtype: torch.dtype, limit: float) -> tuple[list[str], list[str]]:
+    def keep_equal(self, names: list[str], dtype: torch.dtype, limit: float):
         """The names without forms whose results differ, and a line for each of those."""
         if not self.find_error(names, dtype, limit):
             return names, []
@@ -2777,7 +2743,7 @@ FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=3
                     num_warps=4)
 
 
-def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
+def build_block_mask(doc_ids, window) -> BlockMask:
     """make_mask() for FlexAttention, from the range of documents in each block.
 
     window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
@@ -2804,13 +2770,13 @@ def build_block_mask(doc_ids: Tensor, window: Tensor) -> BlockMask:
         for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
             lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
 
-    def mask_mod(_batch, _head, query: Tensor, key: Tensor) -> Tensor:
+    def mask_mod(_batch, _head, query, key):
         return is_visible(query, key, doc_ids, window)
 
     return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), mask_mod)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+def attend_flex(q, k, v, mask: BlockMask):
     """attention() by FlexAttention, which never stores the scores."""
     options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
     attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
@@ -2824,7 +2790,7 @@ def compile_flex_attention() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def build_dense_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
+def build_dense_mask(doc_ids, window):
     """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf.
 
     A block of queries reads its own block of keys and the M - 1 blocks before it. All blocks share one mask
@@ -2843,53 +2809,23 @@ def build_dense_mask(doc_ids: Tensor, window: Tensor | int) -> Tensor:
     return F.embedding(first.clamp(min=0), square.tril(-1)).add_(hidden)
 
 
-class BlockAttention(torch.autograd.Function):
-    """attention() by blocks, without copies of keys and values. Memory is linear in T."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q, k, v (T, H, K), mask (T/C, C, M * C) -> (T, H, K)."""
-        num_blocks, size, num_keys = mask.shape
-        mask = mask.type_as(q)
-        q = q.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
-        k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
-        scores = q.new_empty(q.size(0), *mask.shape)  # (H, T/C, C, M * C)
-        y = q.new_empty(*q.shape[:3], v.size(-1))
-        for head, keys in enumerate(k):  # unfold: overlapping views (T/C, K, M * C)
-            torch.baddbmm(mask, q[head], keys.unfold(0, num_keys, size), out=scores[head])
-        probs = scores.softmax(-1)
-        for head, values in enumerate(v):
-            torch.bmm(probs[head], values.unfold(0, num_keys, size).mT, out=y[head])
-        ctx.save_for_backward(q, k, v, probs, mask)
-        return y.flatten(1, 2).transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """grad (T, H, K) -> gradients of q, k, v (T, H, K)."""
-        q, k, v, probs, mask = ctx.saved_tensors
-        num_blocks, size, num_keys = mask.shape
-        grad = grad.transpose(0, 1).contiguous().unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
-        grad_scores, grad_q = torch.empty_like(probs), torch.empty_like(q)
-        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-        for head, values in enumerate(v):
-            torch.bmm(grad[head], values.unfold(0, num_keys, size), out=grad_scores[head])
-        grad_scores = torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)
-        for head, keys in enumerate(k):
-            torch.bmm(grad_scores[head], keys.unfold(0, num_keys, size).mT, out=grad_q[head])
-            for total, weights, x in ((grad_k, grad_scores, q), (grad_v, probs, grad)):
-                blocks = (weights[head].mT @ x[head]).unflatten(1, (-1, size))  # (T/C, M, C, K)
-                sums = total[head].unflatten(0, (-1, size))  # (T/C + M - 1, C, K)
-                for i in range(num_keys // size):
-                    sums[i : i + num_blocks] += blocks[:, i]
-        grads = (x[:, num_keys - size :].transpose(0, 1) for x in (grad_k, grad_v))
-        return grad_q.flatten(1, 2).transpose(0, 1), *grads, None
+def attend_blocks(q, k, v, mask):
+    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T."""
+    num_blocks, size, num_keys = mask.shape
+    q = q.transpose(0, 1).unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
+    k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
+    heads = []
+    for queries, keys, values in zip(q, k, v):  # unfold: overlapping views (T/C, K, M * C)
+        scores = torch.baddbmm(mask.type_as(q), queries, keys.unfold(0, num_keys, size))
+        heads.append(scores.softmax(-1) @ values.unfold(0, num_keys, size).mT)  # (T/C, C, K)
+    return torch.stack(heads).flatten(1, 2).transpose(0, 1)
 
 
 class RMSNorm(torch.autograd.Function):
     """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
         scale = torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)  # (..., 1)
         y = x * scale
@@ -2897,7 +2833,7 @@ class RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         y, scale = ctx.saved_tensors
         mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
         return torch.addcmul(grad, y, mean, value=-1) * scale
@@ -2913,7 +2849,14 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
 
 
-class FP8Scales(typing.NamedTuple):
+class Scaled(typing.NamedTuple):
+    """A tensor values * scale. scale=None: not FP8."""
+
+    values: Tensor
+    scale: Tensor | None = None  # ()
+
+
+class HeadScales(typing.NamedTuple):
     """Scales of the FP8 head, and the dtype of its logits."""
 
     x: float
@@ -2922,81 +2865,55 @@ class FP8Scales(typing.NamedTuple):
     logits_dtype: torch.dtype | None = None  # None: dtype of x
 
 
-def head_fp8_scales(cfg: Config) -> FP8Scales:
+def head_fp8_scales(cfg: Config) -> HeadScales:
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
 
     With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
     """
-    return FP8Scales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
-                     logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
+    return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
+                      logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
 
-def quantize_fp8(x: Tensor, dtype: torch.dtype, scale: Tensor | float | None = None
-                 ) -> tuple[Tensor, Tensor]:
-    """Quantize x / scale to FP8, saturating. Returns (x8, scale ()). The default scale is amax / limit."""
+def quantize(x, dtype: torch.dtype | None, scale: Tensor | float | None = None) -> Scaled:
+    """Quantize x / scale to FP8, saturating. The default scale is amax / limit. dtype=None: x stays."""
+    if dtype is None:
+        return Scaled(x)
     limit = torch.finfo(dtype).max
     if scale is None:
         scale = x.abs().max().float().clamp(min=1e-12) / limit
     elif not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float32, device=x.device)
-    return (x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale
+    return Scaled((x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale)
 
 
-def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast: bool
-                  ) -> Tensor:
-    """(a * scale_a) @ (b * scale_b)^T of FP8 tensors. a (M, K), b (N, K), both row-major -> (M, N).
+def matmul(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False):
+    """a @ b^T. a (M, K), b (N, K), both row-major in FP8 -> (M, N).
 
-    fast: accumulate with less precision. An FP8 result has scale 1 and saturates.
+    fast: FP8 accumulates with less precision. An FP8 result has scale 1 and saturates.
     """
-    if a.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32 matmuls
-        out = a.float() @ b.float().T * (scale_a * scale_b)
+    if a.scale is None:
+        return (a.values @ b.values.T).to(out_dtype)
+    if a.values.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32
+        out = a.values.float() @ b.values.float().T * (a.scale * b.scale)
         return out.clamp(-448, 448).to(E4M3) if out_dtype == E4M3 else out.to(out_dtype)
-    return torch._scaled_mm(a, b.T, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-class MLPFP8(torch.autograd.Function):
-    """relu2_mlp() of normalized x in FP8, forward and backward. Source: record 92."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, hidden_scale: Tensor, pre_grad_scale: Tensor,
-                use_kernel: bool) -> Tensor:
-        """x (T, D), up and down (D, M) -> (T, D).
-
-        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up. Backward
-        returns the amax of these two tensors as the gradients of their scales.
-        """
-        x8, x_scale = quantize_fp8(x, E4M3, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
-        (up8, up_scale), (down8, down_scale) = quantize_fp8(up, E4M3), quantize_fp8(down, E4M3)
-        hidden8, hidden_t, hidden_amax = relu2_matmul_fp8(
-            x8, up8, x_scale, up_scale, hidden_scale, E4M3, x.dtype, use_kernel)  # (T, M), (M, T), ()
-        ctx.save_for_backward(x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale,
-                              hidden_amax, pre_grad_scale)
-        ctx.use_kernel = use_kernel
-        return scaled_matmul(hidden8, down8, hidden_scale, down_scale, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
-        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and two amax ()."""
-        (x8, x_scale, up8, up_scale, down8, down_scale, hidden8, hidden_t, hidden_scale, hidden_amax,
-         pre_grad_scale) = ctx.saved_tensors
-        grad8, scale = quantize_fp8(grad, E5M2, 2.0**-3)
-        pre8, pre_t, pre_amax = relu2_matmul_fp8(
-            grad8, down8, scale, down_scale, pre_grad_scale, E5M2, grad.dtype, ctx.use_kernel, hidden8,
-            hidden_scale)  # (T, M), (M, T), ()
-        grad_x = scaled_matmul(pre8, up8, pre_grad_scale, up_scale, grad.dtype, fast=False)
-        x_t, grad_t = (transpose(y, ctx.use_kernel) for y in (x8, grad8))
-        grad_up = scaled_matmul(x_t, pre_t, x_scale, pre_grad_scale, grad.dtype, fast=False)
-        grad_down = scaled_matmul(grad_t, hidden_t, scale, hidden_scale, grad.dtype, fast=False)
-        return grad_x, grad_up, grad_down, hidden_amax, pre_amax, None
-
-
-def relu2_mlp_fp8(x: Tensor, up: Tensor, down: Tensor, scales: tuple[Tensor, Tensor],
-                  use_kernel: bool = False) -> Tensor:
-    return MLPFP8.apply(x, up, down, *scales, use_kernel)
+def transpose(x: Scaled, use_kernel: bool = False) -> Scaled:
+    """x (M, N) -> (N, M), row-major in FP8. The kernel takes a ninth of Inductor's time."""
+    values, scale = x
+    if scale is None:
+        return Scaled(values.T)
+    if not use_kernel:
+        return Scaled(values.T.contiguous(), scale)
+    out = values.new_empty(values.size(1), values.size(0), dtype=torch.uint8)
+    transpose_kernel[triton.cdiv(values.size(1), 128), triton.cdiv(values.size(0), 128)](
+        values.view(torch.uint8), out, *values.shape, BLOCK=128, num_warps=8)
+    return Scaled(out.view(values.dtype), scale)
 
 
 class DelayedScales:
-    """Scales of MLPFP8 in all MLPs. They follow from the amax of the previous step over all ranks.
+    """FP8 scales of FusedMLP in all MLPs. They follow from the amax of the previous step over all ranks.
 
     So a kernel can quantize its own result.
     """
@@ -3005,7 +2922,7 @@ class DelayedScales:
 
     def __init__(self, model: GPT, comm: Comm, has_fp8: bool = True):
         mlps = [module for module in model.modules() if isinstance(module, MLP) and has_fp8]
-        self.comm, self.amax, self.work, device = comm, None, None, model.embed.device
+        self.comm, self.amax, device = comm, None, model.embed.device
         self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
         for mlp in mlps:
             mlp.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
@@ -3013,7 +2930,7 @@ class DelayedScales:
             self.leaves += mlp.scales
         self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
-    def collect(self) -> None:
+    def collect(self):
         """After each backward: keep the largest amax. Autograd would add the micro-batches."""
         if self.leaves and self.leaves[0].grad is not None:
             found = torch.stack([leaf.grad for leaf in self.leaves]).view(-1, 2)  # (MLPs, 2)
@@ -3021,32 +2938,26 @@ class DelayedScales:
             for leaf in self.leaves:
                 leaf.grad = None
 
-    def start(self) -> None:
-        """After the last backward: start the asynchronous amax all-reduce."""
-        if self.amax is not None:
-            self.work = self.comm.start_max(self.amax)
+    def update(self):
+        """After the last backward: set the scales of the next step, from the amax over all ranks.
 
-    def finish(self) -> None:
-        """Before the next forward: set the new scales. If an amax is 0 or not finite, its scale stays."""
-        if self.work is not None:
-            self.work.wait()
+        If an amax is 0 or not finite, its scale stays.
+        """
         if self.amax is not None:
-            is_usable = self.amax.isfinite() & (self.amax > 0)
-            new = (self.amax * self.factors).maximum(self.floors)
+            amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
+            new = (amax * self.factors).maximum(self.floors)
+            is_usable = amax.isfinite() & (amax > 0)
             self.set(new.where(is_usable, self.read().view_as(new)).flatten())
-            self.clear()
+            self.amax = None
 
     @torch.no_grad()
-    def set(self, scales: Tensor) -> None:
+    def set(self, scales):
         """Set all scales (2 * MLPs,)."""
         torch._foreach_copy_(self.leaves, list(scales.unbind()))
 
-    def read(self) -> Tensor:
+    def read(self):
         """All scales (2 * MLPs,)."""
         return torch.stack(self.leaves).detach()
-
-    def clear(self) -> None:
-        self.amax = self.work = None
 
 # ==== FUSED OPERATIONS =====================================================================================
 # Fused QKV runs one kernel after the matmul, and in backward one kernel before the matmuls. The fused loss
@@ -3058,50 +2969,44 @@ class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, softmax_scale: Tensor,
-                num_rotating: int, is_start: Tensor, heads: Heads, use_fp8: bool
-                ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads: Heads,
+                use_fp8: bool):
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
         tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
-        if use_fp8:
-            x8, x_scale = quantize_fp8(x, E4M3, QKV_LIMIT / 448)
-            w8, w_scale = quantize_fp8(weight, E4M3)
-            packed = scaled_matmul(x8, w8, x_scale, w_scale, x.dtype, fast=True)  # (T, 2HK + HL)
-        else:
-            packed = x @ weight.type_as(x).T
+        dtype = E4M3 if use_fp8 else None
+        scaled_x, scaled_w = quantize(x, dtype, QKV_LIMIT / 448), quantize(weight.type_as(x), dtype)
+        packed = matmul(scaled_x, scaled_w, x.dtype, fast=True)  # (T, 2HK + HL)
         q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
         launch_qkv(packed, tables, num_rotating, heads, q, k)
         ctx.num_rotating, ctx.heads = num_rotating, heads
         ctx.use_fp8, ctx.weight_dtype = use_fp8, weight.dtype
-        ctx.save_for_backward(packed, *tables, *((x8, x_scale, w8, w_scale) if use_fp8 else (x, weight)))
+        ctx.save_for_backward(packed, *scaled_x, *scaled_w, *tables)
         return q, k, packed[:, 2 * H * K :]
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads):
         """Gradients of queries, keys and values -> gradients of x (T, D) and weight (2HK + HL, D)."""
-        (packed, *tables), saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        packed, x, x_scale, w, w_scale, *tables = ctx.saved_tensors
         grads = [grad.contiguous() for grad in grads]
         grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
-        grad_t = grad.new_empty(grad.size(1), grad.size(0)) if ctx.use_fp8 else None
-        launch_qkv(packed, tables, ctx.num_rotating, ctx.heads, *grads, grad, grad_t)
+        grad_t = scale = None
         if ctx.use_fp8:
-            (x8, x_scale, w8, w_scale), scale = saved, torch.full_like(saved[1], QKV_LIMIT / 448)
-            grad_x = scaled_matmul(grad, w8.T.contiguous(), scale, w_scale, packed.dtype, fast=False)
-            grad_w = scaled_matmul(grad_t, transpose(x8, True), scale, x_scale, packed.dtype, fast=False)
-        else:
-            grad_x, grad_w = grad @ saved[1].type_as(grad), grad.T @ saved[0]
+            grad_t = grad.new_empty(grad.size(1), grad.size(0))
+            scale = torch.full_like(x_scale, QKV_LIMIT / 448)
+        launch_qkv(packed, tables, ctx.num_rotating, ctx.heads, *grads, grad, grad_t)
+        grad_t = Scaled(grad.T if grad_t is None else grad_t, scale)
+        grad_x = matmul(Scaled(grad, scale), transpose(Scaled(w, w_scale)), packed.dtype)
+        grad_w = matmul(grad_t, transpose(Scaled(x, x_scale), ctx.use_fp8), packed.dtype)
         return grad_x, grad_w.to(ctx.weight_dtype), *[None] * 7
 
 
-def fused_qkv(x: Tensor, weight: Tensor, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
-              use_fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def fused_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
+              use_fp8: bool = False):
     """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
 
-def launch_qkv(packed: Tensor, tables: Iterable[Tensor], num_rotating: int, heads: Heads, q: Tensor,
-               k: Tensor, v: Tensor | None = None, grad: Tensor | None = None, grad_t: Tensor | None = None
-               ) -> None:
+def launch_qkv(packed, tables, num_rotating: int, heads: Heads, q, k, v=None, grad=None, grad_t=None):
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
     (num_tokens, width), (H, K, L, P, key_offset, has_norm) = packed.shape, heads
     cos, sin, softmax_scale, is_start = tables
@@ -3114,9 +3019,8 @@ def launch_qkv(packed: Tensor, tables: Iterable[Tensor], num_rotating: int, head
         BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
-def softcapped_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor, softcap: Softcap,
-                             grad_dtype: torch.dtype, grad_scale: float = 1.0, use_kernel: bool = False
-                             ) -> tuple[Tensor, Tensor]:
+def softcapped_cross_entropy(logits, targets, weights, softcap: Softcap, grad_dtype: torch.dtype,
+                             grad_scale: float = 1.0, use_kernel: bool = False):
     """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V).
 
     A target of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the
@@ -3146,120 +3050,128 @@ class FusedHeadLoss(torch.autograd.Function):
     With FP8, x must be RMS-normalized."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
-                use_kernel: bool, scales: FP8Scales | None) -> Tensor:
+    def forward(ctx, x, weight, targets, target_weights, softcap: Softcap, use_kernel: bool,
+                scales: HeadScales | None):
         """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
-        w, loss, grad_xs, grad_w = weight.type_as(x), torch.zeros((), device=x.device), [], None
-        if scales:  # quantize once for all chunks
-            w, w_scale = quantize_fp8(w, E4M3, scales.weight)  # (V, D)
-            w_t, grad_scale = transpose(w, use_kernel), torch.full_like(w_scale, scales.grad)  # (D, V)
-            logits_dtype = scales.logits_dtype or x.dtype
+        dtype, grad_dtype, grad_scale = None, x.dtype, None
+        if scales:
+            dtype, grad_dtype = E4M3, E5M2
+            grad_scale = torch.full((), scales.grad, device=x.device)
+        else:
+            scales = HeadScales(1.0, 1.0, 1.0)
+        loss, grad_xs, grad_w = torch.zeros((), device=x.device), [], None
+        w = quantize(weight.type_as(x), dtype, scales.weight)  # (V, D)
+        w_t = transpose(w, use_kernel)  # (D, V)
         for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
-            if scales:
-                x8, x_scale = quantize_fp8(x_chunk, E4M3, scales.x)
-                logits = scaled_matmul(x8, w, x_scale, w_scale, logits_dtype, fast=True)  # (T, V)
-                losses, grad8 = softcapped_cross_entropy(logits, target, target_weights, softcap, E5M2,
-                                                         scales.grad, use_kernel)
-                grad_x = scaled_matmul(grad8, w_t, grad_scale, w_scale, x.dtype, fast=False)
-                grad_w_chunk = scaled_matmul(transpose(grad8, use_kernel), transpose(x8, use_kernel),
-                                             grad_scale, x_scale, torch.float32, fast=False)  # (V, D)
-            else:
-                losses, grads = softcapped_cross_entropy(x_chunk @ w.T, target, target_weights, softcap,
-                                                         x.dtype, use_kernel=use_kernel)
-                grad_x, grad_w_chunk = grads @ w, (grads.T @ x_chunk).to(at_least_fp32(x))  # (T, D), (V, D)
+            chunk = quantize(x_chunk, dtype, scales.x)
+            logits = matmul(chunk, w, scales.logits_dtype or x.dtype, fast=True)  # (T, V)
+            losses, grads = softcapped_cross_entropy(logits, target, target_weights, softcap, grad_dtype,
+                                                     scales.grad, use_kernel)
+            grads = Scaled(grads, grad_scale)
             loss = loss + losses.sum()
-            grad_xs.append(grad_x)
+            grad_xs.append(matmul(grads, w_t, x.dtype))
+            grad_w_chunk = matmul(transpose(grads, use_kernel), transpose(chunk, use_kernel),
+                                  at_least_fp32(x))  # (V, D)
             grad_w = grad_w_chunk if grad_w is None else grad_w + grad_w_chunk
         ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
         return loss
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
         return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None, None
 
 
-def fused_head_loss(x: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor, softcap: Softcap,
-                    use_kernel: bool = False, scales: FP8Scales | None = None) -> Tensor:
+def fused_head_loss(x, weight, targets, target_weights, softcap: Softcap, use_kernel: bool = False,
+                    scales: HeadScales | None = None):
     return FusedHeadLoss.apply(x, weight, targets, target_weights, softcap, use_kernel, scales)
 
 
-def transpose(x: Tensor, use_kernel: bool = False) -> Tensor:
-    """Transpose FP8 x (M, N) to a row-major (N, M). The kernel takes a ninth of Inductor's time."""
-    if not use_kernel:
-        return x.T.contiguous()
-    out = x.new_empty(x.size(1), x.size(0), dtype=torch.uint8)
-    transpose_kernel[triton.cdiv(x.size(1), 128), triton.cdiv(x.size(0), 128)](
-        x.view(torch.uint8), out, *x.shape, BLOCK=128, num_warps=8)
-    return out.view(x.dtype)
-
-
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() by a kernel, which does not store x @ up. Sources: 2026-01-14, 2026-06-11."""
+    """relu2_mlp() of normalized x. A kernel computes the activation without storing x @ up.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, up: Tensor, down: Tensor, _scales: tuple | None = None) -> Tensor:
-        """x (T, D), up and down (D, M) -> (T, D)."""
-        hidden = launch_relu2_matmul(x.contiguous(), up.contiguous(), None, x.dtype)  # (T, M)
-        ctx.save_for_backward(x, up, down, hidden)
-        return hidden @ down.T
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """grad (T, D) -> gradients of x (T, D), up and down (D, M)."""
-        x, up, down, hidden = ctx.saved_tensors
-        grad_pre = launch_relu2_matmul(grad.contiguous(), down.contiguous(), hidden, grad.dtype)  # (T, M)
-        return grad_pre @ up.T, x.T @ grad_pre, grad.T @ hidden, None
-
-
-def relu2_matmul_fp8(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, out_scale: Tensor,
-                     out_dtype: torch.dtype, dtype: torch.dtype, use_kernel: bool,
-                     hidden: Tensor | None = None, hidden_scale: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor, Tensor]:
-    """launch_relu2_matmul() of FP8 x (T, D), w (D, M) and hidden (T, M).
-
-    Returns the output / out_scale in FP8, its transpose (M, T), and the amax () of the output. dtype: of the
-    product x w, if no kernel is used.
+    With scales it is in FP8, forward and backward. Sources: 2026-01-14, 2026-06-11, record 92.
     """
-    w_t = w.T.contiguous()  # (M, D), the layout of FP8 tensor cores
-    if use_kernel:
-        scale = x_scale * w_scale if hidden is None else x_scale * w_scale * hidden_scale.sqrt()
-        amax = torch.zeros((), device=x.device)
-        out_t, scales = x.new_empty(len(w_t), len(x), dtype=out_dtype), torch.stack((scale, 1 / out_scale))
-        return launch_relu2_matmul(x, w_t.T, hidden, out_dtype, out_t, scales, amax), out_t, amax
-    y = scaled_matmul(x, w_t, x_scale, w_scale, dtype, fast=hidden is None).float()
-    y = F.relu(y).square() if hidden is None else y * 2 * (hidden.float() * hidden_scale).sqrt()
-    out, _ = quantize_fp8(y, out_dtype, out_scale)
-    return out, out.T.contiguous(), y.abs().max()
+
+    @staticmethod
+    def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
+        """x (T, D), up and down (D, M) -> (T, D).
+
+        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up, or None.
+        Backward returns the amax of these two tensors as the gradients of their scales.
+        """
+        dtype = None if hidden_scale is None else E4M3
+        scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
+        up, down = quantize(up, dtype), quantize(down, dtype)
+        hidden, hidden_t, hidden_amax = relu2_matmul(
+            scaled_x, up, hidden_scale, dtype or x.dtype, x.dtype, use_kernel)  # (T, M), (M, T), ()
+        ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
+        ctx.use_kernel = use_kernel
+        return matmul(hidden, down, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and two amax ()."""
+        *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
+        x, up, down, hidden = itertools.starmap(Scaled, zip(pairs[::2], pairs[1::2]))
+        dtype = None if hidden.scale is None else E5M2
+        scaled_grad = quantize(grad.contiguous(), dtype, 2.0**-3)
+        pre, pre_t, pre_amax = relu2_matmul(
+            scaled_grad, down, pre_grad_scale, dtype or grad.dtype, grad.dtype, ctx.use_kernel, hidden)
+        grad_x = matmul(pre, up, grad.dtype)
+        grad_up = matmul(transpose(x, ctx.use_kernel), pre_t, grad.dtype)
+        grad_t = transpose(scaled_grad, ctx.use_kernel)
+        grad_down = matmul(grad_t, Scaled(hidden_t, hidden.scale), grad.dtype)
+        return grad_x, grad_up, grad_down, hidden_amax, pre_amax, None
 
 
-def launch_relu2_matmul(x: Tensor, w: Tensor, hidden: Tensor | None, out_dtype: torch.dtype,
-                        out_t: Tensor | None = None, scales: Tensor | None = None, amax: Tensor | None = None
-                        ) -> Tensor:
+def fused_relu2_mlp(x, up, down, scales: tuple | None, use_kernel: bool = True, use_fp8: bool = False):
+    """relu2_mlp() by FusedMLP. use_fp8: FP8 matmuls with these scales."""
+    return FusedMLP.apply(x, up, down, *(scales if use_fp8 else (None, None)), use_kernel)
+
+
+def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype: torch.dtype, dtype: torch.dtype,
+                 use_kernel: bool, hidden: Scaled | None = None):
     """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
 
     The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
-    form's result. out_t (M, T), scales (2,) and amax (): only for FP8.
+    form's result. dtype: of the product x w without the kernel. Returns the result, its transpose (M, T),
+    and in FP8 its amax ().
     """
-    (rows, inner), columns, num_bytes = x.shape, w.size(1), x.element_size()
-    is_precise = num_bytes == 1 and hidden is not None  # FP8 gradients: float32 sums
-    is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.device.type == "cuda"
-               and torch.cuda.get_device_capability(x.device)[0] in (9, 10))  # four stages fit
+    is_fp8, is_backward = out_scale is not None, hidden is not None
+    if not use_kernel:
+        y = matmul(x, transpose(w), dtype, fast=not is_backward).float()
+        y = y * 2 * (hidden.values.float() * hidden.scale).sqrt() if is_backward else F.relu(y).square()
+        out = quantize(y, out_dtype, out_scale)
+        return out, transpose(out), y.abs().max()
+
+    (rows, inner), columns, num_bytes = x.values.shape, w.values.size(1), x.values.element_size()
+    is_precise = is_fp8 and is_backward  # gradients: float32 sums
+    is_wide = (columns % 256 == 0 and num_bytes < 4 and not is_precise and x.values.device.type == "cuda"
+               and torch.cuda.get_device_capability(x.values.device)[0] in (9, 10))  # four stages fit
     width, depth = 256 if is_wide else 128, 128 // num_bytes
-    depth = depth if inner % depth == 0 else 64
     if rows % 128 or columns % width or inner % depth:
         raise ValueError(f"tiles of 128 x {depth} x {width} do not divide {rows} x {inner} x {columns}")
-    out = torch.empty(rows, columns, dtype=out_dtype, device=x.device)
+    out = torch.empty(rows, columns, dtype=out_dtype, device=x.values.device)
+    weight, out_t, scales, amax = w.values.contiguous(), out, out, out
+    if is_fp8:
+        weight = transpose(w).values.T  # the layout of FP8 tensor cores
+        scale = x.scale * w.scale
+        if is_backward:
+            scale = scale * hidden.scale.sqrt()
+        out_t, scales = out.new_empty(columns, rows), torch.stack((scale, 1 / out_scale))
+        amax = torch.zeros_like(scale)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
-        x, w, out if hidden is None else hidden, out, *((out, out, out) if amax is None else (
-            out_t, scales, amax)), rows, columns, inner, w.stride(0), w.stride(1), hidden is not None,
-        0.0 if amax is None else torch.finfo(out_dtype).max, depth if is_precise else None, BLOCK_M=128,
-        BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
-    return out
+        x.values, weight, hidden.values if is_backward else out, out, out_t, scales, amax, rows, columns,
+        inner, *weight.stride(), is_backward, torch.finfo(out_dtype).max if is_fp8 else 0.0,
+        depth if is_precise else None, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8,
+        num_stages=4 if is_wide else 3)
+    if is_fp8:
+        return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
+    return Scaled(out), transpose(Scaled(out)), None
 
 
-def triton_symmetric_matmul(x: Tensor, add: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0
-                            ) -> Tensor:
+def triton_symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
     """symmetric_matmul() with half of the FLOPs: the kernel computes one triangle (record 27)."""
     if x.size(-2) <= 128:  # one tile
         return symmetric_matmul(x, add, alpha, beta)
@@ -3516,7 +3428,7 @@ class RowPlan(typing.NamedTuple):
     received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
 
 
-def plan_rows(reads: list[Tensor], rank: int, num_rows: int) -> RowPlan:
+def plan_rows(reads, rank: int, num_rows: int) -> RowPlan:
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
     size = -(-num_rows // len(reads))
     first_row = rank * size
@@ -3529,18 +3441,18 @@ def plan_rows(reads: list[Tensor], rank: int, num_rows: int) -> RowPlan:
     return RowPlan(places, torch.cat(wanted).long() - first_row, tuple(map(len, wanted)), tuple(received))
 
 
-def plan_reads(tokens: list[np.ndarray], rank: int, cfg: Config) -> tuple[RowPlan, RowPlan | None]:
-    """Plans for value embeddings and n-grams. tokens: the inputs (sequences, seq_len) of each rank."""
-    is_start = torch.arange(tokens[0].size) % tokens[0].shape[1] == 0
-    tokens = [torch.from_numpy(x.astype(np.int32).ravel()) for x in tokens]
-    token_plan = plan_rows(tokens, rank, cfg.padded_vocab_size)
+def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config) -> Batch:
+    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
+    inputs = [torch.from_numpy(x[:, :-1].astype(np.int32).ravel()) for x in tokens]
+    batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
     if not cfg.ngram_rows:
-        return token_plan, None
-    rows = [hash_ngrams(x, is_start, cfg.ngram_rows, cfg.ngram_order).flatten() for x in tokens]
-    return token_plan, plan_rows(rows, rank, cfg.ngram_rows)
+        return batch
+    is_start = torch.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
+    rows = [hash_ngrams(x, is_start, cfg.ngram_rows, cfg.ngram_order).flatten() for x in inputs]
+    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows))
 
 
-def make_ngram_table(cfg: Config, rt: Runtime) -> Tensor | None:
+def make_ngram_table(cfg: Config, rt: Runtime):
     """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
     if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
         return None
@@ -3557,7 +3469,7 @@ class Table(Bucket):
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
 
-    def store(self, cfg: Config) -> None:
+    def store(self, cfg: Config):
         """The parameter becomes this rank's rows."""
         ((name, param),) = self.params.items()
         comm = self.comm
@@ -3581,20 +3493,20 @@ class Table(Bucket):
             leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
         return TableRows(leaf, plan.places, work)
 
-    def add_hooks(self) -> None:
+    def add_hooks(self):
         """start_reading() adds them to its leaves."""
 
-    def add(self, plan: RowPlan, leaf: Tensor) -> None:
+    def add(self, plan: RowPlan, leaf):
         """Send the gradient of a leaf to the owners of the rows."""
         self.collect()  # of earlier micro-batches, so that memory is bounded
         grad = round_to_multiple(leaf.grad, self.grid) if self.grid else leaf.grad
         self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
         leaf.grad = None
 
-    def start_reduce(self) -> None:
+    def start_reduce(self):
         """The hooks of the leaves have sent the gradients."""
 
-    def collect(self) -> None:
+    def collect(self):
         """Add the gradients that arrive, by micro-batch and sender."""
         for plan, grad, work in self.arriving:
             if work is not None:
@@ -3606,14 +3518,14 @@ class Table(Bucket):
                 self.total[rows] += grad  # index_add_() is six times slower
             self.pieces = []
 
-    def wait_for_gradient(self) -> None:
+    def wait_for_gradient(self):
         self.collect()
         self.grad = self.total
         if self.is_sparse:
             rows, grads = map(torch.cat, zip(*self.pieces))
             self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
 
-    def update(self, update: Callable, args: UpdateArgs) -> None:
+    def update(self, update: Callable, args: UpdateArgs):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
         if not self.is_sparse:
             super().update(update, args)
@@ -3632,20 +3544,20 @@ class Table(Bucket):
                     tensor[part] = values
         self.clear()
 
-    def start_gather(self) -> None:
+    def start_gather(self):
         """Forward fetches the rows that it needs."""
 
-    def gather(self) -> Tensor:
+    def gather(self):
         """The whole table (R, D), on the CPU."""
         ((_, _, owned),) = self.owned()
         return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
 
-    def clear(self) -> None:
+    def clear(self):
         self.grad, self.pieces, self.arriving = None, [], []
         if not self.is_sparse:
             self.total.zero_()
 
-    def owned(self) -> Iterator[tuple[str, int, slice]]:
+    def owned(self):
         num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
         yield self.name, self.first_row, slice(0, max(0, num_rows))
 
@@ -3653,7 +3565,7 @@ class Table(Bucket):
         return self.num_rows
 
 
-def sum_equal_rows(rows: Tensor, grad: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+def sum_equal_rows(rows, grad, padding: int):
     """Sum the gradients (n, D) of equal rows (n,), in their order. Returns (rows (n,), sums (n, D)).
 
     The rows are distinct, in ascending order, then padding. So their number stays on the device.
@@ -3689,7 +3601,6 @@ class Runtime:
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
     fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
-    ngram_rows: int = 0  # for --ngram_rows=-1
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
@@ -3728,8 +3639,6 @@ def start_runtime(cfg: Config) -> Runtime:
     if use_cuda:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-    else:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on CPUs too: no upcast to float32
     if world_size == 1:
         return Runtime(device)
     dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
@@ -3748,30 +3657,16 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
     fast, (fast_line, *lines) = choose_fast_forms(cfg, rt)
     if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
         lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
-    ngram_rows = cfg.ngram_rows
-    if cfg.ngram_rows < 0:
-        ngram_rows = choose_ngram_rows(cfg, rt)
-        lines.append(f"n-gram table: {ngram_rows:,} rows, the record has {NGRAM_ROWS[0]:,}")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, fast=fast, ngram_rows=ngram_rows, peak_flops=peak_flops,
+        dtype=dtype, use_compile=use_compile, fast=fast, peak_flops=peak_flops,
         notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
-
-
-def choose_ngram_rows(cfg: Config, rt: Runtime) -> int:
-    """The largest table of NGRAM_ROWS whose rows, moments and 40 GiB of other memory fit on all GPUs."""
-    if rt.device.type == "cpu":
-        return NGRAM_ROWS[-1]
-    row_bytes = cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize + 8
-    memory = torch.cuda.get_device_properties(rt.device).total_memory - 40 * 2**30
-    fitting = [rows for rows in NGRAM_ROWS if rows * row_bytes <= memory * rt.world_size]
-    return max(fitting, default=NGRAM_ROWS[-1])
 
 
 def describe_choices(rt: Runtime) -> dict:
     """The choices in force, as options."""
     fp8 = rt.fast & {*FP8_FORMS}
     return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
-                fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off", ngram_rows=rt.ngram_rows)
+                fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off")
 
 
 def clock(device: torch.device) -> float:
@@ -3792,7 +3687,7 @@ def supports_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_dtype(cfg: Config, device: torch.device) -> tuple[torch.dtype, float, str]:
+def choose_dtype(cfg: Config, device: torch.device):
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
@@ -3816,7 +3711,7 @@ def read_peak_memory_mib(rt: Runtime) -> int:
 class HostCopy:
     """An asynchronous copy of a tensor to the CPU. The caller may change the tensor immediately."""
 
-    def __init__(self, tensor: Tensor, out: Tensor | None = None):
+    def __init__(self, tensor, out=None):
         tensor, self.event = tensor.detach(), None
         is_cuda = tensor.device.type != "cpu"
         self.copy = torch.empty_like(tensor, device="cpu", pin_memory=is_cuda) if out is None else out
@@ -3825,32 +3720,32 @@ class HostCopy:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read(self) -> Tensor:
+    def read(self):
         if self.event:
             self.event.synchronize()
         return self.copy
 
 
 class Stop:
-    """What all ranks agree on after a step: a request to stop, and whether checkpoint files are written.
+    """A request to stop, which all ranks follow after the same step.
 
-    With several ranks an answer is one step old, so that no rank waits.
+    With several ranks the answer is one step old, so that no rank waits.
     """
 
     def __init__(self, rt: Runtime):
-        self.rt, self.work, self.flags = rt, None, torch.zeros(2, dtype=torch.int64)
+        self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
         self.old_handlers: dict = {}
 
     def __enter__(self) -> Stop:
         return self
 
-    def catch_signals(self) -> None:
+    def catch_signals(self):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
 
         Outside the main thread nothing is caught. A signal that is ignored stays ignored.
         """
-        def handle(signum: int, _frame) -> None:
+        def handle(signum: int, _frame):
             self.requested = self.requested or 128 + signum
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
                 signal.signal(signum, self.old_handlers[signum])
@@ -3860,26 +3755,25 @@ class Stop:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self.old_handlers[number] = signal.signal(number, handle)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
-    def exchange(self, write_state: int) -> tuple[int, int]:
-        """Return (exit status, write state), the largest of all ranks at the last call.
+    def exchange(self) -> int:
+        """The exit status that any rank asks for, or 0. All ranks call it after each step."""
+        if self.rt.world_size == 1:
+            return self.requested
+        status = self.collect()
+        self.flag = torch.tensor([self.requested])
+        self.work = self.rt.comm.start_max(self.flag)
+        return status
 
-        All ranks call it after each step.
-        """
-        status, state = self.collect()
-        self.flags = torch.tensor([self.requested, write_state])
-        self.work = self.rt.comm.start_max(self.flags, on_cpu=True)
-        return (status, state) if self.work else (self.requested, write_state)
-
-    def collect(self) -> tuple[int, int]:
+    def collect(self) -> int:
         """Finish the communication of the last exchange()."""
         if self.work is not None:
             self.work.wait()
             self.work = None
-        return tuple(self.flags.tolist())
+        return self.flag.item()
 
 
 @dataclass
@@ -3922,17 +3816,16 @@ class Comm:
         self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
         self.all_gather_group = all_gather_group
 
-    def reduce_scatter(self, full: Tensor) -> tuple[Tensor, dist.Work]:
+    def reduce_scatter(self, full):
         """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
         shard = torch.empty_like(self.local_shard(full))
         return shard, reduce_scatter_single(shard, full, async_op=True)
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> dist.Work:
+    def all_gather(self, full, shard) -> dist.Work:
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
         return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
 
-    def all_to_all(self, sent: Tensor, send_counts: Iterable[int], receive_counts: Iterable[int]
-                   ) -> tuple[Tensor, dist.Work | None]:
+    def all_to_all(self, sent, send_counts: Iterable[int], receive_counts: Iterable[int]):
         """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
         if self.world_size == 1:
             return sent, None
@@ -3941,24 +3834,21 @@ class Comm:
                                       list(receive_counts), list(send_counts), async_op=True)
         return received, work
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum in place over ranks."""
+    def all_reduce(self, tensor, operation=dist.ReduceOp.SUM):
+        """Sum, or another operation, in place over ranks."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, operation)
         return tensor
 
-    def start_max(self, tensor: Tensor, on_cpu: bool = False) -> dist.Work | None:
-        """Start the maximum over ranks, in place."""
-        if self.world_size == 1:
-            return None
-        group = self.gloo_group if on_cpu else None
-        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+    def start_max(self, tensor) -> dist.Work:
+        """Start the maximum over ranks of a tensor on the CPU, in place."""
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.gloo_group, async_op=True)
 
-    def local_shard(self, full: Tensor) -> Tensor:
+    def local_shard(self, full):
         """This rank's (M/N, ...) view of (M, ...)."""
         return full.unflatten(0, (self.world_size, -1))[self.rank]
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor):
         """Overwrite the tensor with rank 0's values."""
         if self.world_size > 1:
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
@@ -3977,11 +3867,11 @@ class Comm:
             dist.all_gather_object(values, value, group=self.gloo_group)
         return values
 
-    def barrier(self) -> None:
+    def barrier(self):
         if self.world_size > 1:
             dist.barrier(group=self.gloo_group)
 
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
+    def set_timeout(self, timeout: datetime.timedelta):
         """Set the time that a collective of a training step may take."""
         for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -3992,7 +3882,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def share_problem(problem: str, rt: Runtime) -> None:
+def share_problem(problem: str, rt: Runtime):
     """Raise RunError on all ranks if one of them has a problem."""
     for found in filter(None, rt.comm.gather_objects(problem)):
         raise RunError(found, 2)
@@ -4008,7 +3898,7 @@ SHARD_REMEDY = "fetch or build it again (data/README.md)"
 class Shard:
     """A checked token file."""
 
-    tokens: np.ndarray  # uint16, mapped from the file
+    tokens: np.ndarray  # uint16, mapped from the file. No np.memmap, because its slices are slow
     starts: np.ndarray  # index of the first token of each document
     bos: int
     sha256: str
@@ -4046,7 +3936,7 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
         problem = f"has no BOS (token {bos})"
     if problem:
         raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
-    return Shard(tokens, starts, bos, hashlib.sha256(tokens).hexdigest())
+    return Shard(np.asarray(tokens), starts, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:
@@ -4061,7 +3951,7 @@ def find_shards(pattern: str, field: str) -> list[str]:
     return paths
 
 
-def scan_shards(cfg: Config, shards: list[Shard]) -> Iterator[tuple[int, Shard]]:
+def scan_shards(cfg: Config, shards: list[Shard]):
     """Yield (index, shard) of the training shards, once per epoch. At its first use a shard is opened and
     appended to shards."""
     for index, path in list(enumerate(find_shards(cfg.train_files, "train_files"))) * cfg.epochs:
@@ -4091,64 +3981,54 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
 # From a command line to a Config: the preset, the given options, --without, and one check. Bad input is one
 # line with the value. To add a check, add a row to find_problems().
 
-def change(where: str | None = None, **new) -> Callable:
-    """Return a function that changes fields of layers, stages or groups.
+def list_parts(cfg: Config) -> dict[str, Config]:
+    """{name: cfg without this part of the recipe}, for each part that --without can leave out."""
+    def change(place: str, where: str = "", **new) -> tuple:
+        """Change fields of layers or stages. where: only of layers with this attention."""
+        return tuple(dataclasses.replace(row, **new) if not where or where == row.attention else row
+                     for row in getattr(cfg, place))
 
-    where: only of layers with this attention, or of the group with this name.
-    """
-    def change_rows(rows):
-        if isinstance(rows, dict):
-            return {name: dataclasses.replace(row, **new) if where in (None, name) else row
-                    for name, row in rows.items()}
-        return tuple(dataclasses.replace(row, **new) if where is None or where == row.attention else row
-                     for row in rows)
+    def change_groups(**new) -> dict:
+        return {name: new for name in cfg.groups}
 
-    return change_rows
-
-
-# Parts of --without that are more than one option's `off`, or one field of all rows. A function gets the
-# old value
-SPECIAL_PARTS: dict[str, dict] = {
-    "muon": dict(groups=change("matrix", rule="adamw", lr=0.0018, betas=(0.9, 0.95), weight_decay=0.1),
-                 mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
-    "variance": dict(groups=lambda groups: change("matrix", rule={
-        "anvil": "muon"}.get(groups["matrix"].rule, groups["matrix"].rule.removeprefix("nor")))(groups)),
-    "polar_express": dict(orthogonalize="newton_schulz"),
-    "adam_odd_steps": dict(groups=change(every=1)),
-    "row_adam": dict(groups=change("ngram", rule="adamw")),
-    "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=lambda stds: (0.02, stds[1]),
-                        groups=change("head", lr=0.0036)),
-    "short_windows": dict(layers=change("short", attention="long")),
-    "window_warmup": dict(stages=lambda stages: change(
-        window_long=stages[-1].window_long, window_short=stages[-1].window_short)(stages)),
-    "batch_warmup": dict(stages=change(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
-    "multi_token": dict(stages=change(loss_weights=((1, 1),))),
-    "dropped_attention": dict(layers=change("none", attention="long")),
-    "dropped_mlp": dict(layers=change(mlp=True)),
-}
-
-
-def list_parts(cfg: Config) -> dict[str, dict]:
-    """{name: options without this part of the recipe}, for each part that --without can leave out."""
-    options, parts, found = {field.name: field for field in dataclasses.fields(Config)}, {}, {}
-    for name, field in options.items():
+    parts: dict[str, dict] = {}
+    for field in dataclasses.fields(Config):
         if "off" in field.metadata:
-            parts[name] = {name: field.metadata["off"]}
-    for place, kind in dict(layers=LayerSpec, stages=Stage, groups=Group).items():
+            parts[field.name] = {field.name: field.metadata["off"]}
+    for place, kind in dict(layers=LayerSpec, stages=Stage).items():
         for field in dataclasses.fields(kind):
-            off = field.metadata.get("off", field.default)
-            if field.name not in options and not off and field.name != "lr":
-                parts[field.name] = {place: change(**{field.name: off})}
-    for name, changes in {**parts, **SPECIAL_PARTS}.items():
-        changes = {key: new(getattr(cfg, key)) if callable(new) else new for key, new in changes.items()}
-        changed = dataclasses.replace(cfg, **changes)
-        if changed != cfg and not any(is_wrong for is_wrong, _ in find_problems(changed)):
-            found[name] = changes
-    return found
+            if not field.default and not hasattr(cfg, field.name):
+                parts[field.name] = {place: change(place, **{field.name: field.default})}
+
+    # Parts that are more than one option's `off`, or one field of all layers or stages
+    rule, last = cfg.groups["matrix"].rule, cfg.stages[-1]
+    parts |= {
+        "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95),
+                     matrix_weight_decay=0.1, mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
+        "variance": dict(matrix_rule="muon" if rule == "anvil" else rule.removeprefix("nor")),
+        "polar_express": dict(orthogonalize="newton_schulz"),
+        "weight_decay": dict(groups=change_groups(weight_decay=0.0)),
+        "late_every": dict(groups=change_groups(late_every=0)),
+        "adam_odd_steps": dict(groups=change_groups(every=1)),
+        "row_adam": dict(groups=dict(ngram=dict(rule="adamw"))),
+        "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=(0.02, cfg.embed_std[1]),
+                            head_lr=0.0036),
+        "short_windows": dict(layers=change("layers", "short", attention="long")),
+        "window_warmup": dict(stages=change("stages", window_long=last.window_long,
+                                            window_short=last.window_short)),
+        "batch_warmup": dict(stages=change("stages", tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+        "multi_token": dict(stages=change("stages", loss_weights=((1, 1),))),
+        "dropped_attention": dict(layers=change("layers", "none", attention="long")),
+        "dropped_mlp": dict(layers=change("layers", mlp=True)),
+    }
+    configs = {name: change_options(cfg, changes) for name, changes in parts.items()}
+    return {name: changed for name, changed in configs.items()
+            if changed != cfg and not any(is_wrong for is_wrong, _ in find_problems(changed))}
 
 
 GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
     f"matrix_{field}": ("matrix", field) for field in ("rule", "betas", "weight_decay")}
+get_types = functools.cache(typing.get_type_hints)
 
 
 def convert(value, kind: type):
@@ -4172,8 +4052,7 @@ def convert(value, kind: type):
     if arguments and not is_tuple:  # kind | None
         return value if value is None else convert(value, arguments[0])
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        value = kind(**{name: convert(item, hints[name]) for name, item in value.items()})
+        value = kind(**{name: convert(item, get_types(kind)[name]) for name, item in value.items()})
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
@@ -4181,10 +4060,9 @@ def convert(value, kind: type):
 
 def change_options(cfg: Config, values: dict) -> Config:
     """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
-    hints, group_hints = typing.get_type_hints(Config), typing.get_type_hints(Group)
     changed, groups = {}, dict(cfg.groups)
     for name, value in values.items():
-        rows = {}
+        rows = {}  # of groups
         try:
             if name == "groups":
                 rows = convert(value, dict)
@@ -4192,11 +4070,10 @@ def change_options(cfg: Config, values: dict) -> Config:
                 group, field = GROUP_OPTIONS[name]
                 rows = {group: {field: value}}
             else:
-                changed[name] = convert(value, hints[name])
+                changed[name] = convert(value, get_types(Config)[name])
             for group, row in rows.items():
                 row = row if isinstance(row, dict) else vars(row)
-                row = {field: convert(item, group_hints[field]) for field, item in row.items()}
-                groups[group] = dataclasses.replace(groups[group], **row)
+                groups[group] = convert({**vars(groups[group]), **row}, Group)
         except (KeyError, ValueError, TypeError, OSError) as error:
             raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
     return dataclasses.replace(cfg, **changed, groups=groups)
@@ -4220,8 +4097,7 @@ def load_preset(name: str) -> Config:
         if "config" in content:
             if "key" not in content:
                 raise RunError(f"--preset={name} is of an older script: run the script beside it", 2)
-            return change_options(Config(), {key: value for key, value in content["config"].items()
-                                             if key not in ("derived", "record", "resume", "out")})
+            return dataclasses.replace(config_from_dict(content["config"]), record="", resume="", out=".")
         parent, changes, name = content["parent"], content["options"], path.stem
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
@@ -4241,7 +4117,7 @@ def make_config(values: dict) -> Config:
             parts = list_parts(cfg)
             if part not in parts:
                 raise RunError(f"--without={part[:100]} is not a part of this recipe: {', '.join(parts)}", 2)
-            cfg = dataclasses.replace(cfg, **parts[part])
+            cfg = parts[part]
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
@@ -4269,16 +4145,13 @@ def parse_argv(argv: list[str]) -> dict[str, str]:
     cfg = load_preset("track_1" if preset == "auto" else preset)
 
     parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                    f"The defaults are those of preset {cfg.preset}.", argument_default=argparse.SUPPRESS,
-                    allow_abbrev=False)
-    parser.add_argument("--list_presets", action="store_true", help="the presets of this file")
+                    f"Presets: {', '.join(PRESETS)}, and records/presets. Defaults of {cfg.preset}:",
+                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--print_config", action="store_true",
                         help="the resolved config as JSON. Needs no data and no device")
-    rows = {field.name: (field, getattr(cfg, field.name)) for field in dataclasses.fields(Config)}
-    fields = {field.name: field for field in dataclasses.fields(Group)}
-    rows |= {name: (fields[field], getattr(cfg.groups[group], field))
-             for name, (group, field) in GROUP_OPTIONS.items()}
-    for name, (field, default) in rows.items():
+    options = {name: row for name, row in list_values(cfg).items()
+               if hasattr(cfg, name) or name in GROUP_OPTIONS}
+    for name, (field, default) in options.items():
         text = field.metadata["help"]
         if name not in ("layers", "stages", "groups"):
             text += f" [{default}]"
@@ -4288,30 +4161,35 @@ def parse_argv(argv: list[str]) -> dict[str, str]:
                             metavar="|".join(field.metadata["choices"]) or field.type)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), rows, n=1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), options, n=1)
         hint = f"did you mean --{near[0]}? " if near else ""
         raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md has the names of "
                        "other trainers", 2)
     return vars(values)
 
 
-def check(cfg: Config) -> None:
+def list_values(cfg: Config) -> dict[str, tuple[dataclasses.Field, object]]:
+    """{name: (field, value)} of all options and of all fields of groups."""
+    owners = {"": cfg} | {f"{name}_": group for name, group in cfg.groups.items()}
+    return {prefix + field.name: (field, getattr(owner, field.name))
+            for prefix, owner in owners.items() for field in dataclasses.fields(owner)}
+
+
+def check(cfg: Config):
     """Raise RunError for the first value that is out of range, and for the first contradiction."""
-    for prefix, owner in (("", cfg), *((f"{name}_", group) for name, group in cfg.groups.items())):
-        for field in dataclasses.fields(owner):
-            value, choices = getattr(owner, field.name), field.metadata["choices"]
-            items, name = value if isinstance(value, tuple) else (value,), prefix + field.name
-            if choices and not set(items) <= set(choices):
-                raise RunError(f"--{name}={value}: choose among {', '.join(choices)}", 2)
-            low, high = field.metadata["low"], field.metadata["high"]
-            if not all(low <= item <= high for item in items if isinstance(item, (int, float))):
-                raise RunError(f"--{name}={value} is not in the range {low} to {high}", 2)
+    for name, (field, value) in list_values(cfg).items():
+        low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
+        items = value if isinstance(value, tuple) else (value,)
+        if choices and not set(items) <= set(choices):
+            raise RunError(f"--{name}={value}: choose among {', '.join(choices)}", 2)
+        if not all(low <= item <= high for item in items if isinstance(item, (int, float))):
+            raise RunError(f"--{name}={value} is not in the range {low} to {high}", 2)
     for is_wrong, line in find_problems(cfg):
         if is_wrong:
             raise RunError(line, 2)
 
 
-def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
+def find_problems(cfg: Config):
     """Yield (condition, error line). A condition may rely on the ones before it."""
     units = dict(head_dim=4, short_qk_dim=4, model_dim=cfg.mudd_groups, num_heads=cfg.qk_group_heads or 1,
                  value_gate_dim=2, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
@@ -4319,16 +4197,11 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
         yield getattr(cfg, name) % unit != 0, f"--{name}={getattr(cfg, name)} is not a multiple of {unit}"
     width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
     yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
-    yield (cfg.attention_gate_dim > width,
-           f"--attention_gate_dim={cfg.attention_gate_dim}: give at most {width}")
-    yield 0 < cfg.ngram_rows < 6 or cfg.ngram_rows > 0 and cfg.ngram_rows % 2 != 0, (
-        f"--ngram_rows={cfg.ngram_rows}: give an even number, at least 6")
     for name, group in cfg.groups.items():
         rule = RULES.get(group.rule)
         yield (not rule or rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix",
                f"rule={group.rule} of group {name}: give matrix one of {', '.join(RULES)} without row_adam, "
                "ngram adamw or row_adam, the other groups adamw")
-        yield group.late_every % group.every != 0, f"late_every of group {name} is not a multiple of every"
     keeps_norm, has_zeros = RULES[cfg.groups["matrix"].rule].keeps_norm, cfg.zero_init != "off"
     yield (keeps_norm and has_zeros and not cfg.has_output_gain,
            "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
@@ -4337,17 +4210,12 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
     forms = ["auto", "off", *FORMS]
     yield not set(cfg.fast) <= set(forms), f"--fast={','.join(cfg.fast)}: choose among {', '.join(forms)}"
-    yield not cfg.stages, "--stages is empty"
     for stage in cfg.full_stages:
-        yield (not 0 < stage.duration < math.inf or not 1 <= stage.window_short <= stage.window_long < 2**31
-               or not stage.loss_weights or (stage.num_classes or 2) < 2 or stage.max_doc_len < 2,
-               f"--stages has a value that is out of range: {stage}")
         yield (not 0 < stage.seq_len <= min(longest, stage.tokens_per_step) or stage.seq_len % BLOCK != 0
                or stage.tokens_per_step % stage.seq_len != 0,
                f"seq_len={stage.seq_len}: give a multiple of {BLOCK} that divides tokens_per_step="
                f"{stage.tokens_per_step}, at most --micro_batch_tokens={longest}")
-    yield (len(cfg.val_windows) not in (0, 2) or list(cfg.val_windows) != sorted(cfg.val_windows)[::-1],
-           f"--val_windows={cfg.val_windows}: give long,short")
+    yield len(cfg.val_windows) not in (0, 2), f"--val_windows={cfg.val_windows}: give long,short"
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
            f"--extension_steps={cfg.extension_steps}: give less than --num_iterations, and two stages")
     yield (len(cfg.layers) != cfg.num_layers,
@@ -4362,7 +4230,7 @@ def find_problems(cfg: Config) -> Iterator[tuple[bool, str]]:
                f"--layers: layer {i} contradicts itself or the layers before it: {layer}")
 
 
-def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
+def check_world_size(cfg: Config, world_size: int):
     """Raise RunError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
@@ -4372,14 +4240,11 @@ def check_world_size(cfg: Config, world_size: int) -> tuple[int, int]:
     return sequences_per_rank(cfg, world_size, tokens, seq_len)
 
 
-def derived_numbers(cfg: Config, world_size: int, ngram_rows: int = 0) -> dict:
-    """Numbers that follow from the config, for --print_config and the run record.
-
-    ngram_rows: Runtime's, if the config leaves the choice to it.
-    """
+def derived_numbers(cfg: Config, world_size: int) -> dict:
+    """Numbers that follow from the config, for --print_config and the run record."""
     num_micro_batches, sequences = check_world_size(cfg, world_size)
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(cfg, ngram_rows=ngram_rows or cfg.ngram_rows))
+        model = GPT(cfg)
         num_params = sum(p.numel() for name, p in model.named_parameters()
                          if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
@@ -4481,14 +4346,14 @@ def describe_machine(rt: Runtime) -> dict:
     return dict(versions=versions, hardware=hardware)
 
 
-def print0(text: str, rt: Runtime) -> None:
+def print0(text: str, rt: Runtime):
     """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
 
-def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) -> None:
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
     """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -4502,7 +4367,7 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]) ->
     sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path):
     """A new name in a folder survives a power cut only after this. Some file systems cannot do it."""
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
@@ -4585,7 +4450,7 @@ class RunLog:
             self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
         return self
 
-    def __exit__(self, _kind: type | None, error: BaseException | None, _trace) -> None:
+    def __exit__(self, _kind: type | None, error: BaseException | None, _trace):
         if self.bar is not None:
             self.bar.close()
         if self.tracker:
@@ -4595,20 +4460,20 @@ class RunLog:
         for file in self.files.values():
             file.close()
 
-    def write(self, suffix: str, line: str) -> None:
+    def write(self, suffix: str, line: str):
         if suffix in self.files:
             self.files[suffix].write(f"{line}\n".encode())
 
-    def print(self, text: str) -> None:
+    def print(self, text: str):
         self.write(".txt", text)
         print0(text, self.rt)
 
-    def write_event(self, event: str, step: int, **entries) -> None:
+    def write_event(self, event: str, step: int, **entries):
         self.write(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
         if self.tracker:
             self.tracker.log({event: entries}, step=step)
 
-    def print_start(self, resume_line: str) -> None:
+    def print_start(self, resume_line: str):
         """Print sizes and choices, and begin to show progress."""
         cfg, derived = self.cfg, self.run["config"]["derived"]
         sizes = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
@@ -4620,7 +4485,7 @@ class RunLog:
             self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
-    def log_validation(self, val_loss: float, seconds: float) -> None:
+    def log_validation(self, val_loss: float, seconds: float):
         """Log a validation at this number of seconds on the clock."""
         step, num_iterations, time_ms = self.progress.step, self.cfg.num_iterations, 1000 * seconds
         self.val_points.append([step, val_loss, round(time_ms)])
@@ -4629,7 +4494,7 @@ class RunLog:
                    f"step_avg:{time_ms / max(step, 1):.2f}ms")
         self.check_loss("validation", step, val_loss)
 
-    def log_step(self, loss: Tensor, seconds: float) -> None:
+    def log_step(self, loss, seconds: float):
         """Record the loss of a step, and show progress."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.waiting.append((step, loss, seconds))
@@ -4644,7 +4509,7 @@ class RunLog:
         elif step < num_iterations and step % -(-num_iterations // 20) == 0:
             self.print(f"step {step}/{num_iterations}: {text}")
 
-    def flush_losses(self) -> None:
+    def flush_losses(self):
         """Log all steps so far. All ranks must call it."""
         if not self.waiting:
             return
@@ -4657,13 +4522,13 @@ class RunLog:
                                f"step_avg:{1000 * seconds / step:.2f}ms train_loss:{loss:.4f}")
             self.check_loss("training", step, loss)
 
-    def check_loss(self, kind: str, step: int, loss: float) -> None:
+    def check_loss(self, kind: str, step: int, loss: float):
         """Raise RunError if a loss is not finite. With --guard only the final validation is checked."""
         is_last = kind == "validation" and step == self.cfg.num_iterations
         if not math.isfinite(loss) and (not self.cfg.guard or is_last):
             raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
 
-    def finish(self, measured: dict) -> None:
+    def finish(self, measured: dict):
         """Write the script and the result, and print a summary."""
         if not self.rt.is_main:
             return
@@ -4706,8 +4571,14 @@ class Progress:
 
 def list_steps(folder: Path) -> list[Path]:
     """Complete checkpoints in the folder of a run, the highest step first."""
-    steps = (path.parent for path in folder.glob("step_*/state.json") if path.parent.name[5:].isdigit())
-    return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(filter(is_complete, folder.glob("step_[0-9]*")), reverse=True)
+
+
+def is_complete(step: Path) -> bool:
+    """Whether all files of a checkpoint exist. A file gets its name when it is whole."""
+    with suppress(RunError):
+        return all(map(Path.exists, list_files(step)))
+    return False
 
 
 def read_metadata(step: Path) -> dict:
@@ -4735,7 +4606,7 @@ def is_whole(step: Path, rt: Runtime) -> bool:
         return False
 
 
-def open_tensors(step: Path) -> dict[str, list[tuple[int, Tensor]]]:
+def open_tensors(step: Path):
     """Map the tensors of a checkpoint as {NAME/KEY: [(first row, rows)]}. Values have an empty key."""
     entries: dict[str, list[tuple[int, Tensor]]] = {}
     for path in list_files(step):
@@ -4757,10 +4628,10 @@ def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO | None:
     return None
 
 
-def remove_step(folder: Path) -> None:
-    """Remove a checkpoint. If this is interrupted, the rest is a .partial folder, which start() removes."""
-    if folder.exists():
-        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}_old.partial")))
+def remove_step(folder: Path):
+    """Remove a checkpoint. If this is interrupted, the rest is no checkpoint, and start() removes it."""
+    (folder / "state.json").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_key_folder(cfg: Config, run: dict) -> Path:
@@ -4768,22 +4639,17 @@ def find_key_folder(cfg: Config, run: dict) -> Path:
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
-def find_start(cfg: Config, run: dict, rt: Runtime
-               ) -> tuple[Path | None, dict, typing.BinaryIO | None, str]:
-    """Find the checkpoint to continue from. Returns (its folder, metadata, lock of its run, log line).
+def find_start(cfg: Config, run: dict, rt: Runtime):
+    """Find the checkpoint to continue from. Returns (its folder, metadata, log line).
 
     It is the newest step of the newest run with this key whose files are whole on all ranks, and that run
-    goes on. Without one it is --resume=PATH, or None. Only rank 0 has the lock. All ranks must call it.
+    goes on. Without one it is --resume=PATH, or None. All ranks must call it.
     """
-    folder, lock = find_key_folder(cfg, run), None
     if not cfg.resume:
-        return None, {}, None, ""
+        return None, {}, ""
+    folder = find_key_folder(cfg, run)
     runs = sorted((path for path in folder.glob("*") if RUN_ID.fullmatch(path.name)), reverse=True)
     newest = next(filter(list_steps, runs), None)
-    if newest and rt.is_main:
-        lock = lock_run(newest)
-    is_locked = not newest or not rt.is_main or lock
-    share_problem("" if is_locked else f"{newest} is in use by another process: wait for its end", rt)
     steps = list_steps(newest) if newest else []
     for step in [*steps, *([Path(cfg.resume)] if cfg.resume != "auto" else [])]:
         if not all(rt.comm.gather_objects(is_whole(step, rt))):
@@ -4795,20 +4661,19 @@ def find_start(cfg: Config, run: dict, rt: Runtime
             raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
         if saved["progress"]["step"] > cfg.num_iterations:
             raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
-        return step, saved, lock, f"resumed {step}"
+        return step, saved, f"resumed {step}"
     if steps or cfg.resume != "auto":
         raise RunError(f"{steps[0] if steps else cfg.resume} is damaged: give another --resume=PATH, or "
                        "start without it", 2)
-    pattern = f"{cfg.preset}_seed{cfg.seed}_*/*/step_*/state.json"
-    others = sorted(folder.parent.glob(pattern), key=os.path.getmtime)
-    hint = f". The newest one of another script or config is --resume={others[-1].parent}" if others else ""
-    return None, {}, None, f"starting anew: no checkpoint in {folder}{hint}"
+    others = folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*")
+    newest = max(filter(is_complete, others), key=os.path.getmtime, default=None)
+    hint = f". The newest one of another script or config is --resume={newest}" if newest else ""
+    return None, {}, f"starting anew: no checkpoint in {folder}{hint}"
 
 
-def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
+def collect_rows(trainer: Trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
-    trainer.scales.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
             for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
     if trainer.scales.leaves and trainer.rt.is_main:
@@ -4816,7 +4681,7 @@ def collect_rows(trainer: Trainer) -> dict[str, Tensor]:
     return rows
 
 
-def load_state(trainer: Trainer, step: Path, metadata: dict) -> None:
+def load_state(trainer: Trainer, step: Path, metadata: dict):
     """Restore a checkpoint of any number of ranks. RunError if an entry is missing, or does not fit."""
     optimizer, entries = trainer.optimizer, open_tensors(step)
     optimizer.step_count = metadata["optimizer_steps"]
@@ -4857,92 +4722,75 @@ class Checkpoints:
     KEPT = 2
     MODEL_BYTES = 10**9  # limit of model.pt
 
-    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int, lock: typing.BinaryIO | None):
+    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
-        self.log, self.rt, self.bos, self.lock = log, rt, bos, lock
+        self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.metadata: dict | None = None  # of the step that is being written
-        self.is_fresh = False  # all ranks have exchanged their states since the write began
         self.copies: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_):
         self.executor.shutdown()
         if self.lock:
             self.lock.close()
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer):
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
+        problem = ""
         if self.rt.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = self.lock or lock_run(self.folder)
-            for partial in self.folder.glob(".step_*.partial"):
-                shutil.rmtree(partial)
-        self.rt.comm.barrier()
+            self.lock = lock_run(self.folder)
+            if self.lock is None:
+                problem = f"{self.folder} is in use by another process: wait for its end"
+        share_problem(problem, self.rt)
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
+        if self.rt.is_main:
+            for step in {*self.folder.glob("step_[0-9]*")} - {*list_steps(self.folder)}:
+                remove_step(step)  # an interrupted write
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 
-    def save(self, trainer: Trainer, must_write: bool = False) -> None:
-        """Write step_<step>/ in the background. Skipped if the last one is unfinished. All ranks call it.
+    def save(self, trainer: Trainer, must_wait: bool = False):
+        """Write step_<step>/ in the background, after the end of the last write. All ranks must call it.
 
-        must_write: wait for the last one, and for this one.
+        The step is complete when the file of each rank has its name. must_wait: wait for this.
         """
-        step = trainer.progress.step
-        if must_write:
-            self.wait()
-        if self.metadata is not None:
-            self.log.print(f"no checkpoint of step {step}: the last one is not written yet")
-            return
+        self.wait()
         if not self.copies:
             self.start(trainer)
         copies = {entry: HostCopy(rows, self.copies[entry]) for entry, rows in collect_rows(trainer).items()}
-        self.metadata = dict(
-            self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
-            optimizer_steps=trainer.optimizer.step_count, bos=self.bos,
-            val_points=list(self.log.val_points), train_points=list(self.log.train_points))
-        self.writing, self.is_fresh = self.executor.submit(self.write, step, copies), False
-        if must_write:
+        folder = self.folder / f"step_{trainer.progress.step:06d}"
+        if self.rt.is_main:
+            metadata = dict(
+                self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
+                optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
+                train_points=self.log.train_points)
+            remove_step(folder)  # of a run that was continued from an older step
+            folder.mkdir()
+            write_atomic(folder / "state.json", json.dumps(metadata).encode())
+        self.rt.comm.barrier()
+        self.writing = self.executor.submit(self.write, folder / f"rank{self.rt.rank}.pt", copies)
+        if must_wait:
             self.wait()
 
-    def write(self, step: int, copies: dict[str, HostCopy]) -> None:
-        folder = self.folder / f".step_{step:06d}.partial"
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(self, path: Path, copies: dict[str, HostCopy]):
         tensors = {entry: copy.read() for entry, copy in copies.items()}
-        write_atomic(folder / f"rank{self.rt.rank}.pt", functools.partial(torch.save, tensors))
+        write_atomic(path, functools.partial(torch.save, tensors))
 
-    def exchange(self, stop: Stop) -> int:
-        """Agree with all ranks after a step. Returns the exit status to stop with, or 0."""
-        is_writing = self.writing is not None and not self.writing.done()
-        status, is_any_writing = stop.exchange(is_writing)
-        if self.metadata is not None and not is_any_writing and (self.is_fresh or self.rt.world_size == 1):
-            self.finish()
-        self.is_fresh = True
-        return status
-
-    def wait(self) -> None:
-        """Wait until all ranks have written their files. All ranks must call it."""
-        if self.metadata is not None:
-            self.writing.result()
-            self.rt.comm.barrier()
-            self.finish()
-
-    def finish(self) -> None:
-        """Give the folder of a written checkpoint its name."""
+    def wait(self):
+        """Wait for the files of all ranks, then remove old steps. All ranks must call it."""
+        if self.writing is None:
+            return
         self.writing.result()  # raises the error of a failed write
-        metadata, self.metadata = self.metadata, None
+        self.writing = None
+        self.rt.comm.barrier()
         if self.rt.is_main:
-            step = metadata["progress"]["step"]
-            partial, folder = self.folder / f".step_{step:06d}.partial", self.folder / f"step_{step:06d}"
-            write_atomic(partial / "state.json", json.dumps(metadata).encode())
-            remove_step(folder)  # of a run that was continued from an older step
-            partial.rename(folder)
-            sync_folder(self.folder)
-            for old in list_steps(self.folder)[self.KEPT :]:
-                remove_step(old)
-            self.log.write_event("checkpoint", step, path=str(folder))
+            newest, *old = list_steps(self.folder)
+            self.log.write_event("checkpoint", int(newest.name[5:]), path=str(newest))
+            for step in old[self.KEPT - 1 :]:
+                remove_step(step)
 
     def end(self, status: int) -> typing.NoReturn:
         """End the run after a checkpoint. All ranks must call it."""
@@ -4952,7 +4800,7 @@ class Checkpoints:
         raise RunError(f"stopped by {name} after step {step} of {num_iterations}: {folder}. --resume=auto "
                        "continues", status)
 
-    def write_model(self, trainer: Trainer) -> None:
+    def write_model(self, trainer: Trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         buckets = trainer.optimizer.buckets
         if sum(bucket.values.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
@@ -4967,7 +4815,7 @@ class Checkpoints:
             print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
 
 
-def list_tensors(trainer: Trainer) -> list[Tensor]:
+def list_tensors(trainer: Trainer):
     """All tensors that training changes, except of tables with sparse updates."""
     buckets = [bucket for bucket in trainer.optimizer.buckets if not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
@@ -4980,28 +4828,26 @@ class Snapshot:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         trainer.optimizer.finish()
-        trainer.scales.finish()
         self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
         self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
 
-    def restore(self) -> None:
+    def restore(self):
         """Restore the snapshot exactly, and discard all gradients."""
-        optimizer, scales = self.trainer.optimizer, self.trainer.scales
+        optimizer = self.trainer.optimizer
         optimizer.finish()
-        scales.finish()
         optimizer.step_count = self.step_count
         optimizer.set_tied(self.is_tied)
         for tensor, copy in zip(list_tensors(self.trainer), self.copies):
             tensor.data.copy_(copy)
-        for part in (*optimizer.buckets, scales):
-            part.clear()
+        for bucket in optimizer.buckets:
+            bucket.clear()
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
 # diverges. Both wrap the updates of buckets, so the recipe does not know them. Both are off by default. To
-# measure more, extend UpdateNorms.measure() or Telemetry.end_step().
+# measure more, extend UpdateNorms.measure() or Telemetry.train_step().
 
-def measure_norm(x: Tensor) -> Tensor:
+def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
 
 
@@ -5016,7 +4862,7 @@ class UpdateNorms:
         for bucket in optimizer.buckets:
             bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
-    def measure(self, bucket: Bucket, run_update: Callable, rule_update: Callable, args: UpdateArgs) -> None:
+    def measure(self, bucket: Bucket, run_update: Callable, rule_update: Callable, args: UpdateArgs):
         """Update a bucket and add its sums: gradient of the mean loss, weight, update, momentum."""
         if not self.is_on:
             run_update(rule_update, args)
@@ -5033,63 +4879,60 @@ class UpdateNorms:
             norms += map(measure_norm, (bucket.shard, update, momentum))
         self.sums[self.groups.index(bucket.group_name), : len(norms)] += torch.stack(norms).square()
 
-    def take(self) -> Tensor:
+    def take(self):
         """The sums (groups, 4) since the last call."""
         sums, self.sums = self.sums, torch.zeros_like(self.sums)
         return sums
 
 
 class Telemetry:
-    """Measures every telemetry_every-th step."""
+    """Measures every telemetry_every-th step. It wraps Trainer.train_step()."""
 
     def __init__(self, trainer: Trainer, log: RunLog):
         self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=True)
+        self.run_step, trainer.train_step = trainer.train_step, self.train_step
 
-    def start_step(self) -> None:
-        """Measure the next step if it is one of them."""
-        step, every = self.trainer.progress.step, self.trainer.cfg.telemetry_every
-        self.norms.is_on = (step + 1) % every == 0
-        self.norms.tokens_per_step = self.trainer.schedule.at(step).stage.tokens_per_step
-        self.started = clock(self.trainer.rt.device) if self.norms.is_on else 0.0
-
-    def end_step(self, train_time: float) -> None:
-        """Write the line of a measured step. Groups without an update in this step are left out."""
+    def train_step(self, batches: Prefetcher, state: StepState):
+        """One step, with a line if it is measured. Groups without an update in this step are left out."""
+        trainer, comm, step = self.trainer, self.trainer.rt.comm, self.trainer.progress.step + 1
+        self.norms.is_on = step % trainer.cfg.telemetry_every == 0
         if not self.norms.is_on:
-            return
-        trainer, log, groups = self.trainer, self.log, {}
-        seconds = clock(trainer.rt.device) - self.started
-        log.flush_losses()
-        losses = [loss for _, loss in log.train_points[-trainer.cfg.telemetry_every :]]
-        slope = 1000 * np.polyfit(range(len(losses)), losses, 1)[0] if len(losses) > 1 else 0.0
-        sums = trainer.rt.comm.all_reduce(self.norms.take()).sqrt().tolist()
+            return self.run_step(batches, state)
+        self.norms.tokens_per_step = state.stage.tokens_per_step
+        started = clock(trainer.rt.device)
+        loss = self.run_step(batches, state)
+        seconds = clock(trainer.rt.device) - started
+        mean_loss = comm.all_reduce(loss.clone()).item() / comm.world_size
+        groups = {}
+        sums = comm.all_reduce(self.norms.take()).sqrt().tolist()
         for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
             if grad:
                 groups[group] = dict(grad_norm=grad)
             if grad and weight:
                 groups[group].update(
                     weight_norm=weight, update_ratio=update / weight, momentum_norm=momentum)
-        log.write_event("telemetry", trainer.progress.step, train_time_ms=round(train_time * 1000),
-                        loss=losses[-1], loss_slope_per_1000_steps=slope, groups=groups,
-                        seconds=dict(step=seconds))
+        self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
+        return loss
 
 
-LOW_PRECISIONS = {"fp8_head": "the head no longer uses FP8", "fp8": "the linears no longer use FP8",
-                  "bfloat16": "activations become float32"}
+LOW_PRECISIONS = {"fp8": "matmuls no longer use FP8", "bfloat16": "activations become float32"}
 
 
 def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
     """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
-    fast, dtype, progress = trainer.fast, trainer.ops.dtype, trainer.progress
-    in_use = {form if form == "fp8_head" else "fp8" for form in fast & {*FP8_FORMS}} | {str(dtype)[6:]}
-    name = next((name for name in names if name in in_use), "")
-    if name == "bfloat16":
-        trainer.choose_operations(torch.float32, fast)
+    fp8, lowered = trainer.fast & {*FP8_FORMS}, trainer.progress.lowered
+    if fp8 and "fp8" in names:
+        name = "fp8"
+        trainer.choose_operations(trainer.ops.dtype, trainer.fast - fp8)
+    elif trainer.ops.dtype == torch.bfloat16 and "bfloat16" in names:
+        name = "bfloat16"
+        trainer.choose_operations(torch.float32, trainer.fast)
         trainer.optimizer.dtype = torch.float32
-    elif name:
-        trainer.choose_operations(dtype, fast - ({name} if name == "fp8_head" else {"fp8_mlp", "fp8_qkv"}))
-    if name and name not in progress.lowered:
-        progress.lowered.append(name)
-    return LOW_PRECISIONS.get(name, "")
+    else:
+        return ""
+    if name not in lowered:
+        lowered.append(name)
+    return LOW_PRECISIONS[name]
 
 
 class Guard:
@@ -5112,7 +4955,7 @@ class Guard:
         self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
-    def end_step(self, loss: Tensor, state: StepState, must_wait: bool) -> None:
+    def end_step(self, loss, state: StepState, must_wait: bool):
         """Check the previous step, and with must_wait this step. Take a snapshot if it is time."""
         trainer, step = self.trainer, self.trainer.progress.step
         squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
@@ -5143,7 +4986,7 @@ class Guard:
         good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
         return ""
 
-    def roll_back(self, step: int, fault: str) -> None:
+    def roll_back(self, step: int, fault: str):
         """Restore the newest trusted snapshot, and raise the precision. RunError if it is the highest."""
         trainer, progress = self.trainer, self.trainer.progress
         if len(self.snapshots) > 1 and progress.step - self.snapshots[-1][0] < self.TRIAL_STEPS:
@@ -5169,11 +5012,7 @@ def main(argv: list[str] | None = None) -> int:
     argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
     try:
         values = parse_argv(argv)
-        list_presets, print_config = (values.pop(flag, False) for flag in ("list_presets", "print_config"))
-        if list_presets:
-            for name, (parent, meaning, _) in PRESETS.items() if rank == 0 else ():
-                print(f"{name:<15}{meaning}{f' (from {parent})' if parent else ''}")
-            return 0
+        print_config = values.pop("print_config", False)
         cfg = make_config(values)
         if not print_config:
             train(cfg, argv)
@@ -5184,7 +5023,7 @@ def main(argv: list[str] | None = None) -> int:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
     except torch.OutOfMemoryError:
         status, line = 1, (f"error: out of memory: try --micro_batch_tokens={cfg.micro_batch_tokens // 2}, "
-                           "and shorter --seq_len and --val_seq_len")
+                           "shorter --seq_len and --val_seq_len, and fewer --ngram_rows if there are any")
     except Exception:
         status = 1
         traceback.print_exc()

@@ -180,14 +180,14 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
     """All parts by name, in order of their value."""
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
-    newest = "--preset=smoke_frontier" if is_rehearsal else "--preset=frontier"
+    newest = ["--preset=smoke_frontier"] if is_rehearsal else ["--preset=frontier", "--ngram_rows=21150720"]
     plain = step.list_forms(not is_rehearsal)
     steps = "--num_steps=6" if is_rehearsal else "--num_steps=18"
     parts = dict(
         tests=Part("the tests marked gpu, six at a time", 90, run_tests, is_timed=False),
         track_1=Part("a step of preset track_1: its time, memory and kernels", 120, time_steps(steps)),
         train=Part("300 steps with our kernels and without: losses within 0.01", 150, train),
-        frontier=Part("a step of preset frontier", 290, time_steps(steps, newest)),
+        frontier=Part("a step of preset frontier", 290, time_steps(steps, *newest)),
         kernels=Part("a step of track_1 without our kernels beside one with them", 180,
                      time_steps(steps, f"--compare=--fast={plain}")),
         memory=Part("a step of track_1 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),

@@ -91,7 +91,8 @@ class Subject:
         run = gpt.describe_run(cfg, rt, [], [*self.data.shards, *self.val_data.shards])
         self.log = gpt.RunLog(cfg, rt, run, {}, self.trainer.progress)  # no files before __enter__
         self.log.print = lambda _text: None
-        self.telemetry = gpt.Telemetry(self.trainer, self.log) if cfg.telemetry_every else None
+        if cfg.telemetry_every:
+            gpt.Telemetry(self.trainer, self.log)
         self.guard = gpt.Guard(self.trainer, self.log) if cfg.guard else None
         self.batches = TimedBatches(gpt.Prefetcher(
             self.data.batches(rt.comm, 0, cfg.num_iterations), rt.device))
@@ -101,14 +102,10 @@ class Subject:
         """Time one training step with telemetry and guard, until its last update is done."""
         trainer, progress, device = self.trainer, self.trainer.progress, self.rt.device
         start, state = gpt.clock(device), trainer.schedule.at(progress.step)
-        if self.telemetry:
-            self.telemetry.start_step()
         loss = trainer.train_step(self.batches, state)
         progress.step += 1
         progress.tokens += state.stage.tokens_per_step
         self.log.log_step(loss, 1.0)
-        if self.telemetry:
-            self.telemetry.end_step(0.0)
         if self.guard:
             self.guard.end_step(loss, state, must_wait=False)
         trainer.optimizer.finish()
@@ -393,7 +390,6 @@ def prepare(argv: list[str], num_steps: int, folder: str, rt: gpt.Runtime | None
     cfg = dataclasses.replace(cfg, val_tokens=cfg.val_seq_len * max(1, gpt.env_int("WORLD_SIZE", 1)),
                               warmup_iterations=max(1, cfg.warmup_iterations))
     rt = gpt.choose_precision(cfg, rt or gpt.start_runtime(cfg))
-    cfg = dataclasses.replace(cfg, ngram_rows=rt.ngram_rows)
     try:
         gpt.find_shards(cfg.train_files, "train_files")
         gpt.find_shards(cfg.val_files, "val_files")

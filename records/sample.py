@@ -73,8 +73,7 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Operations, dict]:
     """Read a model or checkpoint: (model, its config, operations in float32, metadata)."""
     metadata, tensors = read_tensors(path)
-    cfg = gpt.change_options(gpt.config_from_dict(metadata["config"]),
-                             dict(ngram_rows=metadata["choices"]["ngram_rows"]))
+    cfg = gpt.config_from_dict(metadata["config"])
     model = gpt.GPT(cfg, ngram_table=tensors.get("ngram"))
     params = dict(model.named_parameters())
     if {name: param.numel() for name, param in params.items()} != {

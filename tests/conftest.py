@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow dow
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 
 if not torch.cuda.is_available():  # before train_gpt imports Triton: its kernels then run on CPU tensors
     os.environ["TRITON_INTERPRET"] = "1"
@@ -26,8 +27,6 @@ import train_gpt as gpt  # noqa: E402
 from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, write_shard  # noqa: E402
 
 VOCAB, BOS = BYTE_VOCAB_SIZE, BYTE_BOS
-
-
 # begin with these files
 LONGEST = "cuda_compile cuda_compile_cards whole_run_frontier whole_run distributed checkpoint".split()
 
@@ -47,14 +46,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def use_one_thread():
-    """Use one thread. With small tensors more threads only add noise and time."""
+def compute_little():
+    """One thread, because with small tensors more threads only add noise and time. A measured matmul of size 256 on
+    CPUs, because in bfloat16 size 1,024 takes half a minute on some processors."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def measure_small_products():
-    """Measure a matmul of size 256 on CPUs. In bfloat16 size 1,024 takes half a minute on some processors."""
     real = gpt.measure_matmul
     gpt.measure_matmul = lambda device, dtype, size: real(device, dtype, size if device.type == "cuda" else 256)
     yield
@@ -116,10 +111,7 @@ def smoke_config(shards: Path | None = None, **changes) -> gpt.Config:
 
 
 def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
-    """A float32 CPU runtime with plain forms, without measurements. A Trainer gets its n-gram rows from it.
-
-    With several ranks no collective may be called.
-    """
+    """A float32 CPU runtime with plain forms. With several ranks no collective may be called."""
     return gpt.Runtime(comm=gpt.Comm(rank, world_size), **{"peak_flops": 1e9, **changes})
 
 
@@ -128,14 +120,8 @@ def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = Non
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    return subprocess.run(
-        [*launcher, *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return subprocess.run([*launcher, *command], cwd=cwd, capture_output=True, text=True, timeout=3000, env=env)
 
 
 def run_script(args: list[str], cwd: Path, script: Path = SCRIPT, nproc: int = 1):
@@ -161,11 +147,7 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
 TIMES = r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 VAL_LINE = re.compile(rf"^step:(\d+)/(\d+) val_loss:(\d+\.\d{{4}}) {TIMES}$", re.M)
 STEP_LINE = re.compile(rf"^step:(\d+)/(\d+) {TIMES} train_loss:(\d+\.\d{{4}}|nan)$", re.M)
-
-
 CPU_FORMS = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
-
-
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
 TINY += ["--val_tokens=1024"]
 AT_THE_END = "--val_loss_every=0"  # the only validation
@@ -176,6 +158,13 @@ def enter_folder(tmp_path, monkeypatch):
     """A new folder, in which the test runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(name="eager_flex")
+def run_flex_attention_on_a_cpu(monkeypatch):
+    """Not compiled. It refuses gradients on a CPU, where only the eager form has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
 
 
 @pytest.fixture(name="now")
@@ -236,6 +225,10 @@ def read_tensors(step: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat([rows for _, rows in parts]) for name, parts in entries.items()}
 
 
+def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
 def assert_same_bits(ours: dict, theirs: dict) -> None:
     assert ours.keys() == theirs.keys() and len(ours) > 10
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -245,7 +238,7 @@ def make_trainer(shards, **changes):
     """A new trainer, a function that makes one step, and a function that ends its thread."""
     cfg = smoke_config(shards, tokens_per_step=1024, micro_batch_tokens=512, **changes)
     fp8 = {f"fp8_{part}" for part in cfg.fp8_parts if cfg.fp8 == "on" and part != "logits"}
-    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS | fp8, ngram_rows=cfg.ngram_rows))
+    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS | fp8))
     batches = start_prefetcher(trainer)
 
     def step():
@@ -259,3 +252,11 @@ def make_trainer(shards, **changes):
 def start_prefetcher(trainer):
     data, rt = gpt.TrainData(trainer.cfg, trainer.schedule), trainer.rt
     return gpt.Prefetcher(data.batches(rt.comm, 0, trainer.cfg.num_iterations), rt.device)
+
+
+def train_steps(trainer, num_steps: int, first: int = 0) -> list[float]:
+    """The losses of steps with this part of the schedule, on the first data."""
+    batches, steps = start_prefetcher(trainer), range(first, first + num_steps)
+    losses = [trainer.train_step(batches, trainer.schedule.at(step)).item() for step in steps]
+    batches.executor.shutdown(cancel_futures=True)
+    return losses

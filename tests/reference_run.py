@@ -21,7 +21,6 @@ import torch
 from record92_reference import F64, RECORD_92, fill, ngram_vectors, table_update
 from record92_reference import rms as rms_norm
 
-# ---------------------------------------------------------------- data
 
 def read_shards(pattern):
     """The token arrays of the files in sorted order, and the document-start token."""
@@ -84,8 +83,6 @@ def validation_rows(config):
         rows.append((inputs, tokens[at + 1:at + length + 1], np.cumsum(inputs == document_start)))
     return rows
 
-
-# ---------------------------------------------------------------- schedule
 
 class Schedule:
     def __init__(self, config):
@@ -150,8 +147,6 @@ class Schedule:
             scale *= 0.2 * math.log(new / old) + 1
         return short, long_windows[-1], torch.tensor(frequencies, dtype=F64), scale
 
-
-# ---------------------------------------------------------------- model
 
 def rotate(x, frequencies):
     """Rotate channels j and j + K/2 of each head, for j < K/4. The other half does not rotate."""
@@ -242,8 +237,6 @@ def cross_entropy(config, params, row, windows):
     return -logp.gather(1, targets[:, None]).sum()
 
 
-# ---------------------------------------------------------------- update rules
-
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 POLAR_EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),
                  (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -323,8 +316,6 @@ def is_matrix(name):
     """Whether matrix_rule trains the parameter. In record 32 it also trains the attention gates."""
     return name.split(".")[0] in ("q", "k", "v", "o", "up", "down", "gate")
 
-
-# ---------------------------------------------------------------- the run
 
 def run(config, params):
     """A run from params on: (parameters, training loss per token of each step, validations [step, loss])."""

@@ -22,7 +22,7 @@ from run_ranks import start_ranks  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
-WRITES = "write", "rename", "remove"  # what a kill interrupts
+WRITES = "write", "remove"  # what a kill interrupts
 
 
 def die() -> None:
@@ -31,7 +31,7 @@ def die() -> None:
 
 def die_in(what: str, count: int) -> None:
     """This process dies in the middle of the count-th such call for a checkpoint."""
-    counts, write, rename, rmtree = iter(range(1, 10**6)), gpt.write_atomic, Path.rename, shutil.rmtree
+    counts, write, rmtree = iter(range(1, 10**6)), gpt.write_atomic, shutil.rmtree
 
     def is_due(path: Path) -> bool:
         return "checkpoints" in path.parts and next(counts) == count
@@ -45,23 +45,13 @@ def die_in(what: str, count: int) -> None:
 
         write(path, put_half if is_due(path) else data)
 
-    def rename_or_die(path, target):
-        is_last = is_due(path)
-        if is_last and count % 2:
-            die()
-        renamed = rename(path, target)
-        if is_last:
-            die()
-        return renamed
-
     def remove_one(path, *more, **options):
         if is_due(Path(path)):
             next(Path(path).iterdir()).unlink()
             die()
         rmtree(path, *more, **options)
 
-    owner, name, function = dict(write=(gpt, "write_atomic", write_half), rename=(Path, "rename", rename_or_die),
-                                 remove=(shutil, "rmtree", remove_one))[what]
+    owner, name, function = dict(write=(gpt, "write_atomic", write_half), remove=(shutil, "rmtree", remove_one))[what]
     setattr(owner, name, function)
 
 
@@ -105,7 +95,7 @@ def main() -> None:
         ranks = choice.randint(1, int(most_ranks))
         what = "" if number == int(kills) else choice.choice(("moment", "moment", *WRITES))
         victim = choice.choice((None, *range(ranks))) if what == "moment" else choice.randrange(ranks)
-        if what in ("rename", "remove"):  # done by rank 0
+        if what == "remove":  # done by rank 0
             victim = 0
         is_start = what == "moment" and choice.random() < 0.3
         lines = 0 if is_start else choice.randint(1, 12 if what == "moment" else 5)

@@ -71,10 +71,8 @@ def read_initial_parameters(folder: Path, groups: tuple[str, ...], *options: str
 
 
 def assert_equal_run(result: dict, params: dict[str, torch.Tensor], expected: tuple) -> None:
-    """Compare a run's json and final parameters to 1e-9.
-
-    expected: all final parameters, the training loss of every step, [step, loss] of every validation.
-    """
+    """Compare a run's json and final parameters to 1e-9. expected: all final parameters, the training loss of every
+    step, [step, loss] of every validation."""
     final, losses, points = expected
     assert [step for step, _ in result["train_points"]] == list(range(1, len(losses) + 1))
     assert [step for step, *_ in result["val_points"]] == [step for step, _ in points]

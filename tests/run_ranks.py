@@ -27,18 +27,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE
 
 
 def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list, str, str]:
-    """Run a function of this file. Returns [[exit status or -signal, seconds], ...] by rank, stdout and stderr.
-
-    There is no launcher, so only train_gpt.py can end the ranks.
-    """
-    done = subprocess.run(
-        [sys.executable, __file__, function, str(num_ranks), *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        env=ENVIRONMENT,
-    )
+    """Run a function of this file. Returns [[status or -signal, seconds], ...] by rank, stdout and stderr."""
+    command = [sys.executable, __file__, function, str(num_ranks), *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=3000, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
@@ -53,10 +44,8 @@ def check_ranks(optimizer: gpt.Optimizer) -> None:
 
 
 class OtherModel(gpt.GPT):
-    """Every second parameter has other multipliers, so that multipliers differ inside the buckets.
-
-    Rank 0 must send its parameters, because they differ from those of the other ranks.
-    """
+    """Every second parameter has other multipliers, so that multipliers differ inside the buckets. Rank 0 must send
+    its parameters, because they differ from those of the other ranks."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -84,7 +73,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
     forms = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
     for name, cfg in cfgs.items():
         steps = cfg.num_iterations // 2
-        trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms, ngram_rows=cfg.ngram_rows))
+        trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms))
         batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, steps), rt.device)
         sent = Counter()
         for step in range(steps):
@@ -110,19 +99,16 @@ def scales(out: str) -> None:
     rt = gpt.start_runtime(cfg)
     scales = gpt.DelayedScales(gpt.GPT(cfg), rt.comm)
     scales.amax = torch.tensor([5.0 + 2 * rt.rank, 3.0 - rt.rank])
-    scales.start()
-    scales.finish()
+    scales.update()
     leave(torch.stack(rt.comm.gather_objects(scales.read())), out, rt)
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure.
-
-    at_rank: RANK or RANK@STEP, without the steps of the warm-up. The default is step 5.
-    """
+    """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure. at_rank: RANK or
+    RANK@STEP, without the steps of the warm-up. The default is step 5."""
     torch.set_num_threads(1)
-    real, write, end_step, exchange, catch_signals = (
-        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Checkpoints.exchange, gpt.Stop.catch_signals)
+    real, write, end_step, catch_signals = (
+        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals)
     at_rank, _, at_step = at_rank.partition("@")
     signals, is_warm = dict(kill=signal.SIGKILL, freeze=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT), []
 
@@ -134,12 +120,6 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
     def write_slowly(path, *more):
         time.sleep(21 if path.suffix == ".pt" else 0)  # the timeout of a step is 20
         write(path, *more)
-
-    def write_then_exchange(checkpoints, stop):
-        """A slow disk skips no save, so that the saved steps are known."""
-        if checkpoints.writing is not None:
-            checkpoints.writing.result()
-        return exchange(checkpoints, stop)
 
     def train_step(trainer, *args):
         if is_warm and trainer.progress.step + 1 == int(at_step or 5) and trainer.rt.rank == int(at_rank):
@@ -153,8 +133,6 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     if mode == "slow disk":
         gpt.write_atomic = write_slowly
-    else:
-        gpt.Checkpoints.exchange = write_then_exchange
     if mode == "nan":
         gpt.Guard.end_step = end_step_and_compare
     gpt.Trainer.train_step = train_step
@@ -175,12 +153,15 @@ def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
     return gpt.main(list(argv))
 
 
-def start_ranks(num_ranks: int, run) -> list[int]:
-    """Fork the ranks of a job, which call run() and exit with its status. Returns their process ids."""
+def find_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        address = dict(MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]))
-    pids = []
+        return probe.getsockname()[1]
+
+
+def start_ranks(num_ranks: int, run) -> list[int]:
+    """Fork the ranks of a job, which call run() and exit with its status. Returns their process ids."""
+    pids, address = [], dict(MASTER_ADDR="localhost", MASTER_PORT=str(find_port()))
     for rank in range(num_ranks):
         pids.append(os.fork())
         if not pids[-1]:

@@ -1,6 +1,5 @@
 """Attention: masks, the plain form and both fast forms, one graph for all windows. RoPE."""
 
-import math
 import shutil
 
 import pytest
@@ -9,17 +8,11 @@ from conftest import gpt, smoke_config
 from torch.nn.attention.flex_attention import flex_attention
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("eager_flex")
 # T, window, mean length of a document
 CASES = [(256, 1, 40), (256, 64, 17), (384, 100, 90), (512, 128, 1000), (640, 639, 200)]
 FORMS = {name: gpt.make_operations(smoke_config(), {name}, torch.float32)
          for name in ("plain", "block_attention", "flex_attention")}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def run_flex_attention_on_a_cpu(monkeypatch):
-    """Not compiled. It refuses gradients on a CPU, where only the eager form has them."""
-    monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
 def make_doc_ids(num_tokens: int, mean_length: int, seed: int = 0) -> torch.Tensor:
@@ -29,15 +22,8 @@ def make_doc_ids(num_tokens: int, mean_length: int, seed: int = 0) -> torch.Tens
 
 def brute_force_mask(doc_ids: torch.Tensor, window: int) -> torch.Tensor:
     """(T, T) from the definition, pair by pair."""
-    ids = doc_ids.tolist()
-    return torch.tensor(
-        [[j <= i and i - j <= window and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
-    )
-
-
-def attend_naive(q, k, v, mask):
-    scores = torch.einsum("qhk,shk->hqs", q, k).masked_fill(~mask, -torch.inf)
-    return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
+    ids, places = doc_ids.tolist(), range(len(doc_ids))
+    return torch.tensor([[j <= i and i - j <= window and ids[i] == ids[j] for j in places] for i in places])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -45,10 +31,7 @@ def attend_naive(q, k, v, mask):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens, window, mean_length", CASES)
 def test_attention_and_its_gradients_equal_the_definition(num_tokens, window, mean_length, form, num_rows):
-    """Of one packed sequence and of two. Sequences that are shorter than the window are one block.
-
-    Values have other channels than queries and keys.
-    """
+    """Of one packed sequence and of two. Those that are shorter than the window are one block."""
     row_len = num_tokens // num_rows
     doc_ids = make_doc_ids(num_tokens, mean_length) + torch.arange(num_tokens).int() // row_len
     mask = brute_force_mask(doc_ids, window)
@@ -61,7 +44,9 @@ def test_attention_and_its_gradients_equal_the_definition(num_tokens, window, me
         assert made.size(2) <= num_tokens
         assert (made.size(0) == 1) == (-(-window // 64) * 64 + 64 >= num_tokens)
     y = FORMS[form].attention(*ours, made)
-    expected = attend_naive(*naive, mask)
+    q, k, v = naive
+    scores = torch.einsum("qhk,shk->hqs", q, k).masked_fill(~mask, -torch.inf)
+    expected = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v)
     weight = torch.randn_like(y)
     (y * weight).sum().backward()
     (expected * weight).sum().backward()
@@ -77,10 +62,8 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
     blocks = mask.view(num_tokens // 128, 128, num_tokens // 128, 128).transpose(1, 2).flatten(2)
     made = gpt.build_block_mask(doc_ids, torch.tensor(window))
     listed, full = torch.zeros(2, *blocks.shape[:2], dtype=torch.bool)
-    for out, counts, indices in (
-        (listed, made.kv_num_blocks, made.kv_indices),
-        (full, made.full_kv_num_blocks, made.full_kv_indices),
-    ):
+    of_rows = (made.kv_num_blocks, made.kv_indices), (made.full_kv_num_blocks, made.full_kv_indices)
+    for out, (counts, indices) in zip((listed, full), of_rows):
         for row in range(len(out)):
             out[row, indices[0, 0, row, : counts[0, 0, row]].long()] = True
     assert not (listed & full).any()
@@ -88,10 +71,8 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
     assert not (blocks.any(-1) & ~(listed | full)).any()  # nothing visible is left out
     # at most one empty block per row is visited in vain
     assert (listed & ~blocks.any(-1)).sum() <= len(listed)
-    for counts, indices, seen in (
-        (made.q_num_blocks, made.q_indices, listed),
-        (made.full_q_num_blocks, made.full_q_indices, full),
-    ):  # backward reads the lists by key block
+    of_columns = (made.q_num_blocks, made.q_indices), (made.full_q_num_blocks, made.full_q_indices)
+    for seen, (counts, indices) in zip((listed, full), of_columns):  # backward reads the lists by key block
         for column in range(len(seen)):
             rows = indices[0, 0, column, : counts[0, 0, column]].long()
             assert rows.tolist() == seen[:, column].nonzero().flatten().tolist()
@@ -105,10 +86,8 @@ def attend_flex_on_copies(q, k, v, mask):
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 @pytest.mark.slow
 def test_compiled_flex_attention_equals_the_plain_form_and_its_graphs_serve_all_windows():
-    """The whole model in three segments. FlexAttention's forward runs on the CPU.
-
-    On whole tensors: the CPU form of FlexAttention ignores the offset of a view (test_gpu has the views).
-    """
+    """The whole model in three segments. FlexAttention's forward runs on the CPU. On whole tensors: the CPU form of
+    FlexAttention ignores the offset of a view (test_gpu has the views)."""
     short = gpt.LayerSpec("short", value_embed=0, skip_from=0)
     layers = gpt.LayerSpec("long", mlp=False, value_embed=0), short, short, short
     cfg = smoke_config(num_layers=4, layers=layers, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
@@ -134,62 +113,12 @@ def test_compiled_flex_attention_equals_the_plain_form_and_its_graphs_serve_all_
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-def test_rotary_keeps_norms_and_depends_on_distance_alone():
-    cfg = smoke_config()
-    rope = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 64, 64, cfg, CPU).ropes["long", False]
-    x = torch.randn(2, 1, 32).expand(64, 2, 1, 32)  # equal q and k at every position
-    rotated = gpt.rotate(x, rope.cos[:, None], rope.sin[:, None])
-    assert torch.allclose(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
-    assert torch.allclose(gpt.rotate(rotated, rope.cos[:, None], -rope.sin[:, None]), x, atol=1e-5)
-    scores = rotated[:, 0, 0] @ rotated[:, 1, 0].T
-    for distance in (0, 1, 17):
-        diagonal = scores.diagonal(-distance)
-        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
-    assert (scores[5, 5] - scores[5, 0]).abs() > 1e-3
-
-
-def test_masks_of_paired_heads_see_two_rows_of_every_token(monkeypatch):
-    """Every form of attention. Each token has two positions, and the window counts positions."""
-    layers = (gpt.LayerSpec(paired=True), gpt.LayerSpec("long"))
-    cfg = smoke_config(num_layers=2, layers=layers, seq_len=256)
-    doc_ids, state = torch.arange(256) // 100, gpt.Schedule(cfg).at(0)
-    (long, short), rows, model = state.windows, torch.arange(512), gpt.GPT(cfg)
-    step_inputs = gpt.make_step_inputs(state, 256, 256, cfg, CPU)
-    masks = {form: {} for form in FORMS}
-
-    def note(block, x, acts, s, mask, *_):
-        masks[form][block.spec.attention, block.spec.paired] = mask
-        return x
-
-    monkeypatch.setattr(gpt.Block, "forward", note)
-    for form, ops in FORMS.items():
-        model.run_layers(gpt.Batch(doc_ids, doc_ids, doc_ids), step_inputs, ops)
-        assert set(masks[form]) == {("short", True), ("long", False)}
-    for kind, window, ids in (
-        (("short", True), short, doc_ids.repeat_interleave(2)),
-        (("long", False), long, doc_ids),
-    ):
-        at = rows[: len(ids)]
-        expected = (at <= at[:, None]) & (at[:, None] - at <= window) & (ids == ids[:, None])
-        assert torch.equal(masks["plain"][kind], expected)
-        flex = masks["flex_attention"][kind]
-        assert torch.equal(flex.mask_mod(0, 0, at[:, None], at), expected)
-        assert flex.shape[-2:] == (len(ids), len(ids))
-        q, k, v = torch.randn(3, len(ids), 1, 8)
-        y = (q[:, 0] @ k[:, 0].T).masked_fill(~expected, -math.inf).softmax(-1) @ v[:, 0]
-        ours = FORMS["block_attention"].attention(q, k, v, masks["block_attention"][kind])
-        assert torch.allclose(ours[:, 0], y, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind, is_paired, key_offset, qk_norm", [
     ("long", False, False, "on"), ("long", False, True, "off"), ("long", True, True, "off"),
     ("short", False, False, "on"), ("short", True, False, "off")])  # fmt: skip
 def test_queries_and_keys_rotate_like_complex_numbers(kind, is_paired, key_offset, qk_norm):
-    """Two sequences in the last stage, which has another softmax scale. float64, except the tables.
-
-    Half of the pairs of long layers rotate. Short layers have fewer channels, all of which rotate. With the
-    key offset the other channels of a key come from the previous token, but not into another sequence.
-    """
+    """In the last stage, float64 except the tables. Half of the pairs of long layers rotate, and all of short layers.
+    With the key offset the other channels of a key come from the previous token, but not into another sequence."""
     torch.manual_seed(0)
     layers = gpt.LayerSpec("long"), gpt.LayerSpec(kind, paired=is_paired, key_offset=key_offset)
     options = dict(num_heads=4, model_dim=128, short_qk_dim=16, attention_scale=(0.1, 0.3), qk_norm=qk_norm)

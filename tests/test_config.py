@@ -169,21 +169,14 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (["--matrix_rule=muonh"], "--gains=output"),
         (["--mix_lr=1"], "--mix_lr"),  # smoke has no parameter of this group
         (['--groups={"ngram": {"rule": "muon"}}'], "muon"),
-        (['--groups={"embed": {"every": 2, "late_every": 3}}'], "late_every of group embed"),
         (['--groups={"nobody": {}}'], "nobody"),
         (["--head_dim=100"], "--model_dim=64"),
         (["--seq_len=500"], "500"),
         (["--val_tokens=1000"], "1000"),
         (["--micro_batch_tokens=256"], "256"),
-        (["--val_windows=64,128"], "(64, 128)"),
-        (["--stages=[]"], "--stages"),
         (["--stages=none.json"], "none.json"),
         (['--stages=[{"duration":1}]'], "window_long"),
-        (['--stages=[{"duration":0,"window_long":128,"window_short":64}]'], "duration=0"),
-        (['--stages=[{"duration":1,"window_long":64,"window_short":128}]'], "window_short=128"),
         ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700"),
-        ([f'--stages=[{{{STAGE},"num_classes":1}}]'], "num_classes=1"),
-        ([f'--stages=[{{{STAGE},"loss_weights":[]}}]'], "loss_weights=()"),
         (["--layers=[{}]"], "--num_layers=4"),
         (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "attention='wide'"),
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0"),
@@ -195,12 +188,10 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (['--layers=[{"key_offset":true}]', "--num_layers=1", "--short_qk_dim=16"], "key_offset=True"),
         (['--layers=[{"mudd_in":["attn_in","h1"]}]', "--num_layers=1"], "mudd_in=('attn_in', 'h1')"),
         (["--record=../x"], "../x"),
-        (["--attention_gate_dim=100"], "--attention_gate_dim=100"),
         (["--fast=kernel_that_is_not_there"], "kernel_that_is_not_there"),
         (["--qk_group_heads=3"], "--num_heads=2"),
         (["--value_gate_dim=5"], "--value_gate_dim=5"),
         (["--extension_steps=12"], "--extension_steps=12"),
-        (["--ngram_rows=513", "--ngram_order=3"], "--ngram_rows=513"),
         (["--mudd_groups=7"], "--model_dim=64"),
         (["--train_files=none/*.bin"], "none/*.bin"),
     ],
@@ -236,8 +227,7 @@ def test_help_names_every_option(capsys):
     names = [field.name for field in dataclasses.fields(gpt.Config)]
     assert len(gpt.GROUP_OPTIONS) == 13
     assert all(f"--{name} " in text for name in [*names, *gpt.GROUP_OPTIONS])
-    assert gpt.main(["--list_presets"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*gpt.PRESETS]
+    assert all(name in text for name in gpt.PRESETS)
 
 
 def test_ranks_that_cannot_share_the_sequences():

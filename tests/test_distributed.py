@@ -4,7 +4,6 @@ import datetime
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,14 +11,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, data_args, gpt, launch, run_script, slow_but, smoke_config, smoke_run
-from run_ranks import ENVIRONMENT, run_ranks
+from conftest import ROOT, TINY, assert_same_bits, data_args, gpt, launch, slow_but, smoke_config, smoke_run
+from run_ranks import ENVIRONMENT, find_port, run_ranks
 
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SMALL = dict(num_layers=3, model_dim=32, num_heads=2, head_dim=16)
-
-
 CASES = {
     "exact": dict(groups={group: {"every": 2} for group in ("embed", "value_embed", "head", "scalar")}),
     "tied": dict(tie_head="on", embed_std=(0.02, 0.01), head_lr=0.0036, groups={"matrix": {"every": 2}}),
@@ -42,20 +38,11 @@ def train_cases(num_ranks: int, cases: dict, folder, *more) -> dict:
     return torch.load(path, weights_only=True)
 
 
-def find_differences(ours: dict, theirs: dict) -> list[str]:
-    """Names of parameters that differ in a bit."""
-    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
 @pytest.fixture(scope="module")
 def equality(shards, tmp_path_factory, request):
-    """{number of ranks: {case: the results of rank 0 after four steps}}, see run_ranks.equality.
-
-    Micro-batches have one sequence, so the sums do not depend on the number of ranks. Slow tests have 24 of them in a
-    step, the others 4. Three layers have 8 matrices of one shape and 4 of another shape, and 3 and 8 ranks do not divide
-    them. Every second parameter and the first matrix of each MLP have other multipliers. Case "laptop" is preset
-    laptop_32, whose bytes are counted.
-    """
+    """{number of ranks: {case: the results of rank 0 after four steps}}, see run_ranks.equality. Micro-batches have
+    one sequence, so the sums do not depend on the number of ranks. Slow tests have 24 of them in a step, the others 4.
+    Three layers have 8 matrices of one shape and 4 of another, which 3 and 8 ranks do not divide."""
     is_slow = "slow" in request.config.option.markexpr
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     rows = dict(seq_len=128, tokens_per_step=3072 if is_slow else 512, micro_batch_tokens=128, **files)
@@ -83,14 +70,11 @@ def equality(shards, tmp_path_factory, request):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 @pytest.mark.parametrize("rule, case", slow_but([pair for pair in RULES_AND_CASES if pair[1] != "rounded"], *FEW))
 def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, num_ranks):
-    """Gradients on a grid have exact sums in any order, and each update is computed on one rank.
-
-    Case "exact" updates the Adam groups in every second step. Case "tied" adds the gradients of head and embedding, and
-    updates matrices in every second step. Case "bfloat16" has a coarse grid, because bfloat16 has 8 significant bits.
-    The ranks also compare hashes, and a difference fails the run.
-    """
+    """Gradients on a grid have exact sums in any order, and each update is computed on one rank. "tied" adds the
+    gradients of head and embedding. "bfloat16" has a coarse grid, because it has 8 significant bits. The ranks also
+    compare hashes, and a difference fails the run."""
     one, several = (equality[ranks][f"{rule} {case}"]["params"] for ranks in (1, num_ranks))
-    assert find_differences(one, several) == []
+    assert_same_bits(one, several)
     assert (one["embed"].dtype == torch.bfloat16) == (case == "bfloat16")
     assert torch.equal(one["embed"], one["head.weight"]) == (case == "tied")
     start = gpt.GPT(smoke_config(**SMALL, **CASES[case])).state_dict()
@@ -102,7 +86,7 @@ def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, 
 def test_a_table_of_n_grams_has_the_bits_of_one_rank(equality, num_ranks):
     """Its 202 rows of bigrams and trigrams are divided among the ranks. Updates visit the rows that were read."""
     one, several = (equality[ranks]["n-grams"]["params"] for ranks in (1, num_ranks))
-    assert find_differences(one, several) == []
+    assert_same_bits(one, several)
     assert one["ngram"].shape == (202, 64) and one["ngram"].any(1).sum() > 100
 
 
@@ -119,12 +103,10 @@ def test_parameters_without_the_grid_agree_to_float32_rounding(equality, rule, n
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_bytes_sent_are_few_and_known(equality, num_ranks):
-    """The minimum per rank is 2 P (N - 1) / N for the P bytes updated in a step, without the tables.
-
-    Padding is also communicated: a segment of laptop_32 has two or four matrices of a kind. The Adam groups are updated
-    in every second step. With a tied head this holds for the matrices, and the table shared by head and embedding is sent
-    once. A rank reads at most one row of a table per token, and sends its gradient.
-    """
+    """The minimum per rank is 2 P (N - 1) / N for the P bytes updated in a step, without the tables. Padding is also
+    communicated: a segment of laptop_32 has two or four matrices of a kind. The Adam groups are updated in every
+    second step. With a tied head this holds for the matrices, and the table shared by head and embedding is sent once.
+    A rank reads at most one row of a table per token, and sends its gradient."""
     results = equality[num_ranks]
     assert all(len({*result["others"]}) == 1 and min(result["rows"]) > 0 for result in results.values())
     for case, most in {"laptop": {2: 1.002, 3: 1.5, 4: 1.7, 8: 3.2}[num_ranks], "adamw rounded": 1.03,
@@ -144,20 +126,18 @@ def test_bytes_sent_are_few_and_known(equality, num_ranks):
 
 @pytest.mark.slow
 def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
-    """The matrices are so large that the BLAS splits sums over threads. The bits depend on the number of threads, so
-    all ranks need an equal number."""
+    """Of matrices so large that the BLAS splits sums over threads. Their bits depend on the number of threads."""
     size = dict(model_dim=192, head_dim=96, seq_len=1024, micro_batch_tokens=1024, max_doc_len=1024)
     files = dict(train_files=f"{shards}/train_*.bin", val_files=f"{shards}/val_*.bin", device="cpu")
     cases = {"large": dict(preset="smoke", num_iterations=6, tokens_per_step=2048, dtype="bfloat16", **size, **files)}
     one, two = (train_cases(num_ranks, cases, tmp_path, 2)["large"]["params"] for num_ranks in (1, 2))
-    assert find_differences(one, two) == []
+    assert_same_bits(one, two)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_segments", [2, 5])
 def test_gradients_do_not_depend_on_the_segments(dtype, num_segments, monkeypatch):
-    """To the last bit, without a grid, in the recipe with all mechanisms. Token gates of several segments share a
-    learned scale, and several ranks have more segments than one."""
+    """To the last bit, without a grid, with all mechanisms. Several ranks have more segments than one."""
     monkeypatch.setattr(gpt, "MULTI_RANK_SEGMENTS", num_segments)
     cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu", grad_grid=0.0))
     state, tokens, gradients = gpt.Schedule(cfg).at(0), torch.arange(512) ** 2 % 257, []
@@ -173,7 +153,7 @@ def test_gradients_do_not_depend_on_the_segments(dtype, num_segments, monkeypatc
         model(batch, step_inputs, gpt.Operations(dtype), torch.tensor(state.loss_weights)).backward()
         gradients.append({name: param.grad for name, param in model.named_parameters() if name != "embed"})
         assert model.is_tied and all(grad.any() for grad in gradients[-1].values())
-    assert find_differences(*gradients) == []
+    assert_same_bits(*gradients)
 
 
 def test_round_to_grid_makes_sums_exact():
@@ -191,8 +171,7 @@ def test_round_to_grid_makes_sums_exact():
 
 @pytest.mark.slow
 def test_comm_benchmark(tmp_path):
-    """benchmarks/comm.py end to end: bandwidth is 2 (N - 1) / N bytes over time. A step sends less than 1.1 times
-    the minimum."""
+    """Bandwidth is 2 (N - 1) / N bytes over time. A step sends less than 1.1 times the minimum."""
     args = ["--preset=smoke", "--device=cpu", "--max_mb=0.02", "--num_steps=2", f"--json={tmp_path}/comm.json"]
     done = launch([str(ROOT / "benchmarks" / "comm.py"), *args], tmp_path, nproc=2)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -201,29 +180,21 @@ def test_comm_benchmark(tmp_path):
     for row in result["messages"]:
         for kind in ("all_reduce", "reduce_scatter + all_gather"):
             assert row[kind]["bus_gb_per_s"] == pytest.approx(row["bytes"] / row[kind]["ms"] / 1e6)
-            assert f"{row[kind]['ms']:.3f} | {row[kind]['bus_gb_per_s']:.2f}" in done.stdout
     silent, step = result["steps"]
     assert (silent["mb"], silent["exposed"]) == (0, 0) and silent["minimum_mb"] == step["minimum_mb"]
     assert 1 <= step["mb"] / step["minimum_mb"] < 1.1 and 0 <= step["exposed"] < 1 and result["advice"] in done.stdout
 
 
-def find_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def start_agents(shards, folder, *options, second: tuple = ()) -> list[subprocess.Popen]:
-    """torchrun --nnodes=2, each agent in its own folder. second: further options of the second agent."""
+def start_agents(shards, folder, *options) -> list[subprocess.Popen]:
+    """torchrun --nnodes=2, each agent in its own folder."""
     args = ["--preset=smoke", "--device=cpu", "--micro_batch_tokens=512", *data_args(shards), *options]
-    command = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
-    command += [f"--rdzv_endpoint=localhost:{find_port()}", str(ROOT / "train_gpt.py"), *args]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{find_port()}", str(ROOT / "train_gpt.py"), *args]
     agents = []
     for node in ("a", "b"):
         (folder / node).mkdir()
-        words = [*command, *(second if node == "b" else ())]
         env = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
-        agents.append(subprocess.Popen(words, cwd=folder / node, stderr=subprocess.PIPE, text=True, env=env))
+        agents.append(subprocess.Popen(command, cwd=folder / node, stderr=subprocess.PIPE, text=True, env=env))
     return agents
 
 
@@ -252,7 +223,8 @@ def test_two_agents_stop_when_one_is_told_to(shards, tmp_path):
     errors = [agent.communicate(timeout=3000)[1] for agent in (first, second)]
     (step,) = tmp_path.rglob("step_*")
     assert sorted(path.name for path in step.iterdir()) == ["rank0.pt", "rank1.pt", "state.json"]
-    lines = [line for text in errors for line in text.splitlines() if "train_gpt.py: stopped by SIGTERM after step " in line]
+    start = "train_gpt.py: stopped by SIGTERM after step "
+    lines = [line for text in errors for line in text.splitlines() if start in line]
     assert len(lines) == 1 and str(step) in lines[0]
     assert first.returncode and second.returncode
 
@@ -280,12 +252,9 @@ def test_ranks_that_differ_do_not_train(shards, tmp_path, what, options):
 
 
 FAILURES = {  # (how, which rank): exit status of this rank, without a launcher
-    ("raise", 1): 1,
-    ("kill", 0): -signal.SIGKILL,
-    ("kill", 1): -signal.SIGKILL,
-    ("freeze", 0): -signal.SIGSTOP,
-    ("freeze", 1): -signal.SIGSTOP,
-}
+    ("raise", 1): 1, ("kill", 0): -signal.SIGKILL, ("kill", 1): -signal.SIGKILL,
+    ("freeze", 0): -signal.SIGSTOP, ("freeze", 1): -signal.SIGSTOP,
+}  # fmt: skip
 FAILING = [*TINY, "--num_iterations=6", "--tokens_per_step=1536"]
 
 
@@ -308,13 +277,13 @@ def test_torchrun_ends_when_one_rank_fails(shards, tmp_path, how, rank):
 
 
 def test_ranks_that_cannot_share_a_step_end_with_one_line(shards, tmp_path):
-    done = run_script(["--preset=smoke", "--tokens_per_step=512", *data_args(shards)], tmp_path, nproc=2)
+    words = [str(ROOT / "train_gpt.py"), "--preset=smoke", "--device=cpu", "--tokens_per_step=512", *data_args(shards)]
+    done = launch(words, tmp_path, nproc=2)
     assert done.returncode != 0 and done.stderr.count("train_gpt.py: error:") == 1 and "512" in done.stderr
 
 
 def test_gradients_and_parameters_have_a_group_each(monkeypatch):
-    """So all-gathers do not queue behind reduce-scatters. The timeout of a step is set for both, the gloo group keeps
-    its long one."""
+    """All-gathers do not queue behind reductions. Both get the timeout of a step, the gloo group keeps its own."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         groups = [dist.group.WORLD, *(dist.new_group(timeout=gpt.LONG_TIMEOUT) for _ in range(2))]

@@ -1,4 +1,4 @@
-"""Fast forms: each against its plain form, the check at the start of a run, and which forms a run takes."""
+"""Fast forms: the check at the start of a run, and which forms a run takes. test_kernels has each form alone."""
 
 import importlib.util
 import sys
@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CPU_FORMS, SCRIPT, gpt, make_runtime, smoke_config, smoke_run
-from torch.nn.attention.flex_attention import flex_attention
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -15,110 +14,13 @@ DEVICE = GPU if torch.cuda.is_available() else CPU
 pytestmark = [
     pytest.mark.recipe,  # an edited plain form has no fast form, by design
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    *([pytest.mark.usefixtures("eager_flex")] if DEVICE is CPU else []),
 ]
-TILES = dict(mlp_ratio=4.0)  # the tiles of relu2_mlp do not divide the 176 channels of smoke_frontier
-
-
-@pytest.fixture(autouse=True)
-def run_flex_attention_on_a_cpu(monkeypatch):
-    """Not compiled. It refuses gradients on a CPU, where only the eager form has them."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    if DEVICE is CPU:
-        monkeypatch.setattr(gpt, "compile_flex_attention", lambda: flex_attention)
-
-
-# (a) Each form against its plain form: inputs that need gradients, and a function that returns results
 
 
 def name_case(value) -> str:
     """Workers of pytest-xdist must name the cases alike, and the order of a set is random."""
     return ",".join(sorted(value)) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def make_norm(cfg, randn):
-    return [randn(128, cfg.model_dim)], lambda ops, x: [ops.rms_norm(x)]
-
-
-def make_attention(cfg, randn):
-    """512 tokens, two documents, a window of 128. Values may have other channels than queries and keys."""
-    heads = 512, cfg.num_heads, cfg.short_qk_dim or cfg.head_dim
-    q, k, v = randn(*heads) * heads[2] ** -0.5, randn(*heads), randn(*heads[:2], cfg.head_dim)
-    doc_ids, window = torch.arange(512, device=DEVICE) // 300, torch.tensor(128, device=DEVICE)
-    return [q, k, v], lambda ops, *qkv: [ops.attention(*qkv, ops.make_mask(doc_ids, window))]
-
-
-def make_qkv(cfg, randn):
-    """A paired layer with key offset, two sequences. Half of the channel pairs rotate."""
-    K, P = cfg.head_dim, 2 - cfg.num_heads % 2
-    heads = gpt.Heads(cfg.num_heads, K, K, P, True, cfg.qk_norm)
-    positions, pair = torch.arange(128, device=DEVICE) % 64, torch.arange(K // 2, device=DEVICE)
-    angles = positions[:, None, None] / (1.0 + pair) + torch.arange(P, device=DEVICE)[:, None]
-    angles = angles * (pair < K // 4)
-    is_unrotated = (torch.cat((pair, pair)) >= K // 4) & (positions > 0)[:, None, None]
-    rope = gpt.Rope(angles.cos(), angles.sin(), torch.tensor(0.1, device=DEVICE), K // 4)
-    step_inputs = gpt.StepInputs(torch.zeros(2), {}, is_unrotated.float(), positions == 0)
-    x, weight = randn(128, cfg.model_dim), randn(3 * cfg.num_heads * K, cfg.model_dim) * cfg.model_dim**-0.5
-    return [x, weight], lambda ops, *given: [*ops.make_qkv(*given, rope, heads, step_inputs, ops)]
-
-
-def make_head_loss(cfg, randn):
-    """64 tokens with two targets, some of them missing."""
-    targets, weights = torch.arange(128, device=DEVICE).view(64, 2), torch.tensor([1.0, 0.5], device=DEVICE)
-    targets = targets.masked_fill(targets % 7 == 3, -1)
-    given = targets, weights, gpt.Softcap(*cfg.softcap)
-    x, weight = gpt.rms_norm(randn(64, cfg.model_dim)), randn(256, cfg.model_dim) * 0.1
-    return [x, weight], lambda ops, *leaves: [ops.head_loss(*leaves, *given)]
-
-
-def make_mlp(cfg, randn):
-    up, down = randn(2, cfg.model_dim, cfg.mlp_hidden) * cfg.model_dim**-0.5
-    return [randn(128, cfg.model_dim), up, down], lambda ops, *given: [ops.relu2_mlp(*given)]
-
-
-def make_symmetric(_cfg, randn):
-    x = randn(2, 256, 304)
-    gram = x @ x.mT
-    return [], lambda ops: [ops.symmetric_matmul(x), ops.symmetric_matmul(gram, gram, 0.5, 2.0)]
-
-
-MAKE = dict(
-    rms_norm=make_norm, qkv_kernel=make_qkv, flex_attention=make_attention, block_attention=make_attention,
-    head_loss=make_head_loss, cross_entropy=make_head_loss, relu2_mlp=make_mlp,
-    symmetric_matmul=make_symmetric,
-)  # fmt: skip
-
-
-def measure_errors(name, cfg, dtype) -> list[float]:
-    """Relative errors of all results, then of the gradients of all inputs."""
-    torch.manual_seed(0)
-    leaves, run = MAKE[name](cfg, lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype))
-    results = []
-    for names in ([name], []):
-        inputs = [x.detach().clone().requires_grad_() for x in leaves]
-        outputs = run(gpt.make_operations(cfg, names, dtype), *inputs)
-        if inputs:
-            sum((output * (output.detach() + 1)).sum() for output in outputs).backward()
-        results.append([*(output.detach() for output in outputs), *(x.grad for x in inputs)])
-    return [((ours - plain).norm() / plain.norm()).item() for ours, plain in zip(*results, strict=True)]
-
-
-def test_every_form_is_compared():
-    assert tuple(MAKE) == gpt.FORMS
-
-
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-@pytest.mark.parametrize("name", MAKE)
-def test_a_fast_form_equals_its_plain_form(name, preset):
-    """Results and gradients, in float32. Also in float64, but kernels sum in float32."""
-    cfg = smoke_config(preset=preset, **TILES)
-    errors = measure_errors(name, cfg, torch.float32)
-    assert all(error < (5e-6 if DEVICE is CPU else 2e-3) for error in errors), errors
-    if DEVICE is CPU and name not in ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul"):
-        errors = measure_errors(name, cfg, torch.float64)
-        assert all(error < 1e-12 for error in errors), errors
-
-
-# (b) The check of a model: right forms pass, each fault is found
 
 
 def attend_by_lists(copy):
@@ -139,8 +41,6 @@ def attend_by_lists(copy):
 
 @pytest.fixture
 def load_copy(tmp_path, monkeypatch):
-    """A function that loads an edited copy of train_gpt.py."""
-
     def load(old: str, new: str):
         text = SCRIPT.read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{old} is {text.count(old)} times in train_gpt.py"
@@ -190,8 +90,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
     ("rms_norm", "frontier"): [
         # 2 % too large, and without the second term of the gradient
         ("x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
-        ("return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale"),
-    ],
+        ("return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale")],
     ("block_attention", "smoke"): [
         # a window of one block less, and one block more
         ("num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
@@ -199,38 +98,32 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         # attention to the next token, to other documents, and to the keys of the first head
         (".triu(num_before + 1)", ".triu(num_before + 2)"),
         ("torch.searchsorted(doc_ids, doc_ids)", "torch.searchsorted(doc_ids, 0 * doc_ids)"),
-        ("q[head], keys.unfold", "q[head], k[0].unfold"),
-        # no gradient through the sum of the softmax, and gradients of keys in the wrong block
-        ("torch._softmax_backward_data(grad_scores, probs, -1, probs.dtype)", "grad_scores * probs"),
-        ("sums[i : i + num_blocks] +=", "sums[:num_blocks] +="),
+        ("queries, keys.unfold", "queries, k[0].unfold"),
+        ("scores.softmax(-1) @ values", "scores.softmax(-1).detach() @ values"),
+        ("values.unfold(0, num_keys, size).mT)", "values.unfold(0, num_keys, size).mT.flip(0))"),
     ],
     ("block_attention", "frontier"): [  # a window of one token more
-        (".tril(num_before - window - 1)", ".tril(num_before - window - 2)"),
-    ],
+        (".tril(num_before - window - 1)", ".tril(num_before - window - 2)")],
     ("flex_attention", "frontier"): [
         # blocks that are left out, and blocks without the mask that they need
         ("(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),
         ("(distance - (BLOCK - 1) <= window) & overlap", "(distance < window) & overlap"),
-        ("(distance + (BLOCK - 1) <= window)", "(distance <= window)"),
-    ],
+        ("(distance + (BLOCK - 1) <= window)", "(distance <= window)")],
     ("flex_attention", "smoke"): [  # likewise between documents, and the wrong blocks without a mask
         ("            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
-        ("unmasked = row - length + block", "unmasked = row - length - 1 + block"),
-    ],
+        ("unmasked = row - length + block", "unmasked = row - length - 1 + block")],
     ("head_loss", "frontier"): [
         # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
         ("grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),
         ("capped = softcap(logits", "capped = softcap._replace(shift=0.0)(logits"),
         ("weights.type_as(capped) * (targets >= 0)", "weights.type_as(capped) * (targets >= -1)"),
-        ("scatter_add_(1, targets, -weights)", "scatter_add_(1, targets[:, :1], -weights[:, :1])"),
-    ],
+        ("scatter_add_(1, targets, -weights)", "scatter_add_(1, targets[:, :1], -weights[:, :1])")],
     ("relu2_mlp", "mlp"): [
         # a gradient 2 % too large, no ReLU, columns of another tile, and a gradient by the other matrix
         ("total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
         ("total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
         ("columns = place // height * BLOCK_N", "columns = place // GROUP * BLOCK_N"),
-        ("return grad_pre @ up.T, x.T", "return grad_pre @ down.T, x.T"),
-    ],
+        ("matmul(pre, up, grad.dtype)", "matmul(pre, down, grad.dtype)")],
     ("qkv_kernel", "qkv"): [
         # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
         ("other=1.0).to(tl.float32) * scale", "other=1.0).to(tl.float32) * scale * 1.02"),
@@ -240,21 +133,18 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         # positions of single heads, keys that go to the next sequence, and no gradient of keys that moved
         ("(tokens[:, None] * P + head % P) * (K", "(tokens[:, None] * P) * (K"),
         ("tl.where(is_moved, has_next, False)", "tl.where(is_moved, tokens[:, None] + 1 < T, False)"),
-        ("grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass"),
-    ],
+        ("grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass")],
     ("cross_entropy", "loss"): [
         # a gradient 2 % too large, no mask of the vocabulary, equal targets, and missing targets
         ("factor = CAP / (4 * WIDTH)", "factor = 1.02 * CAP / (4 * WIDTH)"),
         ("tl.where(at < V, tl.exp2((t - 1) * (CAP / 2", "tl.where(at >= 0, tl.exp2((t - 1) * (CAP / 2"),
         ("tl.where(tl.load(targets_ptr + j) == target, tl", "tl.where(j == i, tl"),
-        ("weight = tl.where(target >= 0, tl.load(", "weight = tl.where(target >= -1, tl.load("),
-    ],
+        ("weight = tl.where(target >= 0, tl.load(", "weight = tl.where(target >= -1, tl.load(")],
     ("symmetric_matmul", "wide"): [
         # the second term 2 % too large, the last products left out, and the first matrix twice
         ("total += BETA * tl.load", "total += 1.02 * BETA * tl.load"),
         ("for start in range(0, INNER, DEPTH):", "for start in range(0, INNER - DEPTH, DEPTH):"),
-        ("x_ptr += matrix * SIZE * INNER", "pass"),
-    ],
+        ("x_ptr += matrix * SIZE * INNER", "pass")],
 }  # fmt: skip
 SLOW = {"qkv_kernel", "cross_entropy", "symmetric_matmul"}
 
@@ -271,12 +161,11 @@ def test_the_check_finds_a_fault(form, config, old, new, load_copy):
 
 # the gradient of the MLP without factor, scale or order. A head that saturates, or with twice a gradient
 FP8_FAULTS = [
-    ("fp8_mlp", "y * 2 * (hidden.float() * hidden_scale)", "y * (hidden.float() * hidden_scale)"),
-    ("fp8_mlp", "y * 2 * (hidden.float() * hidden_scale)", "y * 2 * hidden.float()"),
-    ("fp8_mlp", "scaled_matmul(grad_t, hidden_t, scale", "scaled_matmul(grad_t, hidden_t.roll(1, 0), scale"),
-    ("fp8_head", "FP8Scales(x=math.sqrt(cfg.model_dim) / 448", "FP8Scales(x=0.3 / 448"),
-    ("fp8_head", "torch.full_like(w_scale, scales.grad)", "torch.full_like(w_scale, 2 * scales.grad)"),
-]  # fmt: skip
+    ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * (hidden.values.float() * hidden.scale)"),
+    ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * 2 * hidden.values.float()"),
+    ("fp8_mlp", "Scaled(hidden_t, hidden.scale)", "Scaled(hidden_t.roll(1, 0), hidden.scale)"),
+    ("fp8_head", "HeadScales(x=math.sqrt(cfg.model_dim) / 448", "HeadScales(x=0.3 / 448"),
+    ("fp8_head", "torch.full((), scales.grad, device", "torch.full((), 2 * scales.grad, device")]  # fmt: skip
 
 
 @pytest.mark.parametrize("config, fault", [
@@ -323,11 +212,7 @@ def test_edited_attention_of_long_sequences_is_an_error(load_copy):
     assert "block_attention" not in chosen and "block_attention: off (" in lines[1]
 
 
-# (c) How a run chooses
-
-
 def spoil(monkeypatch, name: str, field: str, wrap) -> None:
-    """Change the function of a fast form."""
     real = gpt.make_operations
 
     def make(cfg, names, dtype):
@@ -348,7 +233,7 @@ WRONG = {
     "it fails on this cpu device: no registers": ("rms_norm", "rms_norm", fail),
     " differs from its plain form by nan": ("rms_norm", "rms_norm", lambda f: lambda x: f(x) * float("nan")),
     " differs from its plain form by 0.02": ("head_loss", "head_loss", lambda f: lambda *xs: f(*xs) * 1.02),
-    "it has gradients of ['head.weight']": (
+    "it fails on this cpu device: 'head.weight'": (
         "head_loss", "head_loss", lambda f: lambda x, weight, *rest: f(x, weight.detach(), *rest)),
 }  # fmt: skip
 
@@ -369,22 +254,20 @@ ON_A_GPU = {"rms_norm", "qkv_kernel", "flex_attention", "cross_entropy", "symmet
 FP8_LAYERS = {"fp8_mlp", "fp8_qkv"}
 PARTS = dict(fp8_parts="head,mlp,qkv")
 WIDE = dict(num_heads=2, head_dim=64, model_dim=128, **PARTS)
-BF16 = dict(dtype=torch.bfloat16, use_compile=True)
+BF16 = dict(dtype=torch.bfloat16)
 CHOICES = [  # capability (None: a CPU), changes of the runtime, changes of the config, forms
     (None, {}, {}, CPU_FORMS),
     (None, BF16, WIDE, CPU_FORMS),
-    ((9, 0), {}, {}, {*ON_A_GPU, "relu2_mlp"}),
+    ((9, 0), {}, WIDE, {*ON_A_GPU, "relu2_mlp"}),
     ((9, 0), {}, dict(mlp_ratio=3), ON_A_GPU),  # tiles must divide the matrices
     ((9, 0), {}, dict(num_heads=1, head_dim=32, model_dim=32, mlp_ratio=4), ON_A_GPU),
-    ((9, 0), {}, dict(without="softcap"), ON_A_GPU - {"cross_entropy"} | {"relu2_mlp", "head_loss"}),
+    ((9, 0), {}, dict(without="softcap"), ON_A_GPU - {"cross_entropy"} | {"head_loss"}),
     ((10, 0), {}, {}, ON_A_GPU),  # the MLP's kernel was measured on Hopper only
     ((8, 0), {}, {}, ON_A_GPU),
     ((7, 5), {}, {}, {"rms_norm", "flex_attention", "head_loss"}),  # too few registers for our kernels
     ((6, 1), {}, {}, CPU_FORMS),
     ((9, 0), BF16, WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head", *FP8_LAYERS}),
-    ((9, 0), dict(dtype=torch.bfloat16), WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head"}),  # amax costs time
-    ((9, 0), BF16, PARTS, {*ON_A_GPU, "relu2_mlp", "fp8_head"}),  # too narrow
-    ((9, 0), dict(dtype=torch.bfloat16), dict(fp8="off"), {*ON_A_GPU, "relu2_mlp"}),
+    ((9, 0), BF16, dict(fp8="off"), ON_A_GPU),
     ((8, 9), dict(dtype=torch.float32, use_compile=True), WIDE, ON_A_GPU),
     ((8, 0), BF16, WIDE, ON_A_GPU),  # it has no FP8
 ]  # fmt: skip
@@ -436,12 +319,6 @@ def test_a_named_form_replaces_its_operations_alone(name):
     assert make(name, "fp8_head").head_loss.keywords["use_kernel"] == (name == "cross_entropy")
     assert make(name, "fp8_mlp").relu2_mlp.keywords["use_kernel"] == (name == "relu2_mlp")
 
-
-@pytest.mark.parametrize("changes", [dict(num_heads=1, head_dim=72, model_dim=72), dict(mlp_ratio=2.75)])
-def test_a_kernel_that_does_not_fit_the_model_is_off(changes):
-    """Tiles that do not divide the matrices would read and leave out entries, in silence."""
-    chosen, lines = gpt.choose_fast_forms(smoke_config(fast="relu2_mlp", **changes), make_runtime())
-    assert not chosen and lines[0] == "fast forms: none" and "relu2_mlp: off (it fails on this" in lines[1]
 
 def test_a_run_in_plain_forms_is_a_run_in_fast_forms(shards, tmp_path):
     args = ["--preset=smoke_frontier", "--num_iterations=4", "--warmup_iterations=0", "--val_loss_every=0"]

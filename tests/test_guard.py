@@ -107,10 +107,10 @@ def poison_batch(patch):
 
 def overflow_fp8(patch):
     """Activations of the head are 1000 times too large for their static scale, and they do not saturate."""
-    real = gpt.quantize_fp8
-    large = lambda x, dtype, scale=None: ((1000 * x / scale).to(dtype), torch.tensor(scale))
-    change_steps(patch, [FAULT], lambda _: patch.setattr(gpt, "quantize_fp8", large),
-                 lambda _, loss: patch.setattr(gpt, "quantize_fp8", real) or loss)  # fmt: skip
+    real = gpt.quantize
+    large = lambda x, dtype, scale=None: gpt.Scaled((1000 * x / scale).to(dtype), torch.tensor(scale))
+    change_steps(patch, [FAULT], lambda _: patch.setattr(gpt, "quantize", large),
+                 lambda _, loss: patch.setattr(gpt, "quantize", real) or loss)  # fmt: skip
 
 
 FAULTS = {  # name: (fault, pattern of the fault in the event)
@@ -131,7 +131,7 @@ def test_the_run_recovers(text, clean_loss, here, monkeypatch, capsys, name):
     assert abs(result["final_val_loss"] / clean_loss - 1) < 0.02 and result["guard_actions"] == 1
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
     (line,) = re.findall("^guard: .*$", capsys.readouterr().out, re.M)
-    measure = gpt.LOW_PRECISIONS["fp8_head"]
+    measure = gpt.LOW_PRECISIONS["fp8"]
     assert line == f"guard: step {event['step']}: {event['fault']}: restored weights of step 90, {measure}"
     assert [step for step, _ in result["train_points"]] == list(range(1, 301))
 
@@ -187,25 +187,24 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 3)
     monkeypatch.setattr(gpt.Guard, "TRIAL_STEPS", 1)
-    change_steps(monkeypatch, [5, 9, 13, 17], note, lambda _, loss: loss * math.nan)
+    change_steps(monkeypatch, [5, 9, 13], note, lambda _, loss: loss * math.nan)
     args = [*TINY, *data_args(shards), "--fp8=on", "--fp8_parts=head,mlp", "--dtype=bfloat16", "--guard=on"]
-    args += ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--checkpoint_every=16"]
-    args += ["--num_iterations=18", AT_THE_END]
+    args += ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--checkpoint_every=12"]
+    args += ["--num_iterations=14", AT_THE_END]
     assert gpt.main(args) == 1
     out, errors = capsys.readouterr()
     pattern = r"^guard: step (\d+): loss nan exceeds \S+: restored weights of step (\d+), (.*)$"
     lines = re.findall(pattern, out + errors.partition("error: ")[2], re.M)
-    assert lines == [("5", "3", gpt.LOW_PRECISIONS["fp8_head"]), ("9", "7", gpt.LOW_PRECISIONS["fp8"]),
-                     ("13", "11", gpt.LOW_PRECISIONS["bfloat16"]), ("17", "15", "and ends")]
-    assert used == [(["fp8_head", "fp8_mlp"], "torch.bfloat16"), (["fp8_mlp"], "torch.bfloat16"),
-                    ([], "torch.bfloat16"), ([], "torch.float32")]
+    assert lines == [("5", "3", gpt.LOW_PRECISIONS["fp8"]), ("9", "7", gpt.LOW_PRECISIONS["bfloat16"]),
+                     ("13", "11", "and ends")]
+    assert used == [(["fp8_head", "fp8_mlp"], "torch.bfloat16"), ([], "torch.bfloat16"), ([], "torch.float32")]
     assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
-    assert len(rates) == 18 and all(ours == planned for ours, planned in rates)
+    assert len(rates) == 14 and all(ours == planned for ours, planned in rates)
 
     # What is switched off stays off in the next life
-    assert gpt.read_metadata(find_saved(16))["progress"]["lowered"] == ["fp8_head", "fp8", "bfloat16"]
+    assert gpt.read_metadata(find_saved(12))["progress"]["lowered"] == ["fp8", "bfloat16"]
     used.clear()
-    change_steps(monkeypatch, [17], note)
+    change_steps(monkeypatch, [13], note)
     monkeypatch.setattr(gpt.Guard, "end_step", lambda *_, **__: None)
     monkeypatch.setattr(gpt.RunLog, "check_loss", lambda *_: None)
     assert gpt.main([*args, "--resume=auto"]) == 0

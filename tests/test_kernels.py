@@ -1,7 +1,4 @@
-"""Kernels: the plain forms against float64, the Triton forms (interpreted on machines without a GPU) against the plain.
-
-test_fast_forms has how they are chosen.
-"""
+"""Kernels: plain and Triton forms (interpreted on machines without a GPU) against float64."""
 
 import functools
 import math
@@ -9,17 +6,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import gpt, make_runtime, smoke_config
+from conftest import gpt, make_runtime, relative_error, smoke_config, train_steps
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # matrices, rows, columns: one tile, odd, tall, wide, several tiles, one row. The kernel takes more than 128 rows.
-SHAPES = [(1, 128, 64), (3, 33, 65), (2, 150, 40), (2, 40, 300), (2, 260, 130), (1, 1, 7), (3, 133, 65), (1, 140, 300)]
+SHAPES = [(1, 128, 64), (1, 129, 8), (3, 33, 65), (2, 150, 40), (2, 40, 300), (2, 260, 130), (1, 1, 7), (3, 133, 65)]
+SHAPES += [(1, 140, 300)]
 PRODUCTS = dict(argvalues=[gpt.symmetric_matmul, gpt.triton_symmetric_matmul], ids=["plain", "kernel"])
-
-
-def relative_error(ours, exact):
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 KERNELS = dict(cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel",
@@ -43,9 +37,11 @@ def note_launches(monkeypatch) -> set[str]:
 
 @pytest.mark.parametrize("product", **PRODUCTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_symmetric_matmul(shape, product):
-    """float32 sums of up to 300 products: 300 * 2^-24 = 2e-5 at worst. bfloat16 results are rounded by 2^-8 at most."""
+def test_symmetric_matmul(shape, product, monkeypatch):
+    """float32 sums of up to 300 products: 300 * 2^-24 = 2e-5 at worst. bfloat16 results are rounded by 2^-8 at most.
+    The kernel saves nothing in a product of one tile, so it is launched for more than one tile only."""
     torch.manual_seed(0)
+    launched = note_launches(monkeypatch)
     x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
     is_kernel = product is gpt.triton_symmetric_matmul
     half = torch.float16 if is_kernel and DEVICE == "cpu" else torch.bfloat16  # not in the interpreter
@@ -56,23 +52,11 @@ def test_symmetric_matmul(shape, product):
         assert gram.dtype == dtype and relative_error(gram, exact) < bound
         if is_kernel:
             assert torch.equal(gram[:, :128, 128:], gram[:, 128:, :128].mT)  # a tile and its image
+            assert relative_error(product(given.mT.contiguous().mT), exact) < bound  # a transposed view
         power = product(gram, gram, 2.0315, -4.7750)
         exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
         assert relative_error(power, exact) < 4 * bound  # some of it cancels
-
-
-@pytest.mark.parametrize("rows, is_launched", [(128, False), (129, True)])
-def test_a_product_of_one_tile_has_nothing_to_save(rows, is_launched, monkeypatch):
-    """So the kernel is launched for more than one tile only."""
-    launched = note_launches(monkeypatch)
-    gpt.triton_symmetric_matmul(torch.randn(1, rows, 8, device=DEVICE))
-    assert launched == ({"symmetric_matmul"} if is_launched else set())
-
-
-def test_symmetric_matmul_reads_transposed_views():
-    for columns in (40, 140):
-        x = torch.randn(2, 70, columns, device=DEVICE).mT
-        assert relative_error(gpt.triton_symmetric_matmul(x), x.double() @ x.double().mT) < 1e-3
+    assert launched == ({"symmetric_matmul"} if is_kernel and shape[1] > 128 else set())
 
 
 @pytest.mark.parametrize("product", **PRODUCTS)
@@ -89,10 +73,8 @@ def test_orthogonalize_is_the_same_with_the_kernel(product):
 @pytest.mark.parametrize("is_paired, key_offset, has_norm, dims, num_rotating", [
     (True, True, True, (16, 16), 4), (False, True, False, (12, 16), 3), (True, False, True, (16, 8), 8)], ids=str)
 def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rotating):
-    """150 tokens of two sequences in tiles of 64, with heads whose size is or is not a power of 2, in float32.
-
-    With FP8 the kernel's gradient is clamped to 8, multiplied by 56 = 448 / 8 and stored in both orders.
-    """
+    """150 tokens of two sequences in tiles of 64, with heads whose size is or is not a power of 2, in float32. With
+    FP8 the kernel's gradient is clamped to 8, multiplied by 56 = 448 / 8 and stored in both orders."""
     torch.manual_seed(0)
     (K, L), H, P, T = dims, 4, 2 if is_paired else 1, 150
     heads = gpt.Heads(H, K, L, P, key_offset, has_norm)
@@ -104,7 +86,7 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     step_inputs = gpt.StepInputs(torch.zeros(2), {}, is_unrotated, (positions == 0).to(DEVICE))
     weight = torch.randn(H * (2 * K + L), 32, device=DEVICE) * 32**-0.5
     x, results = torch.randn(T, 32, device=DEVICE), []
-    grads = [torch.randn(T, H, K, device=DEVICE), torch.randn(T, H, K, device=DEVICE), torch.randn(T, H * L, device=DEVICE)]
+    grads = [torch.randn(*shape, device=DEVICE) for shape in ((T, H, K), (T, H, K), (T, H * L))]
     for make_qkv in (gpt.make_qkv, gpt.fused_qkv):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         outputs = make_qkv(*leaves, rope, heads, step_inputs, gpt.Operations())
@@ -120,14 +102,6 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     assert torch.equal(scaled_t, scaled.T)
 
 
-def exact_loss(x, weight, targets):
-    """float64 reference: summed loss and the gradients of both operands, by autograd."""
-    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    loss = F.cross_entropy(30 * torch.sigmoid(x @ weight.T / 7.5), targets, reduction="sum")
-    loss.backward()
-    return loss.detach(), x.grad, weight.grad
-
-
 CAP = gpt.Softcap(30.0, 0.0, 7.5)  # 15 tanh(logit / 15) + 15
 CAPS = [CAP, gpt.Softcap(60.0, 0.0, 15.0), gpt.Softcap(23.0, 5.0, 7.5)]
 
@@ -137,7 +111,7 @@ def test_transpose_moves_every_byte(shape):
     """In the kernel as in PyTorch's copy, also if tiles stand over the edge."""
     x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE).view(torch.float8_e5m2)
     for use_kernel in (False, True):
-        turned = gpt.transpose(x, use_kernel)
+        turned = gpt.transpose(gpt.Scaled(x, torch.ones(())), use_kernel).values
         assert turned.dtype == x.dtype and turned.is_contiguous()
         assert torch.equal(turned.view(torch.uint8), x.view(torch.uint8).T)
 
@@ -157,7 +131,8 @@ def test_the_cap_of_before():
 def test_softcapped_cross_entropy(target_weights, shape, cap, use_kernel):
     """One target, and three of which some are missing."""
     torch.manual_seed(0)
-    logits, weights = torch.randn(shape, device=DEVICE) * (20 if cap.cap else 3), torch.tensor(target_weights, device=DEVICE)
+    logits = torch.randn(shape, device=DEVICE) * (20 if cap.cap else 3)
+    weights = torch.tensor(target_weights, device=DEVICE)
     targets = torch.randint(shape[1], (shape[0], len(weights)), device=DEVICE)
     targets[::2, 1:] = -1
     wide = logits.double().requires_grad_()
@@ -190,7 +165,9 @@ def test_head_loss_against_float64(monkeypatch, head_loss):
     torch.manual_seed(0)
     x, weight = torch.randn(48, 32, device=DEVICE), torch.randn(128, 32, device=DEVICE)
     targets = torch.randint(128, (48,), device=DEVICE)
-    loss, grad_x, grad_w = exact_loss(x, weight, targets)
+    wide = [t.double().requires_grad_() for t in (x, weight)]
+    loss = F.cross_entropy(30 * torch.sigmoid(wide[0] @ wide[1].T / 7.5), targets, reduction="sum")
+    grad_x, grad_w = torch.autograd.grad(loss, wide)
     for chunk in (16_384, 20):
         monkeypatch.setattr(gpt, "LOGITS_CHUNK", chunk)
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -249,27 +226,17 @@ SHORT = dict(seq_len=128, tokens_per_step=128, micro_batch_tokens=128)  # the in
 
 @pytest.mark.recipe  # one of the kernels is ReLU^2
 def test_training_with_the_kernels_is_training_without(shards):
-    """Two steps in float32. The kernels add in another order, which Adam's epsilon of 1 keeps small.
-
-    Without the grid: a gradient rounded the other way is much in a direction that is hardly there.
-    """
+    """Two steps in float32. The kernels add in another order, which Adam's epsilon of 1 keeps small. Without the grid:
+    a gradient rounded the other way is much in a direction that is hardly there."""
     weights = {}
     for use_kernels in (False, True):
         cfg = smoke_config(shards, num_layers=2, adam_eps=1.0, grad_grid=0.0, **SHORT)
         trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset(KERNELS if use_kernels else ())))
-        train_some_steps(trainer, 2)
+        train_steps(trainer, 2)
         weights[use_kernels] = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     for name, plain in weights[False].items():
         assert torch.allclose(plain, weights[True][name], rtol=0, atol=1e-3), name
     assert any(not torch.equal(plain, weights[True][name]) for name, plain in weights[False].items())
-
-
-def train_some_steps(trainer: gpt.Trainer, num_steps: int) -> None:
-    data = gpt.TrainData(trainer.cfg, trainer.schedule)
-    batches = gpt.Prefetcher(data.batches(trainer.rt.comm, 0, num_steps), trainer.rt.device)
-    for step in range(num_steps):
-        trainer.train_step(batches, trainer.schedule.at(step))
-    batches.executor.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -281,7 +248,7 @@ def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
     layer = dict(num_layers=1, layers=(gpt.LayerSpec(value_embed=0),))
     cfg = smoke_config(shards, grad_grid=0.0, **shape, **layer, **SHORT)
     trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name})))
-    train_some_steps(trainer, 1)
+    train_steps(trainer, 1)
     assert launched == {name}
     launched.clear()
     trainer.validate(gpt.ValData(cfg), trainer.schedule.at(1), num_batches=1)
@@ -289,38 +256,24 @@ def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("shape", [(128, 64, 128), (384, 128, 256)])
+@pytest.mark.parametrize("shape", [(128, 64, 128), (384, 128, 256), (256, 32, 256)])
 def test_the_mlp_of_the_kernel_and_its_gradient(shape):
     """Forward and backward of the MLP, by the kernel and plainly, against float64."""
     torch.manual_seed(0)
     tokens, dim, hidden = shape
     given = [torch.randn(*s) / s[-1] ** 0.25 for s in ((tokens, dim), (dim, hidden), (dim, hidden), (tokens, dim))]
     x, up, down, grad = (t.to(DEVICE).requires_grad_() for t in given)
-    for mlp in (gpt.FusedMLP.apply, gpt.relu2_mlp):
-        y = mlp(x, up, down)
+    for mlp in (gpt.fused_relu2_mlp, gpt.relu2_mlp):
+        y = mlp(x, up, down, None)
         ours = [y, *torch.autograd.grad(y, (x, up, down), grad)]
         wide = [t.detach().double().requires_grad_() for t in (x, up, down)]
         exact = torch.relu(wide[0] @ wide[1]).square() @ wide[2].T
         theirs = [exact, *torch.autograd.grad(exact, wide, grad.double())]
         for one, other in zip(ours, theirs, strict=True):
             assert relative_error(one, other) < (2e-3 if DEVICE == "cuda" else 1e-5)  # there products are in TF32
-
-
-@pytest.mark.parametrize("shape", [(128, 64, 128), (256, 32, 256)])
-def test_the_product_of_the_kernel_and_its_gradient(shape):
-    """relu(x w)^2, and (x w) * 2 sqrt(hidden)."""
-    torch.manual_seed(0)
-    rows, inner, columns = shape
-    x, w = torch.randn(rows, inner, device=DEVICE), torch.randn(inner, columns, device=DEVICE)
-    hidden, product = torch.rand(rows, columns, device=DEVICE), x.double() @ w.double()
-    bound = 2e-3 if DEVICE == "cuda" else 1e-5
-    ours, grad = (gpt.launch_relu2_matmul(x, w, y, torch.float32) for y in (None, hidden))
-    assert relative_error(ours, product.relu().square()) < bound
-    assert relative_error(grad, product * 2 * hidden.double().sqrt()) < bound
     for rows, inner, columns in ((129, 64, 128), (128, 48, 128), (128, 64, 192)):  # some would be left out
-        x, w = torch.zeros(rows, inner), torch.zeros(inner, columns)
         with pytest.raises(ValueError, match="tiles of"):
-            gpt.launch_relu2_matmul(x, w, None, torch.float32)
+            gpt.fused_relu2_mlp(torch.zeros(rows, inner), *[torch.zeros(inner, columns)] * 2, None)
 
 
 def test_the_squared_product_of_scaled_factors():
@@ -331,16 +284,17 @@ def test_the_squared_product_of_scaled_factors():
     hidden = torch.rand(256, 128, device=DEVICE).half()
     one, scale, small, hidden_scale = (torch.tensor(value, device=DEVICE) for value in (1.0, 0.05, 1e-5, 0.25))
     product, limit = x.double() @ w.double() * 0.05, torch.finfo(torch.float16).max
-    given = x, w, scale, one, small, torch.float16, torch.float32, True
+    given = gpt.Scaled(x, scale), gpt.Scaled(w, one), small, torch.float16, torch.float32, True
+    saved = gpt.Scaled(hidden, hidden_scale)
     backward = product * 2 * (hidden.double() * 0.25).sqrt()
-    for saved, exact in (((), product.relu().square()), ((hidden, hidden_scale), backward)):
-        ours, ours_t, amax = gpt.relu2_matmul_fp8(*given, *saved)
+    for more, exact in (((), product.relu().square()), ((saved,), backward)):
+        (ours, _), (ours_t, _), amax = gpt.relu2_matmul(*given, *more)
         assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-3)
         assert ours.dtype == torch.float16 and torch.equal(ours_t, ours.T)
         assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()
     assert (ours == -limit).any()
     x[3, 5] = math.nan  # it must not become a finite number
-    for saved in ((), (hidden, hidden_scale)):
-        ours, ours_t, amax = gpt.relu2_matmul_fp8(*given, *saved)
+    for more in ((), (saved,)):
+        (ours, _), (ours_t, _), amax = gpt.relu2_matmul(*given, *more)
         assert ours[3].isnan().all() and ours_t[:, 3].isnan().all() and amax == math.inf
         assert not ours[:3].isnan().any()

@@ -1,6 +1,5 @@
 """The model against a plain reading of the records, and its invariants."""
 
-import math
 
 import pytest
 import torch
@@ -174,50 +173,40 @@ def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
 
 
 @PLAIN_AND_FAST
-def test_a_future_token_changes_no_earlier_output(fast):
+def test_what_an_output_depends_on(fast):
+    """No bit of it on a future token, on another document, or on a token before its window of 70."""
     example = Example(fast)
     first, second = example.run(), example.run(inputs=example.change_token(300))
     assert torch.equal(first[:300], second[:300]) and not torch.equal(first[300], second[300])
-
-
-@PLAIN_AND_FAST
-def test_documents_do_not_see_each_other(fast):
-    example = Example(fast)
     doc_ids = (torch.arange(example.cfg.seq_len) >= 200).int() + 1
     inputs = torch.cat((torch.randint(256, (200,)).int(), example.batch.inputs[200:]))
     first, second = example.run(doc_ids=doc_ids), example.run(doc_ids=doc_ids, inputs=inputs)
     assert torch.equal(first[200:], second[200:]) and not torch.equal(first[:200], second[:200])
-
-
-@PLAIN_AND_FAST
-def test_the_window_ends_where_it_says(fast):
     layers, doc_ids = (gpt.LayerSpec(attention="short"),), torch.zeros(512, dtype=torch.int32)
     example = Example(fast, layers=layers, num_layers=1, stages=(gpt.Stage(1, 100, 70),))
-    first = example.run(doc_ids=doc_ids)
-    second = example.run(doc_ids=doc_ids, inputs=example.change_token(100))
+    first, second = (example.run(doc_ids=doc_ids, inputs=x) for x in (example.batch.inputs, example.change_token(100)))
     changed = (first != second).any(-1).nonzero().flatten()
     assert changed.min() == 100 and changed.max() == 170  # 70 tokens back, itself included
 
 
-def test_initial_loss_and_statistics():
-    cfg = smoke_config(model_dim=256, num_heads=2, head_dim=128)
-    torch.manual_seed(0)
-    model = gpt.GPT(cfg)
-    assert model.embed.std().item() == pytest.approx(1, abs=0.02)
-    assert not model.head.weight.any()
-    attention, up_down = model.blocks[1].attention, model.blocks[1].mlp.up_down
-    for weight in (attention.qk, attention.v, up_down[0]):
-        assert weight.std().item() == pytest.approx(0.5 * 256**-0.5, rel=0.02)
-        assert weight.abs().max().item() <= 3**0.5 * 0.5 * 256**-0.5
-    assert not attention.proj.any() and not up_down[1].any()
+def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
+    """Each packed sequence restarts positions. A validation sequence does not, even of an equal length."""
+    trainer = gpt.Trainer(smoke_config(shards), make_runtime())
+    state = trainer.schedule.at(0)
+    training, validation = trainer.get_step_inputs(state, 1024, 512), trainer.get_step_inputs(state, 1024, 1024)
+    own, other = training.ropes["long", False].cos, validation.ropes["long", False].cos
+    assert torch.equal(own[:512], own[512:]) and not torch.equal(other[:512], other[512:])
+    assert trainer.get_step_inputs(state, 1024, 512) is training  # made once
+    assert trainer.get_step_inputs(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
+
+
+def test_initial_scalars():
+    """In the order of their layers. test_published_values has the other initial values."""
+    model = gpt.GPT(smoke_config())
     own = [(s.layer, s.name, *s.init) for s in model.layer_scalars]
     assert (3, "skip", -1.5) in own and (0, "x0", 0.0) in own
     assert [name for name, _ in model.scalars.items()] == ["scalar"]
     assert model.scalars["scalar"].tolist() == [init for _, _, init in own]
-    batch = gpt.Batch(*torch.randint(256, (2, 512)), torch.zeros(512, dtype=torch.int32))
-    step_inputs = gpt.make_step_inputs(gpt.Schedule(cfg).at(0), 512, 512, cfg, CPU)
-    loss = model(batch, step_inputs, gpt.Operations()) / 512
-    assert loss.item() == pytest.approx(math.log(cfg.padded_vocab_size), abs=1e-5)  # zero head: uniform
 
 
 @PLAIN_AND_FAST
@@ -228,35 +217,6 @@ def test_every_parameter_gets_a_gradient(fast):
     assert [name for name, grad in grads.items() if grad is None or not grad.any()] == []
 
 
-@PLAIN_AND_FAST
-def test_logits_in_chunks_change_nothing(monkeypatch, fast):
-    example = Example(fast)
-    whole = example.loss()
-    monkeypatch.setattr(gpt, "LOGITS_CHUNK", 100)
-    assert example.loss().item() == pytest.approx(whole.item(), rel=1e-6)
-
-
-def make_block():
-    """A layer without attention, with gains, and a function that returns its change of 16 tokens."""
-    cfg = smoke_config(num_layers=1, layers=(gpt.LayerSpec(attention="none"),), gains="norm,output")
-    torch.manual_seed(0)
-    block, x = gpt.Block(cfg, 0, gpt.layer_scalars(cfg, 0)), torch.randn(16, 64)
-    scalars = dict(resid=torch.ones(16, 1), x0=torch.zeros(16, 1))
-    return block, lambda: block(x, dict(x0=x), scalars, None, None, gpt.Operations()) - x
-
-
-@pytest.mark.recipe
-def test_a_zero_gain_trains_after_relu_squared_and_not_before_it():
-    """The branch is quadratic in the first gain, whose gradient at 0 is exactly 0. It is linear in the second."""
-    block, run = make_block()
-    for sleeper, other in (("mlp_gain_in", "mlp_gain_out"), ("mlp_gain_out", "mlp_gain_in")):
-        named = dict(block.named_parameters())
-        named[sleeper].data.zero_()
-        named[other].data.fill_(1.0)
-        grad, _ = torch.autograd.grad(run().sum(), (named[sleeper], named[other]))
-        assert (grad == 0).all() == (sleeper == "mlp_gain_in")
-
-
 def test_flops_count_the_keys_that_can_be_seen():
     """Documents are cut to 100 tokens. Without a mask a key may be anywhere in the window."""
     options = dict(max_doc_len=100, num_layers=1, stages=(gpt.Stage(1, 256, 256),))
@@ -264,15 +224,16 @@ def test_flops_count_the_keys_that_can_be_seen():
     assert off - on == 12 * 64 * (256 - 100)
 
 
+def assert_close(ours, theirs):
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
 HEADS = pytest.mark.parametrize("head_loss", [gpt.head_loss, gpt.fused_head_loss], ids=["plain", "fast"])
 
 
 @HEADS
 def test_a_stage_has_the_targets_with_weights(head_loss):
-    """One column if only the next token has a weight.
-
-    Loss and gradients equal four columns with three zero weights, and a sum of separate cross-entropies.
-    """
+    """Loss and gradients of one column are those of four with three zero weights, and a sum of cross-entropies."""
     torch.manual_seed(0)
     rich = gpt.Stage(1, 128, 64, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.5, 0.25))
     cfg = smoke_config(stages=(gpt.Stage(1, 128, 64), rich), num_layers=1)
@@ -299,15 +260,11 @@ def test_a_stage_has_the_targets_with_weights(head_loss):
     x = gpt.rms_norm(torch.randn(64, cfg.model_dim, dtype=torch.float64)).requires_grad_()
 
     differentiate = lambda loss: (loss.detach(), *torch.autograd.grad(loss, (x, head.weight)))
-    ours = differentiate(head(x, targets, plain, weights[0], None, ops))
     padded = differentiate(head(x, targets, rich, torch.tensor([1.0, 0, 0, 0]), None, ops))
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, padded))
-    exact = sum(
-        weight * F.cross_entropy(head.compute_logits(x), column, ignore_index=-1, reduction="sum")
-        for weight, column in zip(weights[1].double(), columns)
-    )
-    ours = differentiate(head(x, targets, rich, weights[1], None, ops))
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, differentiate(exact)))
+    assert_close(differentiate(head(x, targets, plain, weights[0], None, ops)), padded)
+    exact = sum(weight * F.cross_entropy(head.compute_logits(x), column, ignore_index=-1, reduction="sum")
+                for weight, column in zip(weights[1].double(), columns))  # fmt: skip
+    assert_close(differentiate(head(x, targets, rich, weights[1], None, ops)), differentiate(exact))
     given.clear()
     head(x.detach(), targets, rich, None, None, noting)  # validation: only the next token, in every stage
     assert torch.equal(given[0], targets[None])
@@ -328,8 +285,7 @@ def test_the_sampled_loss_is_over_the_classes_of_each_sequence(head_loss):
     differentiate = lambda loss: (loss.detach(), *torch.autograd.grad(loss, (x, head.weight)))
     whole = differentiate(head(x, targets, inputs, weights, None, ops))
     every = torch.arange(num_classes).expand(2, -1)
-    ours = differentiate(head(x, targets, inputs, weights, every, ops))
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, whole))
+    assert_close(differentiate(head(x, targets, inputs, weights, every, ops)), whole)
 
     classes = torch.stack([torch.randperm(num_classes)[:90].sort().values for _ in range(2)])
     logits, exact, num_left_out = head.compute_logits(x), 0, 0
@@ -342,5 +298,4 @@ def test_the_sampled_loss_is_over_the_classes_of_each_sequence(head_loss):
                 if place is not None:
                     exact = exact - weight * logits[t, chosen].log_softmax(-1)[place]
     assert 1 < num_left_out < 127
-    ours = differentiate(head(x, targets, inputs, weights, classes, ops))
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, differentiate(exact)))
+    assert_close(differentiate(head(x, targets, inputs, weights, classes, ops)), differentiate(exact))

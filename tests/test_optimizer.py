@@ -29,25 +29,17 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
         assert np.abs(model.stack[i].detach().numpy() - expected).max() < 2e-6
 
 
-class Pair(Ends):
-    """Four equal matrices and two equal vectors, each with separate multipliers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        matrix, vector = torch.randn(4, 8), torch.randn(5)
-        self.a = gpt.parameter(matrix.clone(), "matrix")
-        self.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
-        self.c = gpt.parameter(vector.clone(), "scalar")
-        self.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
-        self.e = gpt.parameter(torch.stack((matrix, matrix)), "matrix", lr_mul=(3.0, 1.0))
-
-
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_multipliers(rule):
     """Each matrix and each element of a bucket has its own multiplier. Padding stays zero."""
-    cfg = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2)
-    model = Pair()
+    cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2), Ends()
+    torch.manual_seed(0)
+    matrix, vector = torch.randn(4, 8), torch.randn(5)  # four equal matrices and two equal vectors
+    model.a = gpt.parameter(matrix.clone(), "matrix")
+    model.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
+    model.c = gpt.parameter(vector.clone(), "scalar")
+    model.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
+    model.e = gpt.parameter(torch.stack((matrix, matrix)), "matrix", lr_mul=(3.0, 1.0))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     buckets = [list(bucket.params) for bucket in optimizer.buckets]
@@ -71,10 +63,8 @@ def test_multipliers(rule):
 
 @pytest.mark.parametrize("decay, acts", [("decoupled", 1), ("cautious", 0)])
 def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
-    """LR factors f of 1/2 for Adam's groups and 1/4 for matrices, without gradients: W (1 - lr f wd f).
-
-    Cautious decay does not act on Adam's parameters then, but it acts on Muon's.
-    """
+    """LR factors f of 1/2 for Adam's groups and 1/4 for matrices, without gradients: W (1 - lr f wd f). Cautious decay
+    does not act on Adam's parameters then, but it acts on Muon's."""
     cfg = smoke_config(decay=decay, decay_schedule="lr", matrix_lr=0.1, matrix_weight_decay=0.5,
                        groups={"head": dict(lr=0.1, weight_decay=0.5)}, zero_init="off", cooldown_frac=0.5,
                        matrix_cooldown_frac=1.0, final_lr_frac=0.0)
@@ -89,10 +79,8 @@ def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
 
 
 def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
-    """Every second step, and from step 8 on every sixth, with the cubes of both betas and three times the decay.
-
-    Bias corrections count updates. Row Adam's time is the sum of -log(beta2) over all updates.
-    """
+    """Every second step, and from step 8 on every sixth, with the cubes of both betas and three times the decay. Bias
+    corrections count updates. Row Adam's time is the sum of -log(beta2) over all updates."""
     head = dict(every=2, late_every=6, lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
     cfg = smoke_config(num_iterations=20, late_start=0.4, cooldown_frac=0.0, groups={"head": head})
     model = Ends()
@@ -138,15 +126,9 @@ def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
     assert kinds == {True, False}
 
 
-# ---- tables -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_rows, num_ranks", [(37, 1), (37, 3), (40, 4), (5 * 2**20, 2)])
 def test_a_plan_of_rows(num_rows, num_ranks):
-    """Each rank's rows, counts and places, against Python's sets. One rank reads only the end of the table.
-
-    2^20 rows are read in another way.
-    """
+    """Against Python's sets. One rank reads only the end of the table. 2^20 rows are read in another way."""
     torch.manual_seed(0)
     least = [0, 0, num_rows - 3, 0][:num_ranks]
     reads = [torch.randint(low, num_rows, (60,)).int() for low in least]
@@ -196,11 +178,9 @@ class ThreadComm(gpt.Comm):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("name", ["value_embeds.0", "ngram"])
 def test_a_table_reads_and_sums_like_a_dense_embedding(name, num_ranks):
-    """38 rows, two micro-batches. Gradients are multiples of 1/16, so their sums do not depend on the order.
-
-    Some rows repeat, some are never read. In the second micro-batch nobody reads rows of rank 0 of 3.
-    An n-gram table has one more row, and only its rows with a gradient are summed.
-    """
+    """38 rows, two micro-batches. Gradients are multiples of 1/16, so their sums do not depend on the order. Some rows
+    repeat, some are never read. In the second micro-batch nobody reads rows of rank 0 of 3. An n-gram table has one
+    more row, and only its rows with a gradient are summed."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(38, 6, generator=generator, dtype=torch.float64)
     dense, size = whole.clone().requires_grad_(), -(-38 // num_ranks)
@@ -243,56 +223,16 @@ def test_equal_rows_are_summed_in_their_order():
     assert sums.tolist() == [[4, 8], [11, 22], [0, 0], [0, 0], [0, 0], [0, 0]]
 
 
-def test_a_model_with_plans_has_the_gradients_of_one_without():
-    """In the recipe with all mechanisms. Random parameters, because zeros would hold back gradients."""
-    cfg = gpt.make_config(dict(preset="smoke_frontier", grad_grid=0.0))
-    tokens = np.random.default_rng(0).integers(0, 257, (2, 129))
-    batch, state = gpt.make_batch(tokens, 256), gpt.Schedule(cfg).at(0)
-    step_inputs = gpt.make_step_inputs(state, 256, 128, cfg, torch.device("cpu"))
-    results = []
-    for has_plans in (False, True):
-        torch.manual_seed(0)
-        model = gpt.GPT(cfg)
-        for param in model.parameters():
-            param.data += 0.1 * torch.randn_like(param)
-        optimizer = gpt.Optimizer(model, cfg, make_runtime())
-        model.ngram.owner.is_sparse = False
-        model.ngram.owner.total = torch.zeros_like(model.ngram)
-        batch = gpt.add_plans(batch, [tokens], 0, cfg) if has_plans else batch
-        loss = model(batch, step_inputs, gpt.Operations(), torch.tensor(state.loss_weights))
-        loss.backward()
-        for table in optimizer.tables:
-            table.wait_for_gradient()
-        grads = {name: param.grad for name, param in model.named_parameters() if name != "embed"}
-        if has_plans:
-            assert not any(grads[table.name] is not None for table in optimizer.tables)
-            grads |= {table.name: table.grad for table in optimizer.tables}
-        results.append({"loss": loss.detach(), **grads})
-    plain, ours = results
-    assert len(optimizer.tables) == 3 and all(ours[table.name].any() for table in optimizer.tables)
-    for name, expected in plain.items():
-        assert torch.allclose(ours[name], expected, rtol=1e-5, atol=1e-5 * expected.abs().max()), name
-
-
-class NGrams(Ends):
-    """An n-gram table (38, 6), with a row of padding."""
-
-    def __init__(self):
-        super().__init__()
-        values = torch.randn(38, 6, generator=torch.Generator().manual_seed(0))
-        self.ngram = gpt.parameter(F.pad(values, (0, 0, 0, 1)), "ngram", is_table=True)
-
-
 def test_a_sparse_table_is_updated_like_all_of_its_rows(monkeypatch):
-    """Parameters and state after each update, in parts of 8 rows. Padding and rows that nobody reads stay.
-
-    Row 5 has a NaN in step 9, and is not updated then. The period of updates changes in step 4.
-    """
+    """Parameters and state after each update, in parts of 8 rows. Padding and rows that nobody reads stay. Row 5 has a
+    NaN in step 9, and is not updated then. The period of updates changes in step 4."""
     monkeypatch.setattr(gpt.Table, "ROWS_AT_ONCE", 8)
     ngram = dict(rule="row_adam", lr=0.1, betas=(0.0, 0.9), weight_decay=0.1, every=2, late_every=4)
     cfg = smoke_config(groups={"ngram": ngram}, ngram_rows=38, late_start=0.3, grad_grid=0.0,
                        decay="cautious")
-    model, schedule = NGrams(), gpt.Schedule(cfg)
+    model, schedule = Ends(), gpt.Schedule(cfg)
+    values = torch.randn(38, 6, generator=torch.Generator().manual_seed(0))
+    model.ngram = gpt.parameter(F.pad(values, (0, 0, 0, 1)), "ngram", is_table=True)  # with a row of padding
     optimizer, rule = gpt.Optimizer(model, cfg, make_runtime()), gpt.RULES["row_adam"]
     (table,) = optimizer.tables
     start = model.ngram[:38].detach().clone()
@@ -319,30 +259,16 @@ def test_a_sparse_table_is_updated_like_all_of_its_rows(monkeypatch):
     assert (model.ngram[:38] != start).any(1).sum() > 25 and (model.ngram[0] != start[0]).all()
 
 
-# ---- averages ---------------------------------------------------------------------------------------------
-
-
-class Kinds(Ends):
-    """Parameters of all kinds that have averages."""
-
-    def __init__(self):
-        super().__init__()
-        for name, shape, group, kind in (
-                ("qk", (2, 4, 8), "matrix", "qk"), ("v", (8, 8), "matrix", "vo"),
-                ("mlp", (2, 8, 16), "matrix", "up_down"), ("ve", (5, 8), "value_embed", "")):
-            dtype = torch.bfloat16 if kind == "vo" else torch.float32
-            param = gpt.parameter(torch.zeros(shape, dtype=dtype), group, kind=kind, is_table=name == "ve")
-            setattr(self, name, param)
-
-
 @pytest.mark.parametrize("num_steps, first", [(1, 0), (2, 0), (5, 0), (14, 0), (14, 12), (1194, 0)])
 def test_averages_of_the_last_steps(num_steps, first):
-    """By hand in float64. A resumed run with fewer steps may begin after the first counted step.
-
-    It copies its first values. A bfloat16 matrix has its lower bits as state.
-    """
+    """By hand in float64. A resumed run may begin after the first counted step. It copies its first values."""
     cfg = smoke_config(averages=True, num_iterations=num_steps, state_dtype="float32")
-    model, rng = Kinds(), np.random.default_rng(0)
+    model, rng = Ends(), np.random.default_rng(0)
+    for name, shape, group, kind in (
+            ("qk", (2, 4, 8), "matrix", "qk"), ("v", (8, 8), "matrix", "vo"),
+            ("mlp", (2, 8, 16), "matrix", "up_down"), ("ve", (5, 8), "value_embed", "")):
+        zeros = torch.zeros(shape, dtype=torch.bfloat16 if kind == "vo" else torch.float32)
+        setattr(model, name, gpt.parameter(zeros, group, kind=kind, is_table=name == "ve"))
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     buckets = {bucket.kind: bucket for bucket in optimizer.buckets}
     values = {kind: rng.standard_normal((num_steps, *b.shard.shape)) for kind, b in buckets.items()}

@@ -23,7 +23,7 @@ from benchmarks import simulate_ranks
 
 def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset()) -> tuple[list[str], gpt.Optimizer]:
     """The order of messages, updates and calls of the model on the first of two ranks, in the last of these steps."""
-    recorder = simulate_ranks.Recorder(make_runtime(0, 2, fast=frozenset(forms), ngram_rows=cfg.ngram_rows))
+    recorder = simulate_ranks.Recorder(make_runtime(0, 2, fast=frozenset(forms)))
     with recorder.replace_collectives(), pytest.MonkeyPatch.context() as patch:
         note = lambda name: recorder.add(simulate_ranks.Event(name, ""))
         trainer, first = gpt.Trainer(cfg, recorder.rt), []
@@ -41,11 +41,9 @@ def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset())
 
 def test_messages_leave_early_and_are_awaited_late(shards):
     """Backward reduces buckets in reverse order of their segments: the head, then the last segment, and so on.
-
     Matrices beyond the first segment are updated first, while the gradients of the tables are still communicated. All
     remaining buckets are updated and gathered in reading order. When the first block starts, its parameters are
-    gathered, and all-gathers of the last block and of the head are pending.
-    """
+    gathered, and all-gathers of the last block and of the head are pending."""
     events, optimizer = record_steps(smoke_config(shards, tokens_per_step=1024, num_layers=3), 3)
     segments = {bucket.name: bucket.segment for bucket in optimizer.buckets if bucket not in optimizer.tables}
 
@@ -68,43 +66,26 @@ def test_messages_leave_early_and_are_awaited_late(shards):
         assert events.index(f"send rows {table} (fetched)") < begin < sent < end < events.index(f"wait rows {table}")
 
 
-def test_scales_are_reduced_during_the_update(shards):
-    """The all-reduce starts before the first update, and the next step waits for it."""
-    cfg = smoke_config(shards, micro_batch_tokens=512, tokens_per_step=2048, fp8="on", fp8_parts=["mlp"], model_dim=128,
-                       num_heads=2, head_dim=64, num_layers=2)
-    events, _ = record_steps(cfg, 2, {"fp8_mlp"})
-    events = [event for event in events if "all-reduce" in event or event == "forward" or "update" in event]
-    assert events[:4] == ["wait all-reduce", "forward", "forward", "send all-reduce"] and len(events) > 6
-    assert all(event.startswith("update") for event in events[4:])
-
-
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit.
-
-    A step does not wait for the disk: each write starts only after the next step has ended.
-    """
+    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit. A step does
+    not wait for the disk: each write starts only after the next step has ended."""
     events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
     has_ended = {step: threading.Event() for step in range(1, 7)}
     before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
     before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _: events.append("clock"))
-    before_call(monkeypatch, gpt.Checkpoints, "wait", lambda _: [event.set() for event in has_ended.values()])
 
     def note_state(checkpoints, trainer, **more):
         made.append(checkpoints)
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
         save(checkpoints, trainer, **more)
 
-    def write_late(_checkpoints, step, copies):
+    def write_late(_checkpoints, path, copies):
+        step = int(path.parent.name[5:])
         saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
         assert step == 6 or has_ended[step + 1].wait(60)
 
-    def end_step(checkpoints, _stop):
-        has_ended[checkpoints.log.progress.step].set()
-        if checkpoints.writing and checkpoints.log.progress.step % 2:
-            checkpoints.writing.result()
-
     before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
-    before_call(monkeypatch, gpt.Checkpoints, "exchange", end_step)
+    before_call(monkeypatch, gpt.RunLog, "log_step", lambda log, *_: has_ended[log.progress.step].set())
     monkeypatch.setattr(gpt.Checkpoints, "save", note_state)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
@@ -114,7 +95,7 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
     for step, state in states.items():
         parts = {entry.rpartition("/")[0]: rows for entry, rows in state.items()}
         assert_same_bits(read_tensors(find_saved(step)), parts)
-    assert not [name for name, rows in states[6].items() if name.endswith("//0") and torch.equal(rows, states[4][name])]
+    assert not [name for name, x in states[6].items() if name.endswith("//0") and torch.equal(x, states[4][name])]
     events.clear()
     run(shards, "--num_iterations=1", AT_THE_END)
     assert events == ["clock"]

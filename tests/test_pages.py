@@ -29,18 +29,6 @@ def list_anchors(text: str) -> list[str]:
     return anchors
 
 
-def list_page_links(text: str) -> list[str]:
-    """Targets of the relative links and pictures of a page."""
-    text = re.sub(r"`[^`]*`", "", remove_fenced_blocks(text))
-    links = re.findall(r"\[[^\]]*\]\(\s*([^)\s]+)\)", text)
-    return [link for link in links if not re.match(r"[a-z]+:", link)]
-
-
-def list_script_links(text: str) -> list[str]:
-    """Pages named in a script, with a folder or an anchor."""
-    return re.findall(r"(?<![\w./{}-])((?:[\w-]+/)+[\w-]+\.md(?:#[\w-]+)?|[\w-]+\.md#[\w-]+)", text)
-
-
 def list_broken(links: list[str], folder: Path) -> list[str]:
     """Links that do not lead from the folder to an existing file with the named heading."""
     broken = []
@@ -54,20 +42,20 @@ def list_broken(links: list[str], folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_of_a_page(page):
-    links = [page.name * link.startswith("#") + link for link in list_page_links(page.read_text())]
+    """Relative links and pictures."""
+    text = re.sub(r"`[^`]*`", "", remove_fenced_blocks(page.read_text()))
+    links = [link for link in re.findall(r"\[[^\]]*\]\(\s*([^)\s]+)\)", text) if not re.match(r"[a-z]+:", link)]
+    links = [page.name * link.startswith("#") + link for link in links]
     assert list_broken(links, page.parent) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages_named_in_a_script(script):
-    links = list_script_links(script.read_text())
+    """With a folder or an anchor."""
+    names = r"(?<![\w./{}-])((?:[\w-]+/)+[\w-]+\.md(?:#[\w-]+)?|[\w-]+\.md#[\w-]+)"
+    links = re.findall(names, script.read_text())
     broken = [link for link in list_broken(links, ROOT) if list_broken([link], script.parent)]
     assert broken == []
-
-
-def test_anchors():
-    text = "# A `b_c`: d!\n\n```\n# no heading\n```\n## A b_c d\n### [2026-01](x.md) & more\n## a b_c d ##\n"
-    assert list_anchors(text) == ["a-b_c-d", "a-b_c-d-1", "2026-01--more", "a-b_c-d-2"]
 
 
 def test_results_is_short():

@@ -10,10 +10,7 @@ from record92_reference import F64, MINIATURE, RECORD_92
 
 
 def printed(values, text, least=0):
-    """Whether the values round to the printed ones, each to within half of its last digit.
-
-    least: digits after the point that count where the print leaves zeros out.
-    """
+    """Whether the values round to the printed ones. least: digits that count where the print leaves zeros out."""
     values = values.flatten().tolist() if torch.is_tensor(values) else list(values)
     expected = text.split()
     assert len(values) == len(expected)

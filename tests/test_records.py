@@ -8,14 +8,13 @@ import multiprocessing
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, data_args, gpt, smoke_run
+from conftest import ROOT, TINY, data_args, gpt, launch, smoke_run
 
 from records import ablate, common, make_leaderboard, plot, replay, results, run_ladder, validate
 
@@ -24,14 +23,9 @@ COMMITTED = results.read_track("*")
 LADDER_SCRIPT = run_ladder.LADDER / "train_gpt.py"
 
 
-def run_tool(name, *args):
-    command = [sys.executable, str(ROOT / "records" / name), *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.fixture
 def tool(capsys, monkeypatch):
-    """Run a tool in this process and return (status, stdout, stderr). run_tool() starts a process."""
+    """Run a tool in this process and return (status, stdout, stderr)."""
 
     def run(module, *args):
         monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
@@ -47,7 +41,6 @@ def tool(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def real_record(shards, tmp_path_factory):
-    """The record folder of a real run."""
     out = tmp_path_factory.mktemp("records")
     args = ["--record=tiny", "--num_iterations=4", "--val_loss_every=2"]
     return smoke_run(shards, out, *TINY, *args)["path"].parent
@@ -82,14 +75,8 @@ def edit_json(folder, change, is_last=True):
         path.write_text(json.dumps(result))
 
 
-# ---- statistics -------------------------------------------------------------------------------------------
-
-
 def test_validate_against_a_table_of_students_t(make_record, tool):
-    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464 with 2 degrees of freedom, p = 0.0371.
-
-    Against 2.1: t = -17.3, p = 0.0017.
-    """
+    """Mean 1.1, sd 0.1, n 3: t = -0.2 / (0.1 / sqrt 3) = -3.464, p = 0.0371. Against 2.1: t = -17.3, p = 0.0017."""
     folder = make_record("three", [1.0, 1.1, 1.2])
     assert results.summarize([1.0, 1.1, 1.2], 1.3).p == pytest.approx(0.0371, abs=1e-4)
     assert results.summarize([1.0, 1.1, 1.2], 2.1).p == pytest.approx(0.00166, abs=1e-5)
@@ -101,10 +88,7 @@ def test_validate_against_a_table_of_students_t(make_record, tool):
 
 
 def test_paired_comparison(make_record):
-    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484.
-
-    Times: 0, -1, -2.
-    """
+    """Differences -0.2, -0.3, -0.4: mean -0.3, sd 0.1, half width 4.303 * 0.1 / sqrt 3 = 0.2484. Times: 0, -1, -2."""
     ours, theirs = make_record("ours", [1.0, 1.1, 1.2]), make_record("theirs", [1.2, 1.4, 1.6, 9.0])
     for folder, slope in ((ours, 1000), (theirs, 2000)):
         edit_json(folder, lambda result, slope=slope: result.update(
@@ -161,8 +145,6 @@ def test_verdicts_are_corrected_for_the_table():
     assert results.holm([results.Effect(3, -1, -2, 0, 0.6)] * 2) == [1.0, 1.0]
 
 
-# ---- records that belong together -------------------------------------------------------------------------
-
 BOTH = "1.json (seed 1) differs from 0.json (seed 0): "
 
 
@@ -182,19 +164,6 @@ def test_folders_that_are_no_record(make_record, tool, change, words):
         edit_json(folder, change)
     status, out, err = tool(validate, folder)
     assert (status, out, err.count("\n")) == (2, "", 1) and words in err and ("1.json" in err or not change)
-
-
-@pytest.mark.parametrize("module, option", [
-    (ablate, "--seeds=0"), (ablate, "--extra='a"), (ablate, "--extra=--without=softcap"),
-    (ablate, "--mechanisms=softcup"), (ablate, "--preset=nope"), (run_ladder, "--end_seeds=1.5"),
-    (run_ladder, "--only=target,moun"), (run_ladder, f"--ladder={ROOT}/records"), (replay, "--random=-1"),
-    (replay, "--most_seconds=nan"), (replay, ""), (validate, "--target=low"), (plot, "--a\nb=x")])
-def test_bad_options_end_with_one_line(module, option, tool, monkeypatch):
-    """One line, status 2, and no run."""
-    monkeypatch.setattr(results, "run_missing", None)
-    status, out, err = tool(module, *[option] * bool(option))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"{Path(module.__file__).name}: error: ")
 
 
 def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
@@ -253,14 +222,10 @@ def test_results_of_old_and_new_scripts_are_identified(real_record):
 
 
 def test_the_logs_of_this_checkout_are_no_record(make_record, monkeypatch):
-    """Its script is the one that ran them."""
     folder = make_record("a", [1.0], script=ROOT / "train_gpt.py")
     monkeypatch.setattr(results, "ROOT", folder.resolve())
     with pytest.raises(results.RecordError, match="holds no result"):
         results.read_record(folder)
-
-
-# ---- targets, claims, pictures, leaderboard ---------------------------------------------------------------
 
 
 def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
@@ -296,10 +261,7 @@ def test_the_record_that_sets_a_target_makes_no_claim(make_record, tool):
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):
-    """The fastest record below 1.39 with p < 0.01. Other machines have separate claims.
-
-    Faster ones do not count if their mean is above, p is large, or their curve does not reach the target.
-    """
+    """With p < 0.01 below 1.39. Not if the mean is above, p is large, or the curve does not reach the target."""
     losses = dict(careful=[1.30, 1.31, 1.32], fast=[1.345, 1.35, 1.34], unsure=[1.2, 1.38, 1.3],
                   worse=[1.4, 1.41, 1.42], never=[1.345, 1.35, 1.34], elsewhere_x=[1.345, 1.35, 1.34])
     ends = dict(careful=[1.0, 90_000], fast=[1.0, 60_000], unsure=[1.0, 50_000], worse=[1.0, 40_000],
@@ -328,19 +290,22 @@ def test_curves_of_a_record_are_drawn(real_record, tool, tmp_path):
 
 @pytest.mark.parametrize("seconds", [dict(step=3.0), {"forward and backward": 2.0, "optimizer": 1.0}])
 def test_telemetry_of_new_and_old_scripts_is_drawn(seconds, tmp_path, monkeypatch):
-    """Steps measure the groups that they update. If a killed run repeats a step, its last line counts."""
+    """Of two runs. Steps measure the groups that they update. If a killed run repeats a step, its last line counts."""
     norms = {2: ("matrix", "embed"), 4: ("matrix",), 6: ("matrix", "ngram", "embed")}
-    lines = [dict(event="telemetry", step=step, loss=1.0, seconds=seconds,
+    lines = [dict(event="telemetry", step=step, loss=norm * step, seconds=seconds,
                   groups={name: dict(grad_norm=norm) for name in names})
              for norm in (5.0, 1.0) for step, names in norms.items()]
-    path, figures = tmp_path / "run.jsonl", []
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    paths, figures = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], []
+    for path in paths:
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
-    plot.plot_runs([path], tmp_path / "picture")
+    plot.plot_runs(paths, tmp_path / "picture")
     drawn = [{line.get_label(): line.get_xydata().tolist() for line in panel.get_lines()}
              for panel in figures[0].axes]
-    assert drawn[1] == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
-    assert drawn[3] == {part: [[step, 1000 * time] for step in norms] for part, time in seconds.items()}
+    for losses, groups, _, times in (drawn[:4], drawn[4:]):
+        assert losses["training"] == [[2, 2], [4, 4], [6, 6]]
+        assert groups == dict(matrix=[[2, 1], [4, 1], [6, 1]], embed=[[2, 1], [6, 1]], ngram=[[6, 1]])
+        assert times == {part: [[step, 1000 * time] for step in norms] for part, time in seconds.items()}
 
 
 def test_the_leaderboard_is_up_to_date(tmp_path):
@@ -378,9 +343,6 @@ def test_a_committed_record_is_whole(record, capsys):
         assert f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms" in lines
 
 
-# ---- replay -----------------------------------------------------------------------------------------------
-
-
 def test_a_replay_compares_losses_and_machines(real_record, monkeypatch):
     """It starts at the first step, also of a resumed run. Here it runs in this process."""
     def run(command, **_):
@@ -415,10 +377,7 @@ def test_the_options_of_a_replay(tmp_path):
 
 
 def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
-    """Runs of this machine, or with --force all. --random adds runs that fit to the given folders.
-
-    Nothing replayed, and another loss, are failures.
-    """
+    """Runs of this machine, or with --force all. --random adds runs. To replay nothing is a failure."""
     replayed = []
     monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (
         replayed.append((folder.name, result["seed"])), (True, ""))[1])
@@ -440,19 +399,12 @@ def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
     assert tool(replay, here)[0] == 1
 
 
-# ---- missing runs, ablation, ladder -----------------------------------------------------------------------
-
-
-def test_runs_of_a_tool_end_with_the_first_failure(tmp_path, capsys):
-    """Runs of an earlier call are left out. Each finished run has a line with its number among all."""
-    runs = [(name, seed, []) for seed in range(2) for name in "ab"]
-    results.run_missing(runs, lambda name: {0} if name == "a" else set(), b"", "x.py", tmp_path)
-    assert capsys.readouterr().err == ("1 of 4 runs are from an earlier call\nrun 2/4: b, seed 0\n"
-                                       "run 3/4: a, seed 1\nrun 4/4: b, seed 1\n")
+def test_runs_of_a_tool_end_with_the_first_failure(tmp_path):
+    """Runs of an earlier call are left out."""
     source = b"import sys; open(sys.argv[1], 'w'); sys.exit(sys.argv[1] == 'b')"
-    runs = [(name, 0, [name]) for name in "abcd"]
+    runs = [(name, 0, [name]) for name in "eabcd"]
     with pytest.raises(results.RecordError, match="b --seed=0 ended with status 1: .*start x.py again"):
-        results.run_missing(runs, lambda _: set(), source, "x.py", tmp_path)
+        results.run_missing(runs, lambda name: {0} if name == "e" else set(), source, "x.py", tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -475,10 +427,7 @@ def test_a_signal_ends_the_running_processes(number, tmp_path, capfd):
 
 
 def test_an_ablation_corrects_its_verdicts(real_record, tmp_path, tool):
-    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. Without the mechanism the loss is higher.
-
-    All runs are finished, so none starts.
-    """
+    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. All runs are finished, so none starts."""
     (path,) = real_record.glob("*.json")
     folder = ablate.find_folder(tmp_path, (ROOT / "train_gpt.py").read_bytes(), "smoke", [], 1)
     for name, loss in dict(nothing=1.0, softcap=2.0, muon=0.5).items():
@@ -516,9 +465,9 @@ def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     """The ladder's script makes a missing run, and the run is in its rung without a script."""
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
-    args = ["--only=target,muon", "--seeds=1", "--end_seeds=1", f"--logs_dir={tmp_path}/trials"]
-    args.append(f"--extra={' '.join([*extra, *data_args(shards)])}")
-    done = run_tool("run_ladder.py", *args)
+    command = [str(ROOT / "records/run_ladder.py"), "--only=target,muon", "--seeds=1", "--end_seeds=1"]
+    command += [f"--logs_dir={tmp_path}/trials", f"--extra={' '.join([*extra, *data_args(shards)])}"]
+    done = launch(command, ROOT)
     assert done.returncode == 0, done.stderr
     (ladder,) = (tmp_path / "trials" / "laptop").iterdir()
     assert sorted(path.name for path in ladder.iterdir()) == ["muon", "target", "train_gpt.py"]
@@ -528,7 +477,7 @@ def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     log = kept.with_suffix(".txt").read_text()
     assert json.loads(log.split("\n=")[0])["argv"][1] == "--record=target" and "def main(" not in log
     lost.unlink()
-    assert run_tool("run_ladder.py", *args).returncode == 0
+    assert launch(command, ROOT).returncode == 0
     assert list((ladder / "target").glob("*.json")) == [kept] and len(list(lost.parent.glob("*.json"))) == 1
 
 

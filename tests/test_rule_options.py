@@ -3,8 +3,7 @@
 import json
 
 import pytest
-import torch
-from conftest import ROOT, gpt, smoke_config
+from conftest import ROOT, gpt
 
 from records import scale_by_depth as tool
 
@@ -20,31 +19,6 @@ def config_of(tmp_path, monkeypatch):
         return gpt.make_config({"preset": "deep"})
 
     return make
-
-
-def test_gates_and_gains_have_adamw():
-    cfg = smoke_config(matrix_rule="normuonh", matrix_lr=0.02, gains="norm,output")
-    rules = {name: cfg.groups[param.spec.group].rule for name, param in gpt.GPT(cfg).named_parameters()}
-    matrices = {name for name in rules if name.endswith((".qk", ".v", ".proj", ".up_down"))}
-    assert {name for name, rule in rules.items() if rule == "normuonh"} == matrices
-    assert {rules[name] for name in set(rules) - matrices} == {"adamw"}
-    assert sum("_gain_" in name for name in rules) == 2 * (3 + 3)  # 3 attentions and 3 MLPs have both
-
-
-def test_the_muonh_preset():
-    """The submission of 2026-02: gains 1 in, 0 out, non-zero projections of standard deviation 1/sqrt(D)."""
-    cfg = gpt.make_config({"preset": "muonh"})
-    expected = dict(orthogonalize="polar_express", matrix_cooldown_frac=1.0, cooldown_frac=0.3, final_lr_frac=0.0)
-    assert {name: getattr(cfg, name) for name in expected} == expected
-    assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr, cfg.groups["gain"].lr) == ("normuonh", 0.02, 0.1)
-    small = dict(preset="muonh", vocab_size=257, num_layers=2, num_heads=2, model_dim=256)
-    torch.manual_seed(0)
-    block = gpt.GPT(gpt.make_config(small)).blocks[1]
-    assert block.mlp.up_down.std(dim=(1, 2)).tolist() == pytest.approx([1 / 16] * 2, rel=0.01)
-    for matrix in (*block.attention.qk, block.attention.v, block.attention.proj):
-        assert matrix.std().item() == pytest.approx(1 / 16, rel=0.02)
-    for gain_in, gain_out in ((block.mlp_gain_in, block.mlp_gain_out), (block.attn_gain_in, block.attn_gain_out)):
-        assert not gain_out.any() and (gain_in == 1).all()
 
 
 PUBLISHED = {  # depth: width, parameters in millions, tokens a step, decay, steps at 12 and at 8 tokens per parameter

@@ -4,9 +4,7 @@ import math
 
 import numpy as np
 import pytest
-import torch
-from conftest import gpt, make_runtime, smoke_config
-from test_update_rules import Ends
+from conftest import gpt, smoke_config
 
 
 def factor(schedule, step, group="embed"):
@@ -63,45 +61,12 @@ def test_momentum_that_rises_and_falls(warmup, cooldown, parts):
 
 
 def test_stages_may_change_batch_length_and_learning_rate():
-    stages = (
-        gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=100, lr_factor=0.5),
-        gpt.Stage(3, 64, 64),
-    )
+    first = gpt.Stage(1, 64, 64, tokens_per_step=1024, max_doc_len=100, lr_factor=0.5)
+    stages = first, gpt.Stage(3, 64, 64)
     schedule = gpt.Schedule(smoke_config(stages=stages, cooldown_frac=0.5))
     assert [(s, e) for _, s, e in schedule.stage_ranges()] == [(0, 4), (4, 12)]  # ceil(13 / 4) = 4
     assert schedule.count_tokens() == 4 * 1024 + 8 * 2048
     assert factor(schedule, 0) == factor(schedule, 3) == 0.5 and factor(schedule, 4) == 1
-
-
-def test_adam_groups_of_frontier_are_updated_in_odd_steps():
-    """At step 700 only matrices move. At step 701 the head moves by its rate, times Adam's direction.
-
-    Its moments begin at zero, so that is 0.5 / sqrt(0.05). The bias corrections of 351 updates are 1. Value
-    embeddings move at step 703, with the betas of two updates.
-    """
-    cfg = gpt.make_config({"preset": "frontier"})
-    model, schedule = Ends(), gpt.Schedule(cfg)
-    model.matrix = gpt.parameter(torch.ones(4, 8), "matrix")
-    model.table = gpt.parameter(torch.zeros(3), "value_embed")
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    optimizer.step_count = 700
-
-    def rate(step):
-        t = (1174 - step) / 940
-        return 1.73 * t + 0.3 * (1 - t)
-
-    head = 0.008 * rate(701) * 0.5 / 0.05**0.5
-    table = 0.56 * rate(703) * (1 - 0.75**2) / (1 - 0.95**2) ** 0.5
-    for step, distances in ((700, (0.0, 0.0)), (701, (head, 0.0)), (702, (head, 0.0)), (703, (None, table))):
-        before = model.matrix.detach().clone()
-        for param in model.parameters():
-            gradient = torch.ones_like(param)  # of all steps since the last update together
-            param.grad = gradient if param.grad is None else param.grad + gradient
-        optimizer.step(schedule.at(step))
-        assert not torch.equal(model.matrix, before)
-        for param, distance in zip((model.head.weight, model.table), distances):
-            assert distance is None or param.tolist() == pytest.approx([-distance] * 3, rel=1e-5)
-        assert torch.equal(model.embed, model.head.weight)
 
 
 def test_decay_follows_its_schedule():

@@ -1,25 +1,13 @@
 """Telemetry: each number against an independent computation, and its absence of effects on the run."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    CPU_FORMS,
-    advance,
-    data_args,
-    gpt,
-    make_runtime,
-    run,
-    smoke_config,
-    start_prefetcher,
-)
+from conftest import CPU_FORMS, advance, data_args, gpt, make_runtime, run, smoke_config, start_prefetcher
 from run_ranks import run_ranks
-
-from records import plot
 
 ARGS = ["--preset=smoke_frontier", "--device=cpu", "--num_iterations=8", "--warmup_iterations=0"]
 ARGS += ["--val_tokens=1024", "--val_loss_every=4"]
@@ -42,16 +30,6 @@ def make_log(trainer, lines: list) -> gpt.RunLog:
     return log
 
 
-def measure_step(trainer, log, telemetry, make_loss) -> torch.Tensor:
-    """A measured step, as in the loop of a run. make_loss(): its loss."""
-    telemetry.start_step()
-    loss = make_loss()
-    trainer.progress.step += 1
-    log.log_step(loss, 1.0)
-    telemetry.end_step(1.0)
-    return loss
-
-
 @pytest.fixture(scope="module")
 def measured(shards, tmp_path_factory):
     """A folder with a run of the recipe with all mechanisms, which is measured every second step."""
@@ -63,10 +41,7 @@ def measured(shards, tmp_path_factory):
 
 
 def test_lines_and_their_fields(measured):
-    """What is not measured is left out, and no number is 0 instead.
-
-    Adam's groups are updated in every second step, tables later in every fourth, the embedding once untied.
-    """
+    """What is not measured is left out. Groups are updated every second step, tables later every fourth."""
     lines = read_lines(measured)
     assert [(line["event"], line["step"]) for line in lines] == [
         ("validation", 0), ("telemetry", 2), ("telemetry", 4), ("validation", 4), ("telemetry", 6),
@@ -75,7 +50,7 @@ def test_lines_and_their_fields(measured):
     validations = [[x["step"], x["val_loss"], x["train_time_ms"]] for x in lines if x["event"] == "validation"]
     assert validations == json.loads(path.read_text())["val_points"]
     lines = measured_lines(measured)
-    names = "event step train_time_ms loss loss_slope_per_1000_steps groups seconds"
+    names = "event step loss groups seconds"
     assert set(lines[0]) == set(names.split())
     always = {"matrix", "head", "scalar", "residual", "mix", "gate"}
     groups = {*always, "value_embed", "ngram"}
@@ -104,7 +79,7 @@ def test_the_numbers(shards):
     """The fourth step, by tensors before and after it. One group is updated in every second step."""
     groups = {"scalar": dict(every=2), "ngram": dict(rule="row_adam")}
     cfg = smoke_config(shards, telemetry_every=1, adam_eps=1e-8, num_layers=2, ngram_rows=512, groups=groups)
-    trainer, lines, losses = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS, ngram_rows=512)), [], []
+    trainer, lines, losses = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), [], []
     optimizer, grads = trainer.optimizer, {}
     for bucket in optimizer.buckets:
         def wait_and_note(bucket=bucket, wait=bucket.wait_for_gradient):
@@ -112,11 +87,12 @@ def test_the_numbers(shards):
             grads[bucket.name] = bucket.grad.clone()
 
         bucket.wait_for_gradient = wait_and_note
-    telemetry, batches = gpt.Telemetry(trainer, log := make_log(trainer, lines)), start_prefetcher(trainer)
+    gpt.Telemetry(trainer, make_log(trainer, lines))
+    batches = start_prefetcher(trainer)
     for step in range(4):
         before = {bucket.name: bucket.shard.clone() for bucket in optimizer.buckets}
-        make_loss = lambda step=step: trainer.train_step(batches, trainer.schedule.at(step))
-        losses.append(measure_step(trainer, log, telemetry, make_loss))
+        losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
+        trainer.progress.step += 1
     batches.executor.shutdown(cancel_futures=True)
     norm = lambda tensors: sum(t.double().square().sum().item() for t in tensors) ** 0.5
     assert lines[3]["groups"].keys() == {bucket.group_name for bucket in optimizer.buckets}
@@ -132,15 +108,6 @@ def test_the_numbers(shards):
                              momentum_norm=norm(bucket.state[key] for bucket in buckets))
         assert facts == pytest.approx(expected, rel=1e-4) and facts["grad_norm"] > 0, group
     assert [line["loss"] for line in lines] == [loss.item() for loss in losses]
-
-
-def test_the_slope_of_the_loss():
-    """Least squares over the losses since the last line. A loss that falls by 0.1 per step has slope -100."""
-    trainer, lines = gpt.Trainer(smoke_config(telemetry_every=4), make_runtime()), []
-    telemetry = gpt.Telemetry(trainer, log := make_log(trainer, lines))
-    for loss in (9.0, 5.0, 7.0, 8.0, 3.0, 2.9, 2.8, 2.7):
-        measure_step(trainer, log, telemetry, lambda loss=loss: torch.tensor(loss))
-    assert len(lines) == 2 and lines[1]["loss_slope_per_1000_steps"] == pytest.approx(-100, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -162,10 +129,7 @@ def test_two_ranks_report_the_numbers_of_one_rank(shards, tmp_path):
 
 
 def test_a_tracker_gets_all_events(shards, here, monkeypatch, now):
-    """wandb and trackio have one interface. A package that is missing ends the run before it trains.
-
-    A step takes 2 s, and a validation 100 s.
-    """
+    """wandb and trackio have one interface. A package that is missing ends the run before it trains."""
     advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
     advance(monkeypatch, now, gpt.Trainer, "validate", 100.0)
     calls = []
@@ -178,27 +142,9 @@ def test_a_tracker_gets_all_events(shards, here, monkeypatch, now):
     monkeypatch.setitem(sys.modules, "trackio", Tracker)
     result = run(shards, "--num_iterations=4", "--telemetry_every=2", "--tracker=trackio")
     assert calls[0]["name"] == result["run_id"] and calls[-1] == "finish"
-    assert [(line["train_time_ms"], line["seconds"]) for line in measured_lines()] == [
-        (4000, dict(step=2.0)), (8000, dict(step=2.0))]
+    assert [line["seconds"] for line in measured_lines()] == [dict(step=2.0)] * 2
     written = [(line.pop("step"), {line.pop("event"): line}) for line in read_lines()]
     assert calls[1:-1] == written and {next(iter(entries)) for _, entries in written} == {"validation", "telemetry"}
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = ["--preset=smoke", "--device=cpu", "--warmup_iterations=0", "--tracker=wandb"]
     assert gpt.main([*args, *data_args(shards)]) == 1
-
-
-def test_the_picture_of_runs(measured, here, monkeypatch):
-    """Each measured step is a point of each curve."""
-    (path,) = (measured / "logs").glob("*.jsonl")
-    paths, figures = [here / "a.jsonl", here / "b.jsonl"], []
-    for copy in paths:
-        shutil.copy(path, copy)
-    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
-    plot.plot_runs(paths, here / "runs")
-    for losses, norms, _, seconds in (figures[0].axes[:4], figures[0].axes[4:]):
-        lines = measured_lines(measured)
-        assert losses.get_lines()[0].get_ydata().tolist() == [line["loss"] for line in lines]
-        assert norms.get_lines()[0].get_xdata().tolist() == [2, 4, 6, 8]
-        assert len(norms.get_lines()) == len({group for line in lines for group in line["groups"]})
-        milliseconds = [1000 * line["seconds"]["step"] for line in lines]
-        assert seconds.get_lines()[0].get_ydata().tolist() == milliseconds

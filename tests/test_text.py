@@ -59,13 +59,9 @@ def read_info(folder) -> dict:
 
 
 def documents(folder, split: str) -> list[bytes]:
-    """The documents of a split, in order."""
     tokens = [gpt.open_shard(str(path), VOCAB).tokens for path in sorted(folder.glob(f"{split}_*.bin"))]
     stream = np.concatenate(tokens)
     return [bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]]
-
-
-# ---- the shards -------------------------------------------------------------------------------------------
 
 
 def test_text_becomes_shards_with_every_byte_in_order(tmp_path, capsys):
@@ -96,10 +92,7 @@ def test_a_shard_without_a_bos_is_joined_to_the_previous_one(tmp_path, capsys):
 
 @pytest.mark.parametrize("size, doc_bytes", [(2 * 2047 + 512, 2047), (9_000, 2047), (712, 100)])
 def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
-    """Both splits have an attention block under 300 names, with the size that the refusal names.
-
-    So do they if a small second file is the only one for validation.
-    """
+    """Both splits have an attention block under 300 names, also if a small second file is all of the validation."""
     content = ((b"x" * 58 + b"\n") * (size // 59 + 1))[:size]
     for number in range(300):
         for texts in ([(f"book{number}", content)], [(f"book{number}", content), ("1.txt", b"short")]):
@@ -111,10 +104,7 @@ def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
 @pytest.mark.parametrize("size, epochs, doc_bytes", [
     (60_000, 100, 2047), (5_000, 260, 2047), (3_000, 520, 2047), (600, 2080, 44)])
 def test_the_printed_command_trains(size, epochs, doc_bytes, here, capsys):
-    """5,000 bytes are one document for validation and 2,953 tokens for training.
-
-    These are two packed sequences per epoch, for 260 steps of two. Of fewer tokens sequences are shorter.
-    """
+    """5,000 bytes leave 2,953 training tokens: two sequences per epoch. Of fewer tokens sequences are shorter."""
     said = make(capsys, write_book(here / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command))
@@ -131,14 +121,8 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
     assert b"".join(pieces) == content and max(map(len, pieces)) <= 10 and pieces[0] == b"aa\n" * 3
 
 
-# ---- what is read, and what is refused --------------------------------------------------------------------
-
-
 def test_what_is_skipped(tmp_path, capsys):
-    """Hidden files, pipes, broken links, files with a NUL byte, a file given twice, folders behind links.
-
-    Bytes that are not UTF-8 are kept.
-    """
+    """Hidden files, pipes, links, NUL bytes, a file given twice. Bytes that are not UTF-8 are kept."""
     texts = tmp_path / ".texts"
     for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
@@ -168,10 +152,7 @@ def test_what_is_skipped(tmp_path, capsys):
     "texts --out=texts/../texts/sub/shards", "texts --out=link/shards", "texts --out=texts/.shards",
     ". --out=.", "notes/corpus.json --out=notes"])
 def test_text_tool_refuses_in_one_line(here, args, capsys):
-    """And changes nothing. The output cannot become the next input: corpus.json is text.
-
-    notes/corpus.json describes no corpus.
-    """
+    """And changes nothing. The output cannot become the next input: corpus.json is text."""
     write_book(here / "book.txt", 20_000)
     make_texts(here / "texts")
     (here / "link").symlink_to("texts/sub")
@@ -266,9 +247,6 @@ def test_a_second_call_waits_for_the_first(tmp_path, capfd):
     assert second.exitcode == 0 and sorted(read_shards(out)) == TWO_SHARDS
 
 
-# ---- the embedded corpus ----------------------------------------------------------------------------------
-
-
 def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
     names = dict(text.read_torch_source())
     assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
@@ -277,10 +255,7 @@ def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
 
 @pytest.mark.parametrize("damage", ["null", "{}", "train", "val", "short", "source"])
 def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch):
-    """If corpus.json is damaged, or shards are missing or cut. A complete corpus stays unchanged.
-
-    It has two files of PyTorch's source.
-    """
+    """A complete corpus stays unchanged. It has two files of PyTorch's source."""
     source, small_source = Path(gpt.torch.__file__).parent / "nn", Path("data", "torch_source")
     (here / "torch/nn").mkdir(parents=True)
     for name in ("functional.py", "init.py"):

@@ -5,25 +5,13 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    AT_THE_END,
-    STEP_LINE,
-    advance,
-    before_call,
-    find_saved,
-    gpt,
-    make_runtime,
-    make_trainer,
-    run,
-    start_prefetcher,
-)
+from conftest import advance, before_call, find_saved, gpt, make_runtime, make_trainer, run, train_steps
 
 
 def load_from(trainer, shards, **changes):
@@ -39,15 +27,9 @@ def load_from(trainer, shards, **changes):
     return other, step, close
 
 
-# ---- clock, result ----------------------------------------------------------------------------------------
-
-
 def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monkeypatch, now):
-    """A step takes 2 s and a validation 100 s. The blocking part of a save takes 10 s.
-
-    Before the clock: a step of the warm-up and a validation for each of three stages, the final validation,
-    and the allocation for saves.
-    """
+    """A step takes 2 s and a validation 100 s. The blocking part of a save takes 10 s. Before the clock: a step of the
+    warm-up and a validation for each of three stages, the final validation, and the allocation for saves."""
     advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
     advance(monkeypatch, now, gpt.Trainer, "validate", 100.0)
     advance(monkeypatch, now, gpt, "collect_rows", 10.0)
@@ -57,7 +39,8 @@ def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monke
     assert result["train_time_ms"] == 32_000 and result["tokens_per_s"] == 6 * 512 // 32
     assert result["compile_time_s"] == 3 * 2 + 4 * 100 + 10
     log = Path("logs", result["run_id"]).with_suffix(".txt").read_text()
-    assert [int(line[3]) for line in STEP_LINE.finditer(log)] == [2000, 4000, 6000, 18_000, 20_000, 22_000]
+    times = re.findall(r"^step:\d/6 train_time:(\d+)ms", log, re.M)
+    assert times == ["2000", "4000", "6000", "18000", "20000", "22000"]
 
 
 def test_mfu_is_relative_to_the_peak_of_all_ranks():
@@ -94,27 +77,9 @@ def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, now):
         advance(monkeypatch, now, owner, name, seconds)
     Path("vocab.json").write_text(json.dumps({"a": 97, "ab": 98}))
     stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":[0.5]}]'
-    result = run(shards, stages, "--vocab_file=vocab.json", "--num_iterations=4", AT_THE_END)
+    result = run(shards, stages, "--vocab_file=vocab.json", "--num_iterations=4", "--val_loss_every=0")
     assert result["train_time_ms"] == 1000 * (8 + 4 + 4 * 1)
     assert result["data_setup_s"] == 32 + 16 + 64
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_has_the_last_loss_and_the_speed(shards, here, monkeypatch, capsys, now, is_terminal):
-    """In a terminal the bar shows each step. Elsewhere there are 20 lines, and none of the last step."""
-    advance(monkeypatch, now, gpt.Trainer, "train_step", 2)
-    shown = []
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(gpt.tqdm, "set_postfix_str", lambda _bar, text, refresh: shown.append(text))
-    points = run(shards, f"--num_iterations={5 if is_terminal else 22}", AT_THE_END)["train_points"]
-    if not is_terminal:
-        lines = re.findall(r"^step (\d+)/22: (loss .*)$", capsys.readouterr().out, re.M)
-        assert [int(step) for step, _ in lines] == list(range(2, 22, 2))
-        shown, points = [text for _, text in lines], points[1:-1:2]
-    assert shown == [f"loss {loss:.4f}, 256 tokens/s" for _, loss in points]
-
-
-# ---- signals ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -147,10 +112,7 @@ def test_signal_handlers_are_restored_and_the_second_signal_of_one_rank_acts(wor
 
 def test_a_signal_while_the_result_is_written_has_no_effect(shards, here, monkeypatch, received):
     before_call(monkeypatch, gpt.RunLog, "finish", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run(shards, "--num_iterations=1", AT_THE_END)["val_points"][-1][0] == 1 and received == []
-
-
-# ---- state: copies, snapshots, resumed runs ---------------------------------------------------------------
+    assert run(shards, "--num_iterations=1", "--val_loss_every=0")["val_points"][-1][0] == 1 and received == []
 
 
 # FP8 needs multiples of 16
@@ -167,11 +129,9 @@ def find_changes(before: dict, after: dict) -> set[str]:
 
 @pytest.mark.parametrize("changes", [WIDE, dict(preset="smoke_frontier")], ids=["smoke", "smoke_frontier"])
 def test_a_snapshot_returns_exactly(shards, changes):
-    """Values, state, averages and FP8 scales return, and pending gradients and amax values are gone.
-
-    The rows of a sparse n-gram table stay. Thirteen steps, because zeros hold back gradients in the first
-    ones, and averages begin late. smoke_frontier keeps gradients for its next update then.
-    """
+    """Values, state, averages and FP8 scales return, and pending gradients and amax values are gone. The rows of a
+    sparse n-gram table stay. Thirteen steps, because zeros hold back gradients in the first ones, and averages begin
+    late. smoke_frontier keeps gradients for its next update then."""
     trainer, step, close = make_trainer(shards, **changes)
     snapshot, before = gpt.Snapshot(trainer), copy_rows(trainer)
     for _ in range(13 if "preset" in changes else 4):
@@ -184,7 +144,7 @@ def test_a_snapshot_returns_exactly(shards, changes):
     restored = copy_rows(trainer)
     assert find_changes(before, restored) == kept
     assert all(torch.equal(restored[entry], after[entry]) for entry in kept)
-    assert trainer.optimizer.step_count == 0 and trainer.scales.amax is None and trainer.scales.work is None
+    assert trainer.optimizer.step_count == 0
     for bucket in trainer.optimizer.buckets:
         assert bucket.grad is None and not any(param.grad is not None for param in bucket.params.values())
         assert bucket not in trainer.optimizer.tables or not bucket.pieces and not bucket.arriving
@@ -212,10 +172,7 @@ def test_the_warm_up_leaves_no_trace(shards, rule):
 
 
 def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
-    """A snapshot of an untied model leaves it untied. After each restore three steps repeat their losses.
-
-    The model unties with step 4 of 12.
-    """
+    """After each restore three steps repeat their losses. The model unties with step 4 of 12."""
     trainer, step, close = make_trainer(shards, tie_head="on", untie_frac=0.25, num_layers=2)
     for count, was_tied in ((2, True), (5, False)):
         while trainer.optimizer.step_count < count:
@@ -223,9 +180,7 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
         snapshot, losses = gpt.Snapshot(trainer), []
         assert (snapshot.step_count, snapshot.is_tied) == (count, was_tied)
         for _ in range(2):
-            batches = start_prefetcher(trainer)
-            losses.append([trainer.train_step(batches, trainer.schedule.at(count)).item() for _ in range(3)])
-            batches.executor.shutdown(cancel_futures=True)
+            losses.append(train_steps(trainer, 3, count))
             assert not trainer.model.is_tied
             snapshot.restore()
             assert trainer.model.is_tied == was_tied and trainer.optimizer.step_count == count
@@ -236,11 +191,9 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
 
 
 def test_a_resumed_run_of_another_length_stays_tied_or_untied(shards):
-    """12 steps, of which 6 are tied.
-
-    From step 4 a run of 6 steps unties in its next step, with the state of the head. From step 8 a run of 24
-    steps has two tables, although it would untie after step 12, and the embedding keeps its own state.
-    """
+    """12 steps, of which 6 are tied. From step 4 a run of 6 steps unties in its next step, with the state of the head.
+    From step 8 a run of 24 steps has two tables, although it would untie after step 12, and the embedding keeps its
+    own state."""
     options = dict(tie_head="on", untie_frac=0.5, num_layers=2)
     trainer, step, close = make_trainer(shards, num_iterations=12, **options)
     for _ in range(4):
@@ -275,22 +228,18 @@ def test_a_lowered_precision_stays_lowered(shards):
     """A resumed run lowers the precisions that the guard gave up. The next action lowers the next precision."""
     trainer, _, close = make_trainer(shards, **WIDE)
     trainer.choose_operations(torch.bfloat16, trainer.fast | {*gpt.FP8_FORMS})
-    assert gpt.lower_precision(trainer) == "the head no longer uses FP8"
-    assert {*gpt.FP8_FORMS} & trainer.fast == {"fp8_mlp", "fp8_qkv"}
-    assert trainer.ops.head_loss is gpt.fused_head_loss
+    assert gpt.lower_precision(trainer) == "matmuls no longer use FP8"
+    assert not {*gpt.FP8_FORMS} & trainer.fast
+    assert trainer.ops.head_loss is gpt.fused_head_loss and trainer.ops.relu2_mlp is gpt.relu2_mlp
     other, _, close_other = load_from(trainer, shards, **WIDE)
-    assert other.progress.lowered == ["fp8_head"] and {*gpt.FP8_FORMS} & other.fast == {"fp8_mlp"}
-    assert gpt.lower_precision(trainer) == "the linears no longer use FP8"
-    assert trainer.ops.relu2_mlp is gpt.relu2_mlp
-    lowest, _, close_lowest = load_from(trainer, shards, **WIDE)
-    assert lowest.progress.lowered == ["fp8_head", "fp8"] and not {*gpt.FP8_FORMS} & lowest.fast
+    assert other.progress.lowered == ["fp8"] and not {*gpt.FP8_FORMS} & other.fast
     other.choose_operations(torch.bfloat16, other.fast | {*gpt.FP8_FORMS})
     other.optimizer.dtype = torch.bfloat16
-    said = [gpt.lower_precision(other, ["fp8_head"]), *(gpt.lower_precision(other) for _ in range(3))]
-    assert said == ["the head no longer uses FP8", "the linears no longer use FP8", "activations become float32", ""]
-    assert other.progress.lowered == ["fp8_head", "fp8", "bfloat16"] and not {*gpt.FP8_FORMS} & other.fast
+    said = [gpt.lower_precision(other, ["fp8"]), *(gpt.lower_precision(other) for _ in range(2))]
+    assert said == ["matmuls no longer use FP8", "activations become float32", ""]
+    assert other.progress.lowered == ["fp8", "bfloat16"] and not {*gpt.FP8_FORMS} & other.fast
     assert other.ops.dtype == other.val_ops.dtype == other.optimizer.dtype == torch.float32
-    for end in (close, close_other, close_lowest):
+    for end in (close, close_other):
         end()
 
 
@@ -298,7 +247,7 @@ def test_a_resumed_run_reads_the_vocabulary_again(shards, here):
     """The prefix table is not in the checkpoint, and the losses equal those without a stop."""
     Path("vocab.json").write_text(json.dumps({"abc"[: 1 + i % 3] + "-" * (i // 3): 97 + i for i in range(26)}))
     stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":[0.5]}]'
-    args = [stages, "--vocab_file=vocab.json", "--num_iterations=6", "--checkpoint_every=3", AT_THE_END]
+    args = [stages, "--vocab_file=vocab.json", "--num_iterations=6", "--checkpoint_every=3", "--val_loss_every=0"]
     whole = run(shards, *args)["val_points"]
     again = run(shards, *args, f"--resume={find_saved(3)}")["val_points"]
     assert [point[:2] for point in again] == [point[:2] for point in whole]

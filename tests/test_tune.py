@@ -27,10 +27,7 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_alternatives_are_timed_refused_and_named(shards, here):
-    """Other micro-batches, two ranks and threads are timed. Another learning rate is refused.
-
-    bfloat16 may end at another loss and is not recommended. A config that cannot start gives its reason.
-    """
+    """Another learning rate is refused. bfloat16 may end at another loss. What cannot start gives its reason."""
     words = ["--micro_batch_tokens=512", "NPROC=2 OMP_NUM_THREADS=1", "GOMP_SPINCOUNT=1000",
              "--embed-lr=0.1", "--micro_batch_tokens=128", "--dtype=bfloat16"]
     args = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=1024", *data_args(shards),
@@ -70,39 +67,30 @@ def run_stubs(tmp_path, monkeypatch):
     return run
 
 
-def test_verdicts_follow_from_the_times(run_stubs, capsys):
+def test_verdicts_follow_from_the_times(run_stubs):
     """0.97 of the time is faster, 0.99 makes no difference. Winners that set other options go together."""
     tokens = ["0.9e-6", "0.97e-6", "0.99e-6", "1.05e-6", "1.2e-6"]
     result = run_stubs([f"TOKEN={token}" for token in tokens])
-    lines = [f"alternative {n}/5: TOKEN={token}\n" for n, token in enumerate(tokens, 1)]
-    assert capsys.readouterr().err == "".join(lines)
     rows = result["alternatives"]
     assert [row["verdict"] for row in rows] == ["faster", "faster", "no difference", "slower", "slower"]
     assert [row["ratio"] for row in rows] == pytest.approx([0.9, 0.97, 0.99, 1.05, 1.2])
     assert result["chosen"] == ("TOKEN=0.9e-6",) and result["together"]["verdict"] == "faster"
     assert result["seconds_per_token"] == 1e-6
-    report = tune.format_report(result)
     rows += [tune.describe(("--compile=on",), "faster", ratio=0.95),
              tune.describe(("--dtype=bfloat16",), "faster", ratio=0.5)]
     assert tune.combine(rows) == [("TOKEN=0.9e-6",), ("--compile=on",)]
-    assert "| plain | 1.000 | |" in report
-    assert "| `TOKEN=0.9e-6` | 0.900 | 0.900 (0.900 to 0.900) |" in report
 
 
-@pytest.mark.parametrize("seconds, verdict, is_second, last", [
-    (350, "no verdict", False, "No verdict: the time was not enough"),
-    (9000, "faster", True, "To paste: TOKEN=0.9e-6 "),
-    (1700, "faster", False, "To paste (no time was left for a second measurement): TOKEN=0.9e-6 ")])
-def test_too_few_rounds_are_no_verdict(run_stubs, monkeypatch, seconds, verdict, is_second, last):
+@pytest.mark.parametrize("seconds, verdict, is_second", [
+    (350, "no verdict", False), (9000, "faster", True), (1700, "faster", False)])
+def test_too_few_rounds_are_no_verdict(run_stubs, monkeypatch, seconds, verdict, is_second):
     """The first six turns take 100 s each: 350 s suffice for two of three rounds. Later ones take 300 s."""
     now, turns = [0.0], iter([100.0] * 6 + [300.0] * 6)
     monkeypatch.setattr(tune, "monotonic", lambda: now[0])
     before_call(monkeypatch, tune.Worker, "take_turn", lambda *_: now.__setitem__(0, now[0] + next(turns)))
     result = run_stubs(["TOKEN=0.9e-6"], seconds=seconds)
-    (row,), report = result["alternatives"], tune.format_report(result)
+    (row,) = result["alternatives"]
     assert row["verdict"] == verdict and (result["together"] is not None) == is_second
-    assert ("no verdict: the time was up after 2 of 3 rounds" in report) == (seconds == 350)
-    assert report.splitlines()[-1].startswith(last)
 
 
 def test_an_interruption_waits_for_no_worker(run_stubs):

@@ -20,13 +20,9 @@ COMMON = dict(
 RECORD_32_STAGES = [
     dict(duration=3, window_long=20, window_short=8, tokens_per_step=256, max_doc_len=30, seq_len=128),
     dict(duration=4, window_long=30, window_short=12, tokens_per_step=512, lr_factor=1.5, seq_len=128),
-    dict(duration=3, window_long=44, window_short=20, max_doc_len=60),
-]
+    dict(duration=3, window_long=44, window_short=20, max_doc_len=60)]
 LAPTOP_STAGES = [
-    dict(duration=1, window_long=20, window_short=8),
-    dict(duration=1, window_long=40, window_short=8),
-    dict(duration=1, window_long=80, window_short=16),
-]
+    dict(duration=1, window_long=long, window_short=short) for long, short in ((20, 8), (40, 8), (80, 16))]
 GROUPS = ("matrix", "embed", "value_embed", "head", "scalar")
 RUNS = {  # groups that have parameters, options
     "record_32": (GROUPS, dict(
@@ -39,14 +35,6 @@ RUNS = {  # groups that have parameters, options
         preset="laptop", num_heads=2, head_dim=16, model_dim=32, ngram_rows=512, seq_len=128,
         num_iterations=12, val_windows="100,24", stages=json.dumps(LAPTOP_STAGES))),
 }  # fmt: skip
-
-
-def write_data(folder):
-    """Write four training shards and two validation shards."""
-    rng = np.random.default_rng(0)
-    for name, size in SHARDS.items():
-        documents = [[BOS, *np.cumsum(rng.integers(0, 4, rng.integers(2, 150))) % BOS] for _ in range(100)]
-        write_shard(folder / f"{name}.bin", np.concatenate(documents)[:size], VOCAB, BOS)
 
 
 def name_parameters(config, tensors):
@@ -87,7 +75,10 @@ def name_parameters(config, tensors):
 def case(request, tmp_path_factory):
     """(options of a run, a function that returns the reference's run of a config)."""
     folder, (groups, own) = tmp_path_factory.mktemp(request.param), RUNS[request.param]
-    write_data(folder)
+    rng = np.random.default_rng(0)
+    for name, size in SHARDS.items():
+        documents = [[BOS, *np.cumsum(rng.integers(0, 4, rng.integers(2, 150))) % BOS] for _ in range(100)]
+        write_shard(folder / f"{name}.bin", np.concatenate(documents)[:size], VOCAB, BOS)
     files = dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin")
     options = [f"--{name}={value}" for name, value in {**COMMON, **own, **files}.items()]
 

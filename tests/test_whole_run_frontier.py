@@ -39,21 +39,16 @@ OPTIONS = dict(
 FIRST_STEP = ("--extension_steps=0", "--averages=off")  # of a run of one step
 
 
-def write_files(folder):
-    """Three training shards, a validation shard and the vocabulary."""
+@pytest.fixture(scope="module", name="options")
+def make_options(tmp_path_factory):
+    """The options of the run, with its files: three training shards, a validation shard and the vocabulary."""
+    folder = tmp_path_factory.mktemp("files")
     rng, used = np.random.default_rng(0), np.array([*range(97, 110), *range(256, VOCAB - 1)])
     for name, size in (("train_0", 9000), ("train_1", 30_000), ("train_2", 80_000), ("val_0", 1000)):
         steps = [rng.integers(1, 4, rng.integers(2, 300)) for _ in range(size // 100)]
         documents = [[VOCAB - 1, *used[np.cumsum(step) % len(used)]] for step in steps]
         write_shard(folder / f"{name}.bin", np.concatenate(documents)[:size], VOCAB, VOCAB - 1)
     reference.write_vocabulary(folder / "vocab.json", TOKENS)
-
-
-@pytest.fixture(scope="module", name="options")
-def make_options(tmp_path_factory):
-    """The options of the run, with its files."""
-    folder = tmp_path_factory.mktemp("files")
-    write_files(folder)
     files = dict(train_files="train_*.bin", val_files="val_*.bin", vocab_file="vocab.json")
     paths = {name: folder / file for name, file in files.items()}
     return [f"--{name}={value}" for name, value in {**OPTIONS, **paths}.items()]
@@ -106,8 +101,7 @@ def list_constants(shape, step):
         reference.lr_factor(shape, step), *reference.rail_settings(shape, step), *weights, prefix,
         reference.candidate_count(shape, step) or 0, reference.table_event(shape, step),
         *reference.table_settings(shape, step),
-        *[value for lr, betas, decay in groups for value in (lr, *betas, decay)],
-    ]  # fmt: skip
+        *[value for lr, betas, decay in groups for value in (lr, *betas, decay)]]  # fmt: skip
 
 
 def list_stage_constants(shape, step):

@@ -312,9 +312,7 @@ def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Tra
     gpt.measure_matmul = lambda *_: 1e15  # a fake GPU has no time
     gpt.FormCheck = lambda *_: SimpleNamespace(keep_equal=lambda names, *_: (names, []))
     comm = gpt.Comm(0, num_ranks)
-    rt = dataclasses.replace(gpt.choose_precision(cfg, gpt.Runtime(DEVICE)), comm=comm, ngram_rows=cfg.ngram_rows)
-    if cfg.ngram_rows < 0:
-        rt = dataclasses.replace(rt, ngram_rows=gpt.choose_ngram_rows(cfg, rt))
+    rt = dataclasses.replace(gpt.choose_precision(cfg, gpt.Runtime(DEVICE)), comm=comm)
     init = gpt.GPT.__init__
 
     def init_on_card(model, *args, **kwargs) -> None:
