@@ -1621,7 +1621,7 @@ class Bucket:
         self.grad = self.reducing = self.gathering = None
 
     def store(self, cfg: Config):
-        """Parameters become views of values. All ranks begin with the values of rank 0."""
+        """Parameters become views of values, gradients of grads. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
         if self.rule.whole_matrix:
@@ -1634,10 +1634,11 @@ class Bucket:
         align *= self.comm.world_size  # shards of all ranks have equal size
         size = -(-size // align) * align
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.values)  # of this rank's micro-batches. Autograd adds in place
         for name, param in self.params.items():
-            values = self.values[self.slices[name]].view(param.shape)
+            values, grads = (x[self.slices[name]].view(param.shape) for x in (self.values, self.grads))
             values.copy_(param.data)
-            param.data = values
+            param.data, param.grad = values, grads
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
 
@@ -1673,18 +1674,10 @@ class Bucket:
             self.start_reduce()
 
     def start_reduce(self):
-        """Pack the gradients as (M, *unit) and start their reduce-scatter."""
-        grads = [param.grad for param in self.params.values()]
-        if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
-            self.grad = grads[0].view(self.values.shape)
-        else:
-            self.grad = torch.zeros_like(self.values)
-            pairs = [(self.grad[part].view(grad.shape), grad)
-                     for part, grad in zip(self.slices.values(), grads) if grad is not None]
-            if pairs:
-                torch._foreach_copy_(*map(list, zip(*pairs)))
+        """Start to sum the gradients over ranks into the gradient of this rank's shard."""
+        self.grad = self.grads
         if self.comm.world_size > 1:
-            self.grad, self.reducing = self.comm.reduce_scatter(self.grad)
+            self.grad, self.reducing = self.comm.reduce_scatter(self.grads)
 
     def wait_for_gradient(self):
         if self.reducing is not None:
@@ -1707,8 +1700,7 @@ class Bucket:
 
     def clear(self):
         self.grad = self.reducing = None
-        for param in self.params.values():
-            param.grad = None
+        self.grads.zero_()
 
     def owned(self):
         """Yield (parameter, its first unit of this rank, part of the shard) for this rank's shard."""
@@ -3708,22 +3700,13 @@ def read_peak_memory_mib(rt: Runtime) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-class HostCopy:
-    """An asynchronous copy of a tensor to the CPU. The caller may change the tensor immediately."""
-
-    def __init__(self, tensor, out=None):
-        tensor, self.event = tensor.detach(), None
-        is_cuda = tensor.device.type != "cpu"
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=is_cuda) if out is None else out
-        self.copy.copy_(tensor, non_blocking=True)
-        if is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def read(self):
-        if self.event:
-            self.event.synchronize()
-        return self.copy
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind the copies that have been started on a GPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class Stop:
@@ -4191,8 +4174,7 @@ def check(cfg: Config):
 
 def find_problems(cfg: Config):
     """Yield (condition, error line). A condition may rely on the ones before it."""
-    units = dict(head_dim=4, short_qk_dim=4, model_dim=cfg.mudd_groups, num_heads=cfg.qk_group_heads or 1,
-                 value_gate_dim=2, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
+    units = dict(head_dim=4, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
     for name, unit in units.items():
         yield getattr(cfg, name) % unit != 0, f"--{name}={getattr(cfg, name)} is not a multiple of {unit}"
     width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
@@ -4222,12 +4204,8 @@ def find_problems(cfg: Config):
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
     for i, layer in enumerate(cfg.layers):
         known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
-        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known
-               or not 0 <= (layer.gates_from or 0) <= i or not 0 < (layer.v_dim or 1) <= cfg.head_dim
-               or layer.paired and cfg.num_heads % 2 != 0 or layer.mudd_in and layer.attention == "none"
-               or layer.second_mlp and not layer.mlp
-               or layer.key_offset and cfg.qk_dim(layer) != cfg.head_dim,
-               f"--layers: layer {i} contradicts itself or the layers before it: {layer}")
+        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known,
+               f"--layers: layer {i} has an unknown attention or input: {layer}")
 
 
 def check_world_size(cfg: Config, world_size: int):
@@ -4364,12 +4342,8 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path):
-    """A new name in a folder survives a power cut only after this. Some file systems cannot do it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    # The new name survives a power cut only if the folder is synced. Some file systems cannot do that
+    descriptor = os.open(path.parent, os.O_RDONLY)
     with suppress(OSError):
         os.fsync(descriptor)
     os.close(descriptor)
@@ -4760,7 +4734,8 @@ class Checkpoints:
         self.wait()
         if not self.copies:
             self.start(trainer)
-        copies = {entry: HostCopy(rows, self.copies[entry]) for entry, rows in collect_rows(trainer).items()}
+        for entry, rows in collect_rows(trainer).items():
+            self.copies[entry].copy_(rows, non_blocking=True)
         folder = self.folder / f"step_{trainer.progress.step:06d}"
         if self.rt.is_main:
             metadata = dict(
@@ -4771,13 +4746,15 @@ class Checkpoints:
             folder.mkdir()
             write_atomic(folder / "state.json", json.dumps(metadata).encode())
         self.rt.comm.barrier()
-        self.writing = self.executor.submit(self.write, folder / f"rank{self.rt.rank}.pt", copies)
+        self.writing = self.executor.submit(
+            self.write, folder / f"rank{self.rt.rank}.pt", record_event(self.rt.device))
         if must_wait:
             self.wait()
 
-    def write(self, path: Path, copies: dict[str, HostCopy]):
-        tensors = {entry: copy.read() for entry, copy in copies.items()}
-        write_atomic(path, functools.partial(torch.save, tensors))
+    def write(self, path: Path, copied: torch.cuda.Event | None):
+        if copied:
+            copied.synchronize()
+        write_atomic(path, functools.partial(torch.save, self.copies))
 
     def wait(self):
         """Wait for the files of all ranks, then remove old steps. All ranks must call it."""
@@ -4952,7 +4929,7 @@ class Guard:
         groups = trainer.cfg.groups  # norms of groups that skip steps vary with the step
         self.steady = torch.tensor([float(groups[name].every == 1 and not groups[name].late_every)
                                     for name in self.norms.groups], device=trainer.rt.device)
-        self.pending: list[tuple[int, HostCopy]] = []  # (step, its sums), not checked yet
+        self.pending: list[tuple] = []  # (step, its sums on the CPU, event), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
     def end_step(self, loss, state: StepState, must_wait: bool):
@@ -4961,10 +4938,13 @@ class Guard:
         squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
         weight = sum(state.loss_weights) or 1.0  # makes losses of stages comparable
         sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
-        self.pending.append((step, HostCopy(trainer.rt.comm.all_reduce(sums))))
+        sums = trainer.rt.comm.all_reduce(sums).to("cpu", non_blocking=True)  # to pinned memory
+        self.pending.append((step, sums, record_event(trainer.rt.device)))
         while len(self.pending) > (0 if must_wait else 1):
-            number, copy = self.pending.pop(0)
-            fault = self.find_fault(*copy.read().tolist())
+            number, sums, copied = self.pending.pop(0)
+            if copied:
+                copied.synchronize()
+            fault = self.find_fault(*sums.tolist())
             if fault:
                 self.roll_back(number, fault)
                 return

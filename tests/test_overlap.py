@@ -79,9 +79,9 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
         save(checkpoints, trainer, **more)
 
-    def write_late(_checkpoints, path, copies):
+    def write_late(checkpoints, path, _copied):
         step = int(path.parent.name[5:])
-        saves.append({entry: copy.copy.data_ptr() for entry, copy in copies.items()})
+        saves.append({entry: rows.data_ptr() for entry, rows in checkpoints.copies.items()})
         assert step == 6 or has_ended[step + 1].wait(60)
 
     before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
