@@ -1621,7 +1621,7 @@ class Bucket:
         self.grad = self.reducing = self.gathering = None
 
     def store(self, cfg: Config):
-        """Parameters become views of values, gradients of grads. All ranks begin with the values of rank 0."""
+        """Parameters become views of values, gradients of grads. All ranks begin with rank 0's values."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
         if self.rule.whole_matrix:
