@@ -4266,7 +4266,6 @@ def config_from_dict(values: dict) -> Config:
 # and results appear under their names when they are complete. The unique run_id names log, result and
 # events. records/results.py compares runs, and records/README.md describes the formats.
 
-RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}_seed[0-9]+_([0-9a-f]{4}|[0-9a-f]{8})")  # 4 digits in old scripts
 # Options that change no weight, loss or time
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
@@ -4544,15 +4543,8 @@ class Progress:
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """Complete checkpoints in the folder of a run, the highest step first."""
-    return sorted(filter(is_complete, folder.glob("step_[0-9]*")), reverse=True)
-
-
-def is_complete(step: Path) -> bool:
-    """Whether all files of a checkpoint exist. A file gets its name when it is whole."""
-    with suppress(RunError):
-        return all(map(Path.exists, list_files(step)))
-    return False
+    """Checkpoints in the folder of a run, the highest step first. Some may be incomplete, see is_whole()."""
+    return sorted(folder.glob("step_[0-9]*"), reverse=True)
 
 
 def read_metadata(step: Path) -> dict:
@@ -4569,7 +4561,7 @@ def list_files(step: Path) -> list[Path]:
 
 
 def is_whole(step: Path, rt: Runtime) -> bool:
-    """Whether this rank's part of the files of a checkpoint can be read and fits its checksums."""
+    """Whether this rank's part of the files of a checkpoint exists and fits its checksums."""
     try:
         for path in list_files(step)[rt.rank :: rt.world_size]:
             torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -4616,16 +4608,16 @@ def find_key_folder(cfg: Config, run: dict) -> Path:
 def find_start(cfg: Config, run: dict, rt: Runtime):
     """Find the checkpoint to continue from. Returns (its folder, metadata, log line).
 
-    It is the newest step of the newest run with this key whose files are whole on all ranks, and that run
-    goes on. Without one it is --resume=PATH, or None. All ranks must call it.
+    It is the newest step, of the newest run with this key, whose files are whole on all ranks. That run goes
+    on. Without one it is --resume=PATH, or None. All ranks must call it.
     """
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
-    runs = sorted((path for path in folder.glob("*") if RUN_ID.fullmatch(path.name)), reverse=True)
-    newest = next(filter(list_steps, runs), None)
-    steps = list_steps(newest) if newest else []
-    for step in [*steps, *([Path(cfg.resume)] if cfg.resume != "auto" else [])]:
+    steps = sorted(folder.glob("*_seed*/step_[0-9]*"), reverse=True)
+    if cfg.resume != "auto":
+        steps.append(Path(cfg.resume))
+    for step in steps:
         if not all(rt.comm.gather_objects(is_whole(step, rt))):
             continue
         saved = read_metadata(step)
@@ -4636,13 +4628,12 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
         if saved["progress"]["step"] > cfg.num_iterations:
             raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
         return step, saved, f"resumed {step}"
-    if steps or cfg.resume != "auto":
-        raise RunError(f"{steps[0] if steps else cfg.resume} is damaged: give another --resume=PATH, or "
-                       "start without it", 2)
-    others = folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*")
-    newest = max(filter(is_complete, others), key=os.path.getmtime, default=None)
-    hint = f". The newest one of another script or config is --resume={newest}" if newest else ""
-    return None, {}, f"starting anew: no checkpoint in {folder}{hint}"
+    if cfg.resume != "auto":
+        raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
+    others = folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*/state.json")
+    newest = max(others, key=os.path.getmtime, default=None)
+    hint = f". The newest one of another script or config is --resume={newest.parent}" if newest else ""
+    return None, {}, f"starting anew: no whole checkpoint in {folder}{hint}"
 
 
 def collect_rows(trainer: Trainer):
@@ -4721,8 +4712,9 @@ class Checkpoints:
         share_problem(problem, self.rt)
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         if self.rt.is_main:
-            for step in {*self.folder.glob("step_[0-9]*")} - {*list_steps(self.folder)}:
-                remove_step(step)  # an interrupted write
+            for step in list_steps(self.folder):
+                if int(step.name[5:]) > trainer.progress.step:  # incomplete, or damaged
+                    remove_step(step)
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 

@@ -140,7 +140,7 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
         with chdir(cwd), redirect_stdout(io.TextIOWrapper(io.BytesIO(), write_through=True)) as out:
             assert gpt.main(["--device=cpu", *words]) == 0
         text = out.buffer.getvalue().decode()
-    (result,) = {path for path in cwd.rglob("*.json") if gpt.RUN_ID.fullmatch(path.stem)} - before
+    (result,) = set(cwd.rglob("*_seed*.json")) - before
     return {**json.loads(result.read_text()), "stdout": text, "path": result}
 
 
