@@ -4231,8 +4231,7 @@ def derived_numbers(cfg: Config, world_size: int) -> dict:
                 tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
                 padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
                 scheduled_steps=schedule.scheduled_steps,
-                stage_ends=[end for _, _, end in schedule.stage_ranges()],
-                mechanisms=sorted(list_parts(cfg)))
+                stage_ends=[end for _, _, end in schedule.stage_ranges()])
 
 
 def count_flops(cfg: Config) -> int:
@@ -4990,6 +4989,7 @@ def main(argv: list[str] | None = None) -> int:
             train(cfg, argv)
         elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
+            derived["mechanisms"] = sorted(list_parts(cfg))
             print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
     except RunError as error:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
