@@ -417,7 +417,7 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # durations of the first five rows add up to scheduled_steps + 1, so 68 makes 67 steps
+FRONTIER_STAGES = (  # stages end a step early, see Schedule: durations add up to 1,175 and make 1,174 steps
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -648,8 +648,8 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. The bigram of the second token reads this row's number in place of the first token. Integers
-    wrap around. Source: record 92.
+    their part. As published, the bigram of the second token has this row's number in place of the first
+    token. Integers wrap around. Source: record 92.
     """
     size = num_rows // (order - 1)
     first = tokens.int().masked_fill(is_sequence_start, size - 1)
@@ -736,8 +736,8 @@ def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
 class TableRows(typing.NamedTuple):
     """Rows of a table that are on their way."""
 
-    leaf: Tensor
-    places: Tensor  # row numbers within the leaf
+    leaf: Tensor  # the fetched rows, or the whole table
+    places: Tensor  # row of each token in it
     work: dist.Work | None = None
 
     def read(self):
@@ -748,7 +748,7 @@ class TableRows(typing.NamedTuple):
 
 
 def start_reading(table: nn.Parameter, rows, plan: RowPlan | None) -> TableRows:
-    """Begin to read rows of a table. With a plan other ranks may have them, see TABLES."""
+    """Begin to read rows of a table. With a plan its owner, a Table of part two, fetches them."""
     if plan is None:
         return TableRows(table, rows)
     return table.owner.start_reading(plan)
@@ -805,7 +805,7 @@ class GPT(nn.Module):
             init = [value for s in self.layer_scalars if s.source == (group, None) for value in s.init]
             if init:
                 self.scalars[group] = parameter(torch.tensor(init), group)
-        self.gates_scale = None
+        self.gates_scale = None  # learned for the gates of all layers, constant for MUDD (record 92)
         if any(block.gates is not None for block in self.blocks):
             self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
 
@@ -1004,7 +1004,8 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # Values with fewer than D channels are updated like matrices (D, D) with padding, see ParamSpec
+        # Values with HL < D channels are updated like (D, D) matrices with padding: a second moment per row
+        # of v, and a factor that cancels the one of a tall matrix (D, HL) in spectral_step()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
@@ -1043,9 +1044,9 @@ class Attention(nn.Module):
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
-        # 3. Attention. A paired layer divides its heads twice: RoPE gives heads 2h and 2h + 1 the positions
-        # 2t and 2t + 1. Attention makes heads h and h + H/2 two positions of one head, so they see each
-        # other's keys. The published code has this difference.
+        # 3. Attention. A paired layer divides its heads twice, as published. Of four heads RoPE gives heads
+        # 0 and 2 the position 2t, and heads 1 and 3 the position 2t + 1. Attention joins heads 0 and 2, and
+        # 1 and 3, as two positions of one head, so that they see each other's keys
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -1075,7 +1076,7 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
-        fan_in = dim if cfg.has_output_gain else hidden
+        fan_in = dim if cfg.has_output_gain else hidden  # MuonH begins with equal matrices
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
         self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
@@ -1394,8 +1395,9 @@ def muon(weight, grad, state, args: UpdateArgs):
 def anvil(weight, grad, state, args: UpdateArgs):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
-    Meant for orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a
-    gradient of rank one can reach them.
+    Before slow_momentum_start the fast one has all of the weight, so this is Nesterov momentum. Meant for
+    orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a gradient of rank
+    one can reach them.
     """
     fast, slow = state["momentum"], state["slow_momentum"]
     rows, columns = weight.shape[-2:]
@@ -1669,6 +1671,7 @@ class Bucket:
                 param.register_post_accumulate_grad_hook(self.count_down)
 
     def count_down(self, _param):
+        """The last gradient starts the reduce-scatter. In buckets that are not due the count is negative."""
         self.num_pending -= 1
         if self.num_pending == 0:
             self.start_reduce()
@@ -1735,7 +1738,8 @@ class Optimizer:
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
         self.updates = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
 
-        # The embedding is untied after the head's first update in step untie_step or later
+        # The embedding is untied after the head's first update in step untie_step or later. In frontier this
+        # is step 1174, the first one after 1173.5 / 1174 of the schedule, and the update is in step 1175
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
@@ -1804,6 +1808,8 @@ class Optimizer:
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
+        # A late update covers `ratio` early ones: betas to this power. The bias correction then is about 1.
+        # exp(-decay_time) is the product of beta2 over all updates so far
         beta1, beta2 = (beta**ratio for beta in group.betas)
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
         lr = bucket.lr_mul * state.lr[name]
@@ -1855,8 +1861,11 @@ class Average(typing.NamedTuple):
     num_last: int = 1  # final steps that always count
 
 
+# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
+# rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
+# step 896 in place of 895, which gives an equal head.
 AVERAGES_STEPS = 1194
-AVERAGES = (  # record 92, in this order. It counts step 896 in place of 895. The head is equal after both
+AVERAGES = (
     Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
     Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
     Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
@@ -1957,7 +1966,8 @@ class Schedule:
         self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
-        # First step after each stage. The extension is the last stage
+        # First step after each stage, by the published rule: the first one where step + 1 exceeds its share.
+        # The extension is the last stage. stage_ranges() cuts the last end to num_iterations
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -2238,8 +2248,10 @@ class TrainData:
                     slot = (comm.rank * num_micro_batches + i) * size
                     classes = []
                     for j in range(slot, slot + size):
-                        sweep = sweeps.setdefault(j, sweep_classes(self, j, first_sweep))
-                        classes.append(next(chosen for number, chosen in sweep if number == step))
+                        if j not in sweeps:
+                            sweeps[j] = sweep_classes(self, j, first_sweep)
+                        # A sweep goes on to this step, over steps that another rank has trained
+                        classes.append(next(chosen for number, chosen in sweeps[j] if number == step))
                     batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
