@@ -564,7 +564,7 @@ def add_scaled(x, weight, y):
 
 
 def add_embeddings(x, acts, s):
-    """Add n-gram embedding, x0 and the first layer's input. Terms without a scalar in s are skipped."""
+    """Add n-gram embedding, x0 and the first layer's input, times the scalars in s that have their names."""
     for name in ("ngram", "x0", "x_in"):
         if name in s:
             x = add_scaled(x, s[name], acts[name])
@@ -1192,14 +1192,12 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Sources: embeddings is that of the scales of x0 and n-grams
-    learned = embeddings = ("scalar", None)
-    resid = ("residual", None)
-    gates = mix = ("mix", None)
-    if spec.gates_from is not None:
-        gates = ("gates", spec.gates_from)
-    if has_mudd:
-        resid = mix = ("mudd", layer)
+    # Sources of the scales. embeddings: of x0 and n-grams. resid: of the residual stream. mix: of outputs
+    learned = ("scalar", None)
+    gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
+    resid = ("mudd", layer) if has_mudd else ("residual", None)
+    mix = ("mudd", layer) if has_mudd else ("mix", None)
+    embeddings = learned
     if is_after:
         embeddings = resid if has_mudd else gates
 
@@ -1561,24 +1559,24 @@ def plan_buckets(model: GPT, cfg: Config, num_ranks: int) -> list[list]:
 
     A bucket of matrices also takes those of the segment before, until they divide evenly among the ranks.
     """
-    kinds: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    parts: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec = param.spec
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            kind = (spec.kind, *param.shape[-2:])
+            key = (spec.kind, *param.shape[-2:])
         else:
-            kind = name if param.numel() >= LARGE_PARAMETER or spec.is_table else find_segment(name, model)
-        kinds.setdefault((spec.group, param.dtype, kind), []).append((name, param))
+            key = name if param.numel() >= LARGE_PARAMETER or spec.is_table else find_segment(name, model)
+        parts.setdefault((spec.group, param.dtype, key), []).append((name, param))
     buckets = []
-    for named in kinds.values():
-        bucket = []
+    for named in parts.values():
+        bucket, num_matrices = [], 0
         for name, param in named:
-            num_matrices = sum(math.prod(param.shape[:-2]) for _, param in bucket)
-            is_other = bucket and find_segment(name, model) != find_segment(bucket[-1][0], model)
-            if is_other and num_matrices % num_ranks == 0:
+            is_full = num_matrices % num_ranks == 0
+            if bucket and is_full and find_segment(name, model) != find_segment(bucket[-1][0], model):
                 buckets.append(bucket)
-                bucket = []
+                bucket, num_matrices = [], 0
             bucket.append((name, param))
+            num_matrices += math.prod(param.shape[:-2])
         buckets.append(bucket)
     return buckets
 
@@ -1863,7 +1861,7 @@ class Average(typing.NamedTuple):
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
 # rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
-# step 896 in place of 895, which gives an equal head.
+# step 896 in place of 895, but the head changes in odd steps only.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -1995,7 +1993,7 @@ class Schedule:
         old_window = None
         settings = []
         for window in windows:
-            window = min(window, self.cfg.yarn_max_window) or 1
+            window = min(window, self.cfg.yarn_max_window) or 1  # 1 in all stages: no YaRN
             old_window = old_window or window
             rotations = old_window * frequencies / (2 * math.pi)
             keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
@@ -2215,10 +2213,9 @@ class TrainData:
         shard = self.shards[sequence.shard]
         if self.cfg.sequence_start == "anywhere":
             return shard.tokens[sequence.first : sequence.last + 1]
-        starts = shard.starts[sequence.first : sequence.last + 2]
-        ends = [*starts[1:], len(shard.tokens)]
+        bounds = shard.bounds[sequence.first : sequence.last + 2]
         documents = [shard.tokens[start : min(end, start + sequence.max_doc_len)]
-                     for start, end in zip(starts[: sequence.last + 1 - sequence.first], ends)]
+                     for start, end in itertools.pairwise(bounds)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
 
     def read_batch(self, indices: range) -> np.ndarray:
@@ -2241,17 +2238,17 @@ class TrainData:
             for i in range(num_micro_batches):
                 tokens = []  # of each rank
                 for rank in range(comm.world_size):
-                    slot = first + (rank * num_micro_batches + i) * size
-                    tokens.append(self.read_batch(range(slot, slot + size)))
+                    index = first + (rank * num_micro_batches + i) * size
+                    tokens.append(self.read_batch(range(index, index + size)))
                 batch = make_batch(tokens[comm.rank], self.bos, cfg.document_mask, cfg.max_attention_len)
                 if stage.num_classes:
                     slot = (comm.rank * num_micro_batches + i) * size
                     classes = []
-                    for j in range(slot, slot + size):
-                        if j not in sweeps:
-                            sweeps[j] = sweep_classes(self, j, first_sweep)
-                        # A sweep goes on to this step, over steps that another rank has trained
-                        classes.append(next(chosen for number, chosen in sweeps[j] if number == step))
+                    for place in range(slot, slot + size):
+                        if place not in sweeps:
+                            sweeps[place] = sweep_classes(self, place, first_sweep)
+                        # A sweep goes on to this step, over steps in which another rank has this place
+                        classes.append(next(chosen for number, chosen in sweeps[place] if number == step))
                     batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
@@ -2582,7 +2579,7 @@ def train(cfg: Config, argv: list[str]):
                     progress.train_time, save_is_due = train_clock.lap(), False
                     checkpoints.save(trainer, must_wait=is_last or bool(status))
                     if status:
-                        checkpoints.end(status)
+                        checkpoints.end(status)  # raises RunError
 
         # Final weights, validation and result
         optimizer.apply_averages()
@@ -3894,14 +3891,13 @@ class Shard:
     """A checked token file."""
 
     tokens: np.ndarray  # uint16, mapped from the file. No np.memmap, because its slices are slow
-    starts: np.ndarray  # index of the first token of each document
+    bounds: np.ndarray  # index of the first token of each document, and the number of tokens
     bos: int
     sha256: str
 
     def usable_tokens(self, max_doc_len: int) -> np.ndarray:
         """Running sum over the documents of min(length, max_doc_len)."""
-        lengths = np.diff(self.starts, append=len(self.tokens))
-        return np.minimum(lengths, max_doc_len).cumsum()
+        return np.minimum(np.diff(self.bounds), max_doc_len).cumsum()
 
 
 def read_shard_header(path: str) -> tuple[int, int, int]:
@@ -3920,18 +3916,18 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
     """Map and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
-    starts, problem = np.flatnonzero(tokens == bos), ""
+    bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
     if shard_vocab != vocab_size:
         problem = f"was made for vocabulary size {shard_vocab}, but --vocab_size={vocab_size}"
     elif expected_bos not in (None, bos):
         problem = f"has BOS token {bos}, the other shards have {expected_bos}"
     elif tokens.max() >= vocab_size:
         problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
-    elif not len(starts):
+    elif len(bounds) == 1:
         problem = f"has no BOS (token {bos})"
     if problem:
         raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
-    return Shard(np.asarray(tokens), starts, bos, hashlib.sha256(tokens).hexdigest())
+    return Shard(np.asarray(tokens), bounds, bos, hashlib.sha256(tokens).hexdigest())
 
 
 def find_shards(pattern: str, field: str) -> list[str]:

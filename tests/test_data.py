@@ -43,7 +43,7 @@ def test_bad_shards_are_refused_by_name(tmp_path, header, tokens):
 def test_a_header_without_vocabulary_means_gpt2(tmp_path):
     path = write_raw(tmp_path / "fineweb.bin", (20240520, 1, 3), [50256, 1, 2])
     shard = gpt.open_shard(path, 50257)
-    assert shard.bos == 50256 and shard.starts.tolist() == [0]
+    assert shard.bos == 50256 and shard.bounds.tolist() == [0, len(shard.tokens)]
 
 
 def all_sequences(cfg):
