@@ -18,7 +18,7 @@ Part one, the recipe. It decides the loss and the time.
     DATA             packed sequences and batches
     TRAINING         one step, and the whole run: train()
 Part two, the same mathematics, faster. A check at startup compares it with part one.
-    FAST FORMS, FAST ATTENTION AND NORM, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
+    FAST FORMS, FAST ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
@@ -602,7 +602,7 @@ class Heads(typing.NamedTuple):
     has_norm: bool  # QK-norm
 
 
-def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations):
+def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
 
     Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
@@ -611,7 +611,7 @@ def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: 
     qk, v = linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
     qk = qk.unflatten(1, (2, H // P, P, K))
     if heads.has_norm:
-        qk = ops.rms_norm(qk)
+        qk = rms_norm(qk)
     qk = rotate(qk, rope.cos[:, None, None], rope.sin[:, None, None])  # tables (T, 1, 1, P, K/2)
     q, k = qk.flatten(2, 3).unbind(1)  # (T, H, K)
     q = (q * rope.softmax_scale).type_as(x)
@@ -758,7 +758,6 @@ class Operations(typing.NamedTuple):
     """The operations that have fast forms, and the dtype of activations. See make_operations()."""
 
     dtype: torch.dtype = torch.float32
-    rms_norm: Callable = rms_norm
     relu2_mlp: Callable = relu2_mlp
     make_qkv: Callable = make_qkv
     make_mask: Callable = make_mask
@@ -880,7 +879,7 @@ class GPT(nn.Module):
             if smear_gate is not None:
                 gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
                 x = add_scaled(x, scalars[0, "smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
-            x = acts["x0"] = ops.rms_norm(x)
+            x = acts["x0"] = rms_norm(x)
 
         masks = {}  # one for each (attention, paired) in this segment
         for layer in layers:
@@ -904,7 +903,7 @@ class GPT(nn.Module):
                 acts[f"h{layer}"] = x
         if layers.stop < len(self.blocks):
             return x, acts, scalars
-        return ops.rms_norm(x), {}, {}  # autograd would make zeros for the gradients of unused results
+        return rms_norm(x), {}, {}  # autograd would make zeros for the gradients of unused results
 
 
 class Block(nn.Module):
@@ -965,7 +964,7 @@ class Block(nn.Module):
         source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
         x = scale(x, s.get("resid_attn"))
         if self.attention is not None:
-            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
+            acts["attn_in"] = scale(rms_norm(source), self.attn_gain_in)
             output = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
             x = add_scaled(x, s.get("attn_out"), scale(output, self.attn_gain_out))
         # ... or after attention (2026)
@@ -975,7 +974,7 @@ class Block(nn.Module):
         # MLP
         source, x = x, scale(x, s.get("resid_mlp"))
         if self.mlp is not None:
-            acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
+            acts["mlp_in"] = scale(rms_norm(source), self.mlp_gain_in)
             output = self.mlp(acts["mlp_in"], s.get("down_scale"), ops)
             if self.second_mlp is not None:
                 output = output + self.second_mlp(acts["mlp_in"], s.get("down_scale"), ops)
@@ -1025,8 +1024,8 @@ class Attention(nn.Module):
 
         # 1. Queries, keys and values in one matmul, QK-norm and RoPE
         w_qkv = scale(torch.cat((self.qk.flatten(0, 1), self.v)).type_as(x), s.get("qkv_scale"))
-        q, k, v = ops.make_qkv(x, w_qkv, step_inputs.ropes[spec.attention, spec.paired], self.heads,
-                               step_inputs, ops)  # (T, H, K), (T, H, K), (T, H L)
+        rope = step_inputs.ropes[spec.attention, spec.paired]
+        q, k, v = ops.make_qkv(x, w_qkv, rope, self.heads, step_inputs)  # (T, H, K), (T, H, K), (T, H L)
 
         # 2. Value embeddings (record 14) and dense connections
         v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
@@ -2599,10 +2598,10 @@ def train(cfg: Config, argv: list[str]):
 # results is off, and a line says so. To add a fast form, add its name to FORMS, a row to make_operations(),
 # and its condition to choose_fast_forms().
 
-FORMS = ("rms_norm", "qkv_kernel", "flex_attention", "block_attention", "head_loss", "cross_entropy",
-         "relu2_mlp", "symmetric_matmul")
+FORMS = ("qkv_kernel", "flex_attention", "block_attention", "head_loss", "cross_entropy", "relu2_mlp",
+         "symmetric_matmul")
 FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
-VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
+VAL_FORMS = frozenset({"qkv_kernel", "flex_attention", "block_attention"})
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
@@ -2610,7 +2609,6 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
     """Operations with the named fast forms. Later rows replace earlier ones."""
     names, replaced = set(names), {}
     rows = dict(
-        rms_norm=dict(rms_norm=RMSNorm.apply),
         qkv_kernel=dict(make_qkv=fused_qkv),
         flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
         block_attention=dict(make_mask=build_dense_mask, attention=attend_blocks),
@@ -2638,7 +2636,7 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
     has_flex = has_triton and capability >= (7, 0)
     has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
     has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
-    auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
+    auto = dict(qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
                 head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
                 relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
                 symmetric_matmul=has_kernels)
@@ -2734,7 +2732,7 @@ class FormCheck:
                 kept.append(name)
         return kept, lines
 
-# ==== FAST ATTENTION AND NORM ==============================================================================
+# ==== FAST ATTENTION =======================================================================================
 # Attention without T x T masks. On a GPU FlexAttention skips invisible blocks. Elsewhere each block of
 # queries reads the blocks of keys in its window. Masks agree with is_visible() if doc_ids never decrease.
 
@@ -2820,24 +2818,6 @@ def attend_blocks(q, k, v, mask):
         scores = torch.baddbmm(mask.type_as(q), queries, keys.unfold(0, num_keys, size))
         heads.append(scores.softmax(-1) @ values.unfold(0, num_keys, size).mT)  # (T/C, C, K)
     return torch.stack(heads).flatten(1, 2).transpose(0, 1)
-
-
-class RMSNorm(torch.autograd.Function):
-    """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
-
-    @staticmethod
-    def forward(ctx, x):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
-        scale = torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)  # (..., 1)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, scale = ctx.saved_tensors
-        mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
-        return torch.addcmul(grad, y, mean, value=-1) * scale
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
@@ -3001,8 +2981,7 @@ class FusedQKV(torch.autograd.Function):
         return grad_x, grad_w.to(ctx.weight_dtype), *[None] * 7
 
 
-def fused_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations,
-              use_fp8: bool = False):
+def fused_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, use_fp8: bool = False):
     """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
@@ -3060,7 +3039,7 @@ class FusedHeadLoss(torch.autograd.Function):
             grad_scale = torch.full((), scales.grad, device=x.device)
         else:
             scales = HeadScales(1.0, 1.0, 1.0)
-        loss, grad_xs, grad_w = torch.zeros((), device=x.device), [], None
+        loss, grad_xs, grad_w = 0.0, [], 0.0
         w = quantize(weight.type_as(x), dtype, scales.weight)  # (V, D)
         w_t = transpose(w, use_kernel)  # (D, V)
         for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
@@ -3071,9 +3050,8 @@ class FusedHeadLoss(torch.autograd.Function):
             grads = Scaled(grads, grad_scale)
             loss = loss + losses.sum()
             grad_xs.append(matmul(grads, w_t, x.dtype))
-            grad_w_chunk = matmul(transpose(grads, use_kernel), transpose(chunk, use_kernel),
-                                  at_least_fp32(x))  # (V, D)
-            grad_w = grad_w_chunk if grad_w is None else grad_w + grad_w_chunk
+            grad_w = grad_w + matmul(transpose(grads, use_kernel), transpose(chunk, use_kernel),
+                                     at_least_fp32(x))  # (V, D)
         ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
         return loss
 

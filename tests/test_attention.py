@@ -146,7 +146,7 @@ def test_queries_and_keys_rotate_like_complex_numbers(kind, is_paired, key_offse
         moved = (torch.tensor(frequencies) == 0).repeat(2)
         before = torch.where((torch.arange(96) % 48 == 0)[:, None, None], k, k.roll(1, 0))
         k = torch.where(moved, before, k)
-    ours = gpt.make_qkv(x, weight, rope, heads, step_inputs, gpt.Operations(torch.float64))
+    ours = gpt.make_qkv(x, weight, rope, heads, step_inputs)
     expected = q * rope.softmax_scale.double(), k, x @ weight[2 * H * K :].T
     assert rope.softmax_scale.item() == pytest.approx(softmax_scale, rel=1e-7)
     for one, other in zip(ours, expected, strict=True):

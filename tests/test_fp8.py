@@ -82,7 +82,7 @@ def test_queries_keys_and_values_in_fp8():
     grad = torch.randn(150, 192, device=device) * 0.1
 
     def run(make_qkv, x, **options):
-        outputs = make_qkv(x, w, rope, heads, inputs, gpt.Operations(), **options)
+        outputs = make_qkv(x, w, rope, heads, inputs, **options)
         return torch.cat([y.flatten(1) for y in outputs], 1)
 
     exact, ours = run(gpt.make_qkv, x), run(gpt.fused_qkv, x, use_fp8=True)
@@ -150,7 +150,7 @@ def test_scales_are_measured_from_each_tensor():
 def test_validation_and_sampling_are_in_the_activation_dtype(name):
     """Only the operations of training change, and the guard can take them back."""
     cfg = smoke_config(num_heads=4, model_dim=128, zero_init="off")
-    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name, "rms_norm"})))
+    trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name, "block_attention"})))
     model = trainer.model
     model.head.weight.data.normal_(std=0.1)
     batch = gpt.Batch(*torch.randint(257, (2, 64)), torch.zeros(64, dtype=torch.int32))
@@ -158,7 +158,7 @@ def test_validation_and_sampling_are_in_the_activation_dtype(name):
     exact = model(*inputs, gpt.Operations()).item()
     assert model(*inputs, trainer.val_ops).item() == pytest.approx(exact, rel=1e-6)
     assert 1e-6 < abs(model(*inputs, trainer.ops).item() / exact - 1) < 0.02
-    assert gpt.lower_precision(trainer) and trainer.fast == {"rms_norm"}
+    assert gpt.lower_precision(trainer) and trainer.fast == {"block_attention"}
     assert model(*inputs, trainer.ops).item() == pytest.approx(exact, rel=1e-6)
 
 

@@ -89,7 +89,7 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     grads = [torch.randn(*shape, device=DEVICE) for shape in ((T, H, K), (T, H, K), (T, H * L))]
     for make_qkv in (gpt.make_qkv, gpt.fused_qkv):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = make_qkv(*leaves, rope, heads, step_inputs, gpt.Operations())
+        outputs = make_qkv(*leaves, rope, heads, step_inputs)
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     for plain, ours in zip(*results):
         assert relative_error(ours, plain.double()) < (1e-6 if DEVICE == "cpu" else 1e-3)
