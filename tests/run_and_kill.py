@@ -46,7 +46,7 @@ def die_in(what: str, count: int) -> None:
         write(path, put_half if is_due(path) else data)
 
     def remove_one(path, *more, **options):
-        if is_due(Path(path)):
+        if Path(path).exists() and is_due(Path(path)):
             next(Path(path).iterdir()).unlink()
             die()
         rmtree(path, *more, **options)
