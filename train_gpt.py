@@ -1620,7 +1620,7 @@ class Bucket:
         self.grad = self.reducing = self.gathering = None
 
     def store(self, cfg: Config):
-        """Parameters become views of values, gradients of grads. All ranks begin with rank 0's values."""
+        """Parameters become views of values. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
         if self.rule.whole_matrix:
@@ -1633,11 +1633,10 @@ class Bucket:
         align *= self.comm.world_size  # shards of all ranks have equal size
         size = -(-size // align) * align
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros_like(self.values)  # of this rank's micro-batches. Autograd adds in place
         for name, param in self.params.items():
-            values, grads = (x[self.slices[name]].view(param.shape) for x in (self.values, self.grads))
+            values = self.values[self.slices[name]].view(param.shape)
             values.copy_(param.data)
-            param.data, param.grad = values, grads
+            param.data = values
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
 
@@ -1674,10 +1673,18 @@ class Bucket:
             self.start_reduce()
 
     def start_reduce(self):
-        """Start to sum the gradients over ranks into the gradient of this rank's shard."""
-        self.grad = self.grads
+        """Pack the gradients as (M, *unit) and start their reduce-scatter."""
+        grads = [param.grad for param in self.params.values()]
+        if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
+            self.grad = grads[0].view(self.values.shape)
+        else:
+            self.grad = torch.zeros_like(self.values)
+            pairs = [(self.grad[part].view(grad.shape), grad)
+                     for part, grad in zip(self.slices.values(), grads) if grad is not None]
+            if pairs:
+                torch._foreach_copy_(*map(list, zip(*pairs)))
         if self.comm.world_size > 1:
-            self.grad, self.reducing = self.comm.reduce_scatter(self.grads)
+            self.grad, self.reducing = self.comm.reduce_scatter(self.grad)
 
     def wait_for_gradient(self):
         if self.reducing is not None:
@@ -1700,7 +1707,8 @@ class Bucket:
 
     def clear(self):
         self.grad = self.reducing = None
-        self.grads.zero_()
+        for param in self.params.values():
+            param.grad = None
 
     def owned(self):
         """Yield (parameter, its first unit of this rank, part of the shard) for this rank's shard."""

@@ -302,3 +302,26 @@ def test_a_repeated_command_keeps_complete_files(tmp_path, fetch, monkeypatch):
     assert [fetch("1", "--out", tmp_path / "shards")[0] for _ in range(3)] == [2, 2, 0]
     assert asked == [val, train, train, vocabulary, vocabulary]
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {val, train, "gpt2_vocab.json"}
+
+
+def test_only_training_documents_have_pieces(shards):
+    """Attention pieces of 100 tokens. Training documents have at most 256, validation documents 600."""
+    cfg = smoke_config(shards, max_attention_len=100)
+    training = read_step(gpt.TrainData(cfg, gpt.Schedule(cfg)))[0]
+    validation, _ = next(gpt.ValData(cfg).batches(gpt.Comm(), 1))
+    longest = [batch.doc_ids.unique_consecutive(return_counts=True)[1].max() for batch in (training, validation)]
+    assert longest[0] == 100 and longest[1] > 256
+
+
+def test_sweeps_of_a_step_begin_at_equal_distances(shards):
+    """Four sequences a step. A sweep goes on where its last step has ended."""
+    stages = (gpt.Stage(1, 64, 64, num_classes=300),)
+    cfg = smoke_config(shards, stages=stages)
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    vocab_size = cfg.padded_vocab_size
+    for slot in range(4):
+        sweep, offset = gpt.sweep_classes(data, slot, 0), vocab_size * slot // 4
+        for step in range(3):
+            targets = data.read_tokens(4 * step + slot)[1:]
+            expected, offset = gpt.choose_classes(targets, 300, vocab_size, offset)
+            assert next(sweep)[1].tolist() == expected.tolist()

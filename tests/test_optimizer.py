@@ -22,7 +22,7 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
                        matrix_weight_decay=0.0 if name in SPHERES else 0.4, gains="output")
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     for grad in grads:
-        model.stack.grad.copy_(torch.tensor(grad).float() / 2)
+        model.stack.grad = torch.tensor(grad).float() / 2
         optimizer.step(first_state(cfg))
     for i in range(2):
         *_, (expected, _) = update_by_hand(name, method, weights[i], grads[:, i], 0.05, 0.02)
@@ -47,7 +47,7 @@ def test_multipliers(rule):
     matrix, vector = torch.randn(4, 8), torch.randn(5)
     for name in "abcde":
         param = getattr(model, name)
-        param.grad.copy_((vector if param.dim() == 1 else matrix).expand_as(param))
+        param.grad = (vector if param.dim() == 1 else matrix).expand_as(param).clone()
     optimizer.step(first_state(cfg))
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
@@ -102,18 +102,25 @@ def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
     assert steps == [1, 3, 5, 7, 11, 17]
 
 
-def test_parameters_and_gradients_are_views_of_buckets():
+def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
+    """A bucket of one parameter uses its gradient without a copy. Several gradients are packed into one buffer."""
     model = gpt.GPT(smoke_config())
     optimizer = gpt.Optimizer(model, smoke_config(), make_runtime())
     assert sorted(optimizer.bucket_of) == sorted(name for name, _ in model.named_parameters())
     assert {table.name for table in optimizer.tables} == {"value_embeds.0", "value_embeds.1"}
+    kinds = set()
     for bucket in set(optimizer.buckets) - set(optimizer.tables):
         for name, param in bucket.params.items():
-            for view, whole in ((param, bucket.values), (param.grad, bucket.grads)):
-                part = whole[bucket.slices[name]]
-                assert view.data_ptr() == part.data_ptr() and view.numel() == part.numel() and view.is_contiguous()
+            part = bucket.values[bucket.slices[name]]
+            assert param.data_ptr() == part.data_ptr() and param.numel() == part.numel() and param.is_contiguous()
+            param.grad = torch.randn_like(param)
         bucket.start_reduce()
-        assert bucket.grad is bucket.grads
+        is_own = len(bucket.params) == 1 and bucket.values.numel() == param.numel()
+        kinds.add(is_own)
+        for name, param in bucket.params.items():
+            assert torch.equal(bucket.grad[bucket.slices[name]].flatten(), param.grad.flatten())
+            assert (bucket.grad.data_ptr() == param.grad.data_ptr()) == is_own
+    assert kinds == {True, False}
 
 
 @pytest.mark.parametrize("num_rows, num_ranks", [(37, 1), (37, 3), (40, 4), (5 * 2**20, 2)])
@@ -287,3 +294,22 @@ def test_averages_of_the_last_steps(num_steps, first):
         rounding = np.abs(expected).max() * (2.0**-8 if kind == "vo" else 1e-5)
         assert np.abs(bucket.shard.float().numpy() - expected).max() < rounding, kind
     assert not buckets["vo"].state["low_bits"].any()
+
+
+def test_averages_count_the_values_after_the_update():
+    cfg, model = smoke_config(averages=True, num_iterations=1), Ends()
+    optimizer = gpt.Optimizer(model, cfg, make_runtime())
+    head = optimizer.bucket_of["head.weight"]
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    optimizer.step(first_state(cfg))
+    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first value is copied
+
+
+def test_decay_multipliers_of_elements():
+    """Two vectors of one bucket, without gradients: W (1 - lr lr_mul wd wd_mul). A third one has its own bucket."""
+    cfg, model = smoke_config(groups={name: dict(lr=0.1, weight_decay=0.5) for name in ("scalar", "gain")}), Ends()
+    for name, group, lr_mul, wd_mul in (("a", "scalar", 1.0, 0.0), ("b", "scalar", 0.5, 3.0), ("c", "gain", 0.3, 2.0)):
+        setattr(model, name, gpt.parameter(torch.ones(5), group, lr_mul, wd_mul))
+    gpt.Optimizer(model, cfg, make_runtime()).step(first_state(cfg))
+    for param, expected in ((model.a, 1.0), (model.b, 1 - 0.05 * 0.5 * 3), (model.c, 1 - 0.03 * 0.5 * 2)):
+        assert torch.allclose(param, torch.tensor(expected))

@@ -12,7 +12,7 @@ from conftest import ROOT, SCRIPT
 
 ALLOWED = {"torch", "numpy", "tqdm", "triton"}
 PARTS = {
-    "PART ONE: THE RECIPE": ("CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING", 21590),
+    "PART ONE: THE RECIPE": ("CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING", 21700),
     "PART TWO: FAST FORMS OF PART ONE": (
         "FAST FORMS, FAST ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 10050),
     "PART THREE: INFRASTRUCTURE": (
@@ -91,7 +91,7 @@ def test_parts_stay_short(part):
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NO_CODE
               if not (token.type == tokenize.STRING and token.start[0] in docstrings)]
     assert PARTS[part][1] - 1000 < len(tokens) <= PARTS[part][1]
-    assert len(SCRIPT.read_text().splitlines()) <= 5001
+    assert len(SCRIPT.read_text().splitlines()) <= 5009
 
 
 def test_the_recipe_is_not_dense():

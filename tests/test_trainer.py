@@ -146,7 +146,7 @@ def test_a_snapshot_returns_exactly(shards, changes):
     assert all(torch.equal(restored[entry], after[entry]) for entry in kept)
     assert trainer.optimizer.step_count == 0
     for bucket in trainer.optimizer.buckets:
-        assert bucket.grad is None and (bucket in trainer.optimizer.tables or not bucket.grads.any())
+        assert bucket.grad is None and not any(param.grad is not None for param in bucket.params.values())
         assert bucket not in trainer.optimizer.tables or not bucket.pieces and not bucket.arriving
     close()
 
@@ -254,3 +254,30 @@ def test_a_resumed_run_reads_the_vocabulary_again(shards, here):
     cfg = gpt.Config(vocab_file="vocab.json", vocab_size=257)
     prefixes = gpt.find_prefix_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
     assert prefixes[96:104].tolist() == [-1, -1, 97, 98, 97, 98, 99, 100]  # of a, ab, abc, a-, ab-, abc-, a--
+
+
+def test_a_step_gives_the_weights_of_all_targets_to_the_model(shards, monkeypatch):
+    trainer, step, close = make_trainer(shards, preset="smoke_frontier")
+    given = []
+    before_call(monkeypatch, trainer.model, "forward", lambda *args: given.append(args[3].tolist()))
+    weights = trainer.schedule.at(0).loss_weights
+    step()
+    close()
+    assert len(weights) == 3 and given == [pytest.approx(weights)] * 2
+
+
+def test_a_run_fills_the_prefix_table_before_its_first_step(shards, here, monkeypatch):
+    Path("vocab.json").write_text(json.dumps({"a": 97, "ab": 98, "abc": 99}))
+    stages = '--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":[0.5]}]'
+    found = []
+    before_call(monkeypatch, gpt.Trainer, "train_step",
+                lambda trainer, *_: found.append(trainer.model.head.prefix_tokens[96:101].tolist()))
+    run(shards, stages, "--vocab_file=vocab.json", "--num_iterations=2", "--val_loss_every=0")
+    assert found == [[-1, -1, 97, 98, -1]] * 2
+
+
+def test_averages_act_after_the_last_step_only(shards, here):
+    results = [run(shards, f"--averages={name}", "--val_loss_every=11") for name in ("on", "off")]
+    assert results[0]["train_points"] == results[1]["train_points"]
+    first, second = ([loss for _, loss, _ in result["val_points"]] for result in results)
+    assert first[:-1] == second[:-1] and abs(first[-1] - second[-1]) > 1e-3

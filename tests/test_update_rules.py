@@ -185,7 +185,7 @@ def test_the_first_two_updates_of_the_optimizer_are_adams(every):
                     plan = gpt.plan_rows([torch.arange(len(param))], 0, len(param))
                     param.owner.start_reading(plan).read().backward(grad)
                 else:
-                    param.grad += grad
+                    param.grad = grad if param.grad is None else param.grad + grad
                 grads[name] += grad.double() * 49_152 / 2048
             optimizer.step(first_state(cfg))
         for name, param in named.items():
