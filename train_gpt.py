@@ -2535,11 +2535,11 @@ def train(cfg: Config, argv: list[str]):
     if saved:
         load_state(trainer, step, saved)
 
+    # Off the clock: memory for checkpoints, which also locks the run, and the warm-up
+    started = clock(rt.device)
+    if cfg.checkpoint_every or cfg.resume:
+        checkpoints.start(trainer)
     with log, checkpoints, stop:
-        # Off the clock: memory for checkpoints, and the warm-up
-        started = clock(rt.device)
-        if cfg.checkpoint_every or cfg.resume:
-            checkpoints.start(trainer)
         log.print_start(resume_line)
         trainer.warm_up(train_data, val_data)
         gc.freeze()  # the garbage collector ignores all objects of the setup
