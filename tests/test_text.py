@@ -239,8 +239,8 @@ def test_a_second_call_waits_for_the_first(tmp_path, capfd):
         with text.lock_folder(out):
             (out / "tmpabcdefgh.partial").mkdir()
             is_locked.set()
-            while not said:
-                said = capfd.readouterr().err
+            while not said.endswith("\n"):  # it may come in pieces
+                said += capfd.readouterr().err
             assert said == f"text.py: waiting for another process, which writes {out}\n"
             assert sorted(out.iterdir()) == [out / "tmpabcdefgh.partial"]
         second.join()
