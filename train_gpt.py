@@ -4402,7 +4402,7 @@ class RunLog:
         self.files: dict[str, typing.BinaryIO] = {}  # by suffix, open from __enter__() on
         self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
         self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
-        self.waiting: list[tuple[int, Tensor, float]] = []  # (step, loss of this rank, seconds on the clock)
+        self.waiting = []  # (step, loss of this rank, seconds on the clock)
 
     def __enter__(self) -> RunLog:
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
@@ -4575,10 +4575,10 @@ def open_tensors(step: Path):
     return entries
 
 
-def lock_run(folder: Path, seconds: int = 60) -> typing.BinaryIO | None:
+def lock_run(folder: Path) -> typing.BinaryIO | None:
     """Lock the folder of a run until the process ends. None if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
-    for _ in range(seconds):
+    for _ in range(60):  # seconds
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
@@ -4623,9 +4623,9 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
         return step, saved, f"resumed {step}"
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
-    others = folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*/state.json")
-    newest = max(others, key=os.path.getmtime, default=None)
-    hint = f". The newest one of another script or config is --resume={newest.parent}" if newest else ""
+    others = sorted(folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*"), key=os.path.getmtime)
+    newest = next((step for step in reversed(others) if is_whole(step, rt)), None)
+    hint = f". The newest one of another script or config is --resume={newest}" if newest else ""
     return None, {}, f"starting anew: no whole checkpoint in {folder}{hint}"
 
 

@@ -11,6 +11,7 @@ prompt and the text are token ids. Each new token recomputes the whole text, in 
 
 import codecs
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,14 +51,14 @@ def find_tokenizer(vocab_size: int) -> Tokenizer | None:
 
 def find_model(path: Path) -> Path:
     """The path of a model or of a checkpoint, or the newest one of either below a folder."""
-    if path.is_file() or (path / "state.json").exists():
+    if path.is_file() or gpt.is_whole(path, gpt.Runtime()):
         return path
-    paths = [*path.rglob("model.pt"), *(file.parent for file in path.rglob("step_*/state.json"))]
-    if not paths:
-        raise gpt.RunError(f"{path} has no model.pt and no step_*/", 2)
-    newest = max(paths, key=lambda file: file.stat().st_mtime)
-    print(f"sampling from {newest}", file=sys.stderr)
-    return newest
+    paths = sorted([*path.rglob("model.pt"), *path.rglob("step_[0-9]*")], key=os.path.getmtime, reverse=True)
+    for newest in paths:
+        if newest.is_file() or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written
+            print(f"sampling from {newest}", file=sys.stderr)
+            return newest
+    raise gpt.RunError(f"{path} has no model.pt and no complete step_*/", 2)
 
 
 def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:

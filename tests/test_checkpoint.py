@@ -35,6 +35,8 @@ from conftest import (
 )
 from run_ranks import ENVIRONMENT, run_ranks
 
+from records import sample
+
 ONE_SEQUENCE = "--micro_batch_tokens=512"
 FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
 FRONTIER += [ONE_SEQUENCE, "--adam_eps=1.0"]  # equal bits on one and more ranks
@@ -619,3 +621,17 @@ def test_ranks_agree_on_the_newest_whole_step(shards, here):
     (result,) = Path("logs").glob("*.json")
     assert json.loads(result.read_text())["resumed_at"] == [3]
     assert_same_bits(read_tensors(find_saved(6)), end)
+
+
+def test_a_step_without_all_files_is_no_model_and_no_hint(shards, saved, here, capsys):
+    """As while a run writes it. The step before is sampled, and named to a run of another key."""
+    shutil.copytree(saved[0], "checkpoints")
+    for model in Path("checkpoints").rglob("model.pt"):
+        model.unlink()
+    (find_saved(6) / "rank0.pt").unlink()
+    os.utime(find_saved(6))
+    step = find_saved(3)
+    assert sample.find_model(Path("checkpoints")) == step
+    capsys.readouterr()
+    train(shards, *SAVED, "--head_lr=0.01", "--resume=auto")
+    assert re.search(r"--resume=(\S+)\n", capsys.readouterr().out)[1] == str(step)
