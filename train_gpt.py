@@ -22,6 +22,8 @@ Part two, the same mathematics, faster. A check at startup compares it with part
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
+Names tell types: cfg is a Config, rt a Runtime, comm a Comm, ops are Operations, args UpdateArgs, state is a
+    StepState, and x without an annotation a tensor, whose docstring has its shape.
 Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
     of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
 """
@@ -49,7 +51,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -118,7 +119,7 @@ class LayerSpec:
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
-    def inputs(self) -> set[str]:
+    def inputs(self):
         """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
         names = {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
         if self.skip_from is not None:
@@ -146,7 +147,7 @@ class Stage:
     loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
     prefix_weight: tuple[float, ...] = ()  # loss weights of the longest token that is a prefix of the next
     #   token, in equal parts of the stage. Empty: this target is not used
-    num_classes: int | None = None  # classes in the loss of a sequence. None, or more than V: all
+    num_classes: int | None = None  # classes in the loss of a sequence. None: all
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,14 @@ class Group:
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
     late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
 
-    def period(self, step: int, late_step: int) -> int:
+    def period(self, step: int, late_step: int):
         """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
         return self.late_every if self.late_every and step >= late_step else self.every
 
-    def is_due(self, step: int, late_step: int = sys.maxsize) -> bool:
+    def is_due(self, step: int, late_step: int = sys.maxsize):
         return (step + 1) % self.period(step, late_step) == 0
 
-    def count_updates(self, num_steps: int, late_step: int) -> int:
+    def count_updates(self, num_steps: int, late_step: int):
         """Number of updates in the first num_steps steps."""
         if not self.late_every or num_steps <= late_step:
             return num_steps // self.every
@@ -224,8 +225,6 @@ class Config:
     sequence_start: str = option("document", "start of packed sequences: at a document, or anywhere (at the "
                                  "end of the previous sequence)", choices=("document", "anywhere"),
                                  off="anywhere")
-    document_mask: bool = option(True, "tokens see only their document, not the whole packed sequence",
-                                 off=False)
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
     max_attention_len: int = option(0, "training: tokens see only their piece of a document, with this many "
                                     "tokens. 0: the whole document", 0, off=0)
@@ -329,53 +328,49 @@ class Config:
         metadata=option(None, "fields of parameter groups as JSON, or a .json file").metadata)
 
     @property
-    def has_output_gain(self) -> bool:
+    def has_output_gain(self):
         """Whether sublayers begin with zero gains instead of zero matrices."""
         return "output" in self.gains
 
     @property
-    def padded_vocab_size(self) -> int:
+    def padded_vocab_size(self):
         """V: the vocabulary size, rounded up."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
-    def mlp_hidden(self) -> int:
+    def mlp_hidden(self):
         return round(self.mlp_ratio * self.model_dim)
 
-    def qk_dim(self, spec: LayerSpec) -> int:
+    def qk_dim(self, spec):
         """Channels per head of a layer's queries and keys."""
         return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
 
     @property
-    def adam_every(self) -> int:
+    def adam_every(self):
         """Largest number of steps between two updates of a group."""
         return max(max(group.every, group.late_every) for group in self.groups.values())
 
     @property
-    def scheduled_steps(self) -> int:
+    def scheduled_steps(self):
         return self.num_iterations - self.extension_steps
 
-    def step_at(self, fraction: float) -> int:
+    def step_at(self, fraction: float):
         """First step after a fraction of the schedule. 1: never."""
         return math.ceil(fraction * self.scheduled_steps - 1e-6) if fraction < 1 else sys.maxsize
 
     @property
-    def full_stages(self) -> tuple[Stage, ...]:
+    def full_stages(self):
         """The stages, with unset fields filled from the options."""
-        stages = []
-        for stage in self.stages:
-            is_sampled = stage.num_classes and stage.num_classes < self.padded_vocab_size
-            stages.append(dataclasses.replace(
-                stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
-                max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len,
-                num_classes=stage.num_classes if is_sampled else None))
-        return tuple(stages)
+        return tuple(dataclasses.replace(
+            stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
+            max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len)
+            for stage in self.stages)
 
 
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
 
 
-def build_layers(num_layers: int) -> tuple[LayerSpec, ...]:
+def build_layers(num_layers: int):
     """The layers of record 32 at any depth. Layer 0 has no MLP.
 
     Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
@@ -538,7 +533,7 @@ NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
 LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
 
 
-def at_least_fp32(x) -> torch.dtype:
+def at_least_fp32(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -602,7 +597,7 @@ class Heads(typing.NamedTuple):
     has_norm: bool  # QK-norm
 
 
-def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs):
+def make_qkv(x, weight, rope, heads, step_inputs):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
 
     Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
@@ -653,21 +648,19 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """
     size = num_rows // (order - 1)
     first = tokens.int().masked_fill(is_sequence_start, size - 1)
-    rows = [mix_tokens(first, is_sequence_start, 36313, 27191)]
-    if order == 3:
-        rows.append(mix_tokens(tokens, is_sequence_start, 17351, 60961, 45259))
-    is_cut = find_cut_ngrams(is_sequence_start, order)
-    rows = (torch.stack(rows) % (size - 1)).masked_fill(is_cut, size - 1)
+    bigrams = mix_tokens(first, is_sequence_start, 36313, 27191)
+    trigrams = mix_tokens(tokens, is_sequence_start, 17351, 60961, 45259)
+    rows = torch.stack((bigrams, trigrams))[: order - 1] % (size - 1)
+    rows = rows.masked_fill(find_cut_ngrams(is_sequence_start, order), size - 1)
     return rows + size * torch.arange(order - 1, device=rows.device, dtype=torch.int32)[:, None]
 
 
 def hash_signs(tokens, is_sequence_start, order: int):
     """Rows (n, T) of the table of signs, for the n-grams of hash_ngrams(). Cut ones get row 0."""
-    signs = [mix_tokens(tokens, is_sequence_start, 48271, 30011)]
-    if order == 3:
-        signs.append(mix_tokens(tokens, is_sequence_start, 58699, 39779, 26801))
-    is_cut = find_cut_ngrams(is_sequence_start, order)
-    return (torch.stack(signs) % NUM_SIGN_ROWS).masked_fill(is_cut, 0)
+    bigrams = mix_tokens(tokens, is_sequence_start, 48271, 30011)
+    trigrams = mix_tokens(tokens, is_sequence_start, 58699, 39779, 26801)
+    rows = torch.stack((bigrams, trigrams))[: order - 1] % NUM_SIGN_ROWS
+    return rows.masked_fill(find_cut_ngrams(is_sequence_start, order), 0)
 
 
 def mix_tokens(tokens, is_sequence_start, *factors: int):
@@ -712,7 +705,7 @@ class Softcap(typing.NamedTuple):
         return logits
 
 
-def head_loss(x, weight, targets, target_weights, softcap: Softcap):
+def head_loss(x, weight, targets, target_weights, softcap):
     """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored.
 
     x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (), float32.
@@ -747,7 +740,7 @@ class TableRows(typing.NamedTuple):
         return F.embedding(self.places, self.leaf)
 
 
-def start_reading(table: nn.Parameter, rows, plan: RowPlan | None) -> TableRows:
+def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
     """Begin to read rows of a table. With a plan its owner, a Table of part two, fetches them."""
     if plan is None:
         return TableRows(table, rows)
@@ -775,7 +768,7 @@ class Operations(typing.NamedTuple):
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
-    def __init__(self, cfg: Config, segments: list[range] | None = None, ngram_table=None):
+    def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
         """segments: consecutive layers that are compiled as one graph. None: all layers.
 
         ngram_table: zeros for the n-gram embedding, if not all of its rows are here.
@@ -787,7 +780,7 @@ class GPT(nn.Module):
                           for layers in self.segments}  # names of activations that a segment reads
         self.saved = set().union(*self.inputs_of.values())
         # wait_for(i) waits for the new values of segment i. The head is the last segment
-        self.wait_for: Callable[[int], None] = lambda segment: None
+        self.wait_for = lambda segment: None
         storage = getattr(torch, cfg.embed_dtype)
         shape = (cfg.padded_vocab_size, cfg.model_dim)
         used_tables = {spec.value_embed for spec in cfg.layers} - {None}
@@ -821,7 +814,7 @@ class GPT(nn.Module):
                 signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
                 self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
 
-    def forward(self, batch: Batch, step_inputs: StepInputs, ops: Operations, loss_weights=None):
+    def forward(self, batch, step_inputs, ops, loss_weights=None):
         """T tokens -> loss summed over them, float32.
 
         loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
@@ -831,7 +824,7 @@ class GPT(nn.Module):
         self.wait_for(len(self.segments))
         return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
-    def run_layers(self, batch: Batch, step_inputs: StepInputs, ops: Operations):
+    def run_layers(self, batch, step_inputs, ops):
         """T tokens -> final normalized activations (T, D).
 
         Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
@@ -840,9 +833,7 @@ class GPT(nn.Module):
         self.wait_for(0)
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
-        acts: dict[str, Tensor] = {}
-        scalars: dict[tuple[int, str], Tensor] = {}
-        ngrams = None
+        acts, scalars, ngrams = {}, {}, None
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
             order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
             rows = hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order)  # (n, T), n kinds
@@ -859,13 +850,12 @@ class GPT(nn.Module):
             x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
         return x
 
-    def sum_ngrams(self, rows, sign_rows, dtype: torch.dtype):
+    def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
         return (rows.to(dtype).view_as(signs) * signs).sum(0)
 
-    def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs: StepInputs,
-                    ops: Operations):
+    def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
         acts = dict(acts)
         scalars = dict(scalars)
@@ -909,7 +899,7 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """One layer."""
 
-    def __init__(self, cfg: Config, layer: int, scalars: list[Scalar]):
+    def __init__(self, cfg, layer: int, scalars: list[Scalar]):
         super().__init__()
         self.spec = cfg.layers[layer]
         self.x0_mix = cfg.x0_mix
@@ -936,7 +926,7 @@ class Block(nn.Module):
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
 
-    def forward(self, x, acts, s, mask, step_inputs: StepInputs, ops: Operations):
+    def forward(self, x, acts, s, mask, step_inputs, ops):
         """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
         spec = self.spec
         acts = dict(acts)
@@ -993,7 +983,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
 
-    def __init__(self, cfg: Config, spec: LayerSpec):
+    def __init__(self, cfg, spec):
         super().__init__()
         self.spec = spec
         D, H, K, L = cfg.model_dim, cfg.num_heads, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
@@ -1017,7 +1007,7 @@ class Attention(nn.Module):
         if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
             self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
 
-    def forward(self, x, mudd_v, acts, s, mask, step_inputs: StepInputs, ops: Operations):
+    def forward(self, x, mudd_v, acts, s, mask, step_inputs, ops):
         """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
         spec = self.spec
         H, _, L, *_ = self.heads
@@ -1072,7 +1062,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices (D, M), stacked for the optimizer."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
         fan_in = dim if cfg.has_output_gain else hidden  # MuonH begins with equal matrices
@@ -1081,7 +1071,7 @@ class MLP(nn.Module):
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
-    def forward(self, x, down_scale, ops: Operations):
+    def forward(self, x, down_scale, ops):
         """x (T, D) normalized -> (T, D)."""
         up, down = self.up_down.type_as(x).unbind()
         return ops.relu2_mlp(x, up, scale(down, down_scale), self.scales)
@@ -1095,7 +1085,7 @@ class TokenGates(nn.Module):
 
     SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
 
-    def __init__(self, cfg: Config, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
+    def __init__(self, cfg, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
         """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
         super().__init__()
         self.outputs = outputs
@@ -1123,14 +1113,14 @@ class TokenGates(nn.Module):
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg):
         super().__init__()
         self.softcap = Softcap(*cfg.softcap)
         self.weight = parameter(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
         self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
 
-    def forward(self, x, targets, step_inputs: StepInputs, loss_weights, classes, ops: Operations):
+    def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
         """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
         if loss_weights is None:
             loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
@@ -1183,10 +1173,10 @@ def split_scalars(scalars: list[Scalar], values):
     return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
 
 
-def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
+def layer_scalars(cfg, layer: int):
     """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
     spec = cfg.layers[layer]
-    scalars: list[Scalar] = []
+    scalars = []
     has_attention = spec.attention != "none"
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
@@ -1257,7 +1247,7 @@ def layer_scalars(cfg: Config, layer: int) -> list[Scalar]:
     return scalars
 
 
-def make_gains(cfg: Config):
+def make_gains(cfg):
     """Gains (D,) of a sublayer's normalized input and of its output, if it has them."""
     gain_in = gain_out = None
     if "norm" in cfg.gains:
@@ -1267,7 +1257,7 @@ def make_gains(cfg: Config):
     return gain_in, gain_out
 
 
-def parameter(data, *spec, **options) -> nn.Parameter:
+def parameter(data, *spec, **options):
     """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
     param.spec = ParamSpec(*spec, **options)
@@ -1301,7 +1291,7 @@ def uniform(shape: tuple[int, ...], *stds: float):
     return x
 
 
-def output_std(cfg: Config, part: str) -> float:
+def output_std(cfg, part: str):
     """init_std of the output projection of attention or mlp."""
     return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
 
@@ -1357,7 +1347,7 @@ class Rule:
             state["radius"] = matrix_norm(param)
         return state
 
-    def update(self, param, grad, state, args: UpdateArgs):
+    def update(self, param, grad, state, args):
         """Update param (M, ...) and its state in place, in float32."""
         if "low_bits" not in state:
             param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
@@ -1374,7 +1364,7 @@ def join_bits(param, low_bits):
     return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
-def muon(weight, grad, state, args: UpdateArgs):
+def muon(weight, grad, state, args):
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update.
 
     NorMuon (2025-10-24) divides the update's rows by their running root mean square. MuonH and NorMuonH move
@@ -1389,7 +1379,7 @@ def muon(weight, grad, state, args: UpdateArgs):
     return spectral_step(weight, update, args)
 
 
-def anvil(weight, grad, state, args: UpdateArgs):
+def anvil(weight, grad, state, args):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
     Before slow_momentum_start the fast one has all of the weight, so this is Nesterov momentum. Meant for
@@ -1410,14 +1400,14 @@ def anvil(weight, grad, state, args: UpdateArgs):
     return weight * (1 - decay * size) - update * (args.lr * size)
 
 
-def adamw(weight, grad, state, args: UpdateArgs):
+def adamw(weight, grad, state, args):
     """AdamW, elementwise."""
     update = adam_direction(grad, state, args)
     decay = choose_decay(update * weight > 0, args)
     return weight * (1 - decay) - update * args.lr
 
 
-def row_adam(weight, grad, state, args: UpdateArgs):
+def row_adam(weight, grad, state, args):
     """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
 
     A row without a finite gradient does not change. At its next gradient its second moment also decays for
@@ -1446,14 +1436,14 @@ RULES = {
 }
 
 
-def choose_decay(shrinks, args: UpdateArgs):
+def choose_decay(shrinks, args):
     """Weight decay of each weight. With args.cautious only of those that the update shrinks."""
     if args.cautious:
         return args.weight_decay * shrinks
     return args.weight_decay
 
 
-def nesterov_momentum(grad, state, args: UpdateArgs):
+def nesterov_momentum(grad, state, args):
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
     momentum.mul_(args.momentum).add_(grad)
@@ -1479,7 +1469,7 @@ MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
 
 
-def orthogonalize(x, polynomial: str, dtype: torch.dtype, matmul: Callable = symmetric_matmul):
+def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
     """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype.
 
     Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
@@ -1500,7 +1490,7 @@ def orthogonalize(x, polynomial: str, dtype: torch.dtype, matmul: Callable = sym
     return x
 
 
-def normalize_rows(update, state, args: UpdateArgs):
+def normalize_rows(update, state, args):
     """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
     wide = update.to(at_least_fp32(update))  # (M, rows, columns)
     second_momentum = state["second_momentum"]
@@ -1510,7 +1500,7 @@ def normalize_rows(update, state, args: UpdateArgs):
     return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
-def adam_direction(grad, state, args: UpdateArgs):
+def adam_direction(grad, state, args):
     """Adam's update in float32. eps is added before the bias correction, as in record 32."""
     beta1, beta2 = args.betas
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
@@ -1521,14 +1511,14 @@ def adam_direction(grad, state, args: UpdateArgs):
     return exp_avg / (exp_avg_sq.sqrt() + args.eps) * (args.bias_correction2.sqrt() / args.bias_correction1)
 
 
-def spectral_step(weight, update, args: UpdateArgs):
+def spectral_step(weight, update, args):
     """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
     rows, columns = update.shape[-2:]
     decay = choose_decay(update * weight >= 0, args)
     return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
-def sphere_step(weight, update, state, args: UpdateArgs):
+def sphere_step(weight, update, state, args):
     """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix.
 
     An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
@@ -1544,43 +1534,33 @@ def matrix_norm(x):
     return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
 
 # ==== OPTIMIZER ============================================================================================
-# A bucket is one tensor. Its views are parameters of one group, kind and dtype. It belongs to the segment
-# that reads it first. Each rank updates a shard of every bucket. A hook counts the gradients of a bucket,
-# and the last one starts its reduce-scatter, while backward goes on. After its update a bucket is gathered,
-# and the next forward waits for it before its segment. Sources: records 23, 24, 32.
+# A bucket is one tensor. Its views are parameters of one segment and group. Each rank updates a shard of
+# every bucket. A hook counts the gradients of a bucket, and the last one starts its reduce-scatter, while
+# backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
+# segment. Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
 
 
-def plan_buckets(model: GPT, cfg: Config, num_ranks: int) -> list[list]:
+def plan_buckets(model, cfg):
     """Divide the parameters into buckets of (name, parameter), in the order of backward: last layers first.
 
-    A bucket of matrices also takes those of the segment before, until they divide evenly among the ranks.
+    A bucket has parameters of one segment, group and dtype. Matrices in it have one kind and shape.
     """
-    parts: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
-        spec = param.spec
+        spec, key = param.spec, ()
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            key = (spec.kind, *param.shape[-2:])
-        else:
-            key = name if param.numel() >= LARGE_PARAMETER or spec.is_table else find_segment(name, model)
-        parts.setdefault((spec.group, param.dtype, key), []).append((name, param))
-    buckets = []
-    for named in parts.values():
-        bucket, num_matrices = [], 0
-        for name, param in named:
-            is_full = num_matrices % num_ranks == 0
-            if bucket and is_full and find_segment(name, model) != find_segment(bucket[-1][0], model):
-                buckets.append(bucket)
-                bucket, num_matrices = [], 0
-            bucket.append((name, param))
-            num_matrices += math.prod(param.shape[:-2])
-        buckets.append(bucket)
-    return buckets
+            key = spec.kind, param.shape[-2:]
+        elif param.numel() >= LARGE_PARAMETER or spec.is_table:
+            key = name
+        key = find_segment(name, model), spec.group, param.dtype, key
+        buckets.setdefault(key, []).append((name, param))
+    return list(buckets.values())
 
 
-def find_segment(name: str, model: GPT) -> int:
+def find_segment(name: str, model):
     """Number of the segment that reads a parameter first. The head is the last one."""
     if name == "head.weight":
         return 0 if model.is_tied else len(model.segments)
@@ -1604,14 +1584,14 @@ class Bucket:
     A unit is a matrix, or an element. Padding has zero gradient.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg: Config, model: GPT, comm: Comm):
+    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
         self.name, first = named[0]
         self.params, self.comm, self.grid = dict(named), comm, cfg.grad_grid
         self.group_name = first.spec.group
         self.kind = first.spec.kind or self.group_name
         self.group = cfg.groups[self.group_name]
         self.rule = RULES[self.group.rule]
-        self.segment = min(find_segment(name, model) for name in self.params)  # that reads it first
+        self.segment = find_segment(self.name, model)
         self.store(cfg)
         self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
         self.lr_mul = self.make_multipliers("lr_mul")
@@ -1619,7 +1599,7 @@ class Bucket:
         self.num_pending = 0  # gradients that are missing in this step
         self.grad = self.reducing = self.gathering = None
 
-    def store(self, cfg: Config):
+    def store(self, cfg):
         """Parameters become views of values. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
@@ -1690,7 +1670,7 @@ class Bucket:
         if self.reducing is not None:
             self.reducing.wait()
 
-    def update(self, update: Callable, args: UpdateArgs):
+    def update(self, update: Callable, args):
         """Update this rank's shard, and clear the gradients."""
         update(self.shard, self.grad, self.state, args)
         self.clear()
@@ -1718,7 +1698,7 @@ class Bucket:
             if low < high:
                 yield name, low - part.start, slice(low - start, high - start)
 
-    def count_units(self, name: str) -> int:
+    def count_units(self, name: str):
         """Number of units of a parameter, on all ranks together."""
         return self.slices[name].stop - self.slices[name].start
 
@@ -1730,13 +1710,13 @@ class Bucket:
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
-    def __init__(self, model: GPT, cfg: Config, rt: Runtime, matmul: Callable = symmetric_matmul):
+    def __init__(self, model, cfg, rt, matmul: Callable = symmetric_matmul):
         """matmul: symmetric_matmul() or its fast form."""
         self.model, self.cfg, self.comm, self.matmul = model, cfg, rt.comm, matmul
         self.step_count = 0
         self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
-        for named in plan_buckets(model, cfg, rt.world_size):
+        for named in plan_buckets(model, cfg):
             kind = Table if named[0][1].spec.is_table else Bucket
             self.buckets.append(kind(named, cfg, model, rt.comm))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
@@ -1748,7 +1728,8 @@ class Optimizer:
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
-        self.averages = Averages(self.buckets, cfg.num_iterations) if cfg.averages else None
+        for key, _, bucket in list_averages(self.buckets) if cfg.averages else ():
+            bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
         for bucket in self.buckets:
             bucket.add_hooks()
         model.wait_for = self.wait_for
@@ -1770,7 +1751,7 @@ class Optimizer:
             state.copy_(head.state[key])
         self.set_tied(False)
 
-    def list_due(self) -> list[Bucket]:
+    def list_due(self):
         """The buckets that are updated in this step. The other ones keep their gradients."""
         return [bucket for bucket in self.updated if bucket.group.is_due(self.step_count, self.late_step)]
 
@@ -1786,28 +1767,27 @@ class Optimizer:
                 bucket.finish()
 
     @torch.no_grad()
-    def step(self, state: StepState):
+    def step(self, state):
         """Update every due bucket. The next forward waits for the new values."""
         due = self.list_due()
-        step = self.step_count
         self.step_count += 1
         # 1. Start the reduce-scatters that no hook has started
         for bucket in due:
             if bucket.grad is None:
                 bucket.start_reduce()
-        # 2. Update this rank's shards. Gradients of matrices behind the first segment arrive first
-        for bucket in sorted(due, key=lambda bucket: not (bucket.rule.whole_matrix and bucket.segment > 0)):
+        # 2. Update this rank's shards in the order in which their gradients arrive
+        for bucket in reversed(due):
             bucket.wait_for_gradient()
             bucket.update(self.updates[bucket.group.rule], self.make_args(bucket, state))
         # 3. Send new values in the order in which forward reads them
         for bucket in due:
             bucket.start_gather()
-        if self.averages:
-            self.averages.update(step, self.updated)
+        if self.cfg.averages:
+            update_averages(self.updated, self.step_count, self.cfg.num_iterations)
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
 
-    def make_args(self, bucket: Bucket, state: StepState) -> UpdateArgs:
+    def make_args(self, bucket, state):
         """The hyperparameters of a bucket's update."""
         cfg, group, name = self.cfg, bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
@@ -1842,11 +1822,11 @@ class Optimizer:
     def apply_averages(self):
         """After the last step: move parameters towards their averages, if they have any."""
         self.finish()  # an all-gather of the last step reads the shards
-        if self.averages:
-            self.averages.apply(self.comm, self.updated)
+        if self.cfg.averages:
+            apply_averages(self.updated, self.comm)
             self.finish()
 
-    def has_no_pending_gradients(self) -> bool:
+    def has_no_pending_gradients(self):
         """Whether the last step applied all gradients. Checkpoints do not include gradients."""
         return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
 
@@ -1888,49 +1868,40 @@ def list_averages(buckets: list[Bucket]):
                 yield f"average{i}", average, bucket
 
 
-class Averages:
-    """The running averages of AVERAGES in float32. They are optimizer state, so each rank has its shard."""
+def update_averages(buckets: list[Bucket], step: int, num_steps: int):
+    """Add the parameters after `step` of num_steps steps to their averages. A tied embedding has none."""
+    for key, average, bucket in list_averages(buckets):
+        first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
+        is_final = step > num_steps - average.num_last
+        if step < first or (step - first) % average.every and not is_final:
+            continue
+        rate = average.last_rate if step == num_steps and average.last_rate else average.rate
+        mean = bucket.state[key]
+        weight = torch.full_like(mean[:1], min(1.0, rate * AVERAGES_STEPS / num_steps))
+        mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
 
-    def __init__(self, buckets: list[Bucket], num_steps: int):
-        self.num_steps = num_steps
-        for key, _, bucket in list_averages(buckets):
-            bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
 
-    def update(self, step: int, updated: list[Bucket]):
-        """Add the parameters after this step to their averages. A tied embedding is not in `updated`."""
-        last = self.num_steps - 1
-        for key, average, bucket in list_averages(updated):
-            first = min(last, math.ceil(average.start * self.num_steps - 1e-6))
-            is_final = step > last - average.num_last
-            if step < first or (step - first) % average.every and not is_final:
-                continue
-            rate = average.last_rate if step == last and average.last_rate else average.rate
-            rate = min(1.0, rate * AVERAGES_STEPS / self.num_steps)
-            mean = bucket.state[key]
-            weight = torch.full((), rate, dtype=mean.dtype, device=mean.device)
-            mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
+def apply_averages(buckets: list[Bucket], comm):
+    """After the last step: move the shards towards their averages, with the norms that they had."""
+    new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(buckets)}
 
-    def apply(self, comm: Comm, updated: list[Bucket]):
-        """After the last step: move the shards towards their averages, with the norms that they had."""
-        new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(updated)}
-
-        def measure():
-            squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=updated[0].shard.device)
-            for bucket, values in new.items():
-                if bucket.kind in KEEPS_NORM:
-                    squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
-            return comm.all_reduce(squares).sqrt()
-
-        before = measure()
-        for key, average, bucket in list_averages(updated):
-            new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
-        factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
+    def measure():
+        squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=buckets[0].shard.device)
         for bucket, values in new.items():
-            values *= factors.get(bucket.kind, 1.0)
-            bucket.shard.copy_(values)
-            if "low_bits" in bucket.state:
-                bucket.state["low_bits"].zero_()
-            bucket.start_gather()
+            if bucket.kind in KEEPS_NORM:
+                squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
+        return comm.all_reduce(squares).sqrt()
+
+    before = measure()
+    for key, average, bucket in list_averages(buckets):
+        new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
+    factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
+    for bucket, values in new.items():
+        values *= factors.get(bucket.kind, 1.0)
+        bucket.shard.copy_(values)
+        if "low_bits" in bucket.state:
+            bucket.state["low_bits"].zero_()
+        bucket.start_gather()
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
@@ -1965,7 +1936,7 @@ class StepState(typing.NamedTuple):
 class Schedule:
     """The schedules of a run."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg):
         self.cfg = cfg
         self.stages = cfg.full_stages
         self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
@@ -1992,8 +1963,7 @@ class Schedule:
             short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
         self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
 
-    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float
-                    ) -> list[RopeSetting]:
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float):
         """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
         exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
         frequencies = (1 / ROTARY_BASE) ** exponents
@@ -2021,12 +1991,11 @@ class Schedule:
             start = end
         return ranges
 
-    def count_tokens(self, first_step: int = 0) -> int:
-        """Number of training tokens from first_step to the end of the run."""
-        return sum(stage.tokens_per_step * max(0, end - max(start, first_step))
-                   for stage, start, end in self.stage_ranges())
+    def count_tokens(self):
+        """Number of training tokens of the run."""
+        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.stage_ranges())
 
-    def at(self, step: int) -> StepState:
+    def at(self, step: int):
         """The scheduled values at a step. Step num_iterations is the final validation."""
         index, fraction = self.find_stage(step)
         stage = self.stages[index]
@@ -2052,7 +2021,7 @@ class Schedule:
         end = min(self.ends[index], self.num_iterations)
         return index, (step - start) / max(1, end - start)
 
-    def compute_lr_factor(self, step: int, group: str) -> float:
+    def compute_lr_factor(self, step: int, group: str):
         """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
         cfg = self.cfg
         peak = self.stages[self.find_stage(step)[0]].lr_factor
@@ -2068,14 +2037,14 @@ class Schedule:
         t = remaining / cooldown_frac  # from 1 to 0
         return peak * t + cfg.final_lr_frac * (1 - t)
 
-    def compute_decay_factor(self, step: int, lr_factor: float) -> float:
+    def compute_decay_factor(self, step: int, lr_factor: float):
         if self.cfg.decay_schedule == "lr":
             return lr_factor
         if self.cfg.decay_schedule == "cosine":
             return 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
         return 1.0
 
-    def compute_loss_weights(self, stage: Stage, fraction: float) -> tuple[float, ...]:
+    def compute_loss_weights(self, stage, fraction: float):
         """Weights of the targets at a fraction of the stage: linear in it. The prefix target's are steps."""
         weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
         if stage.prefix_weight:
@@ -2083,7 +2052,7 @@ class Schedule:
             weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
         return tuple(weights)
 
-    def compute_momentum(self, step: int) -> float:
+    def compute_momentum(self, step: int):
         """Muon momentum: linear warmup in the first steps, linear cooldown in the last."""
         cfg = self.cfg
         t = 1.0
@@ -2095,8 +2064,7 @@ class Schedule:
         return first + t * (last - first)
 
 
-def make_step_inputs(state: StepState, num_tokens: int, seq_len: int, cfg: Config, device: torch.device
-                     ) -> StepInputs:
+def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
     """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
     positions = torch.arange(num_tokens, device=device) % seq_len
 
@@ -2136,6 +2104,7 @@ class Batch(typing.NamedTuple):
 
 
 SWEEP_STEP = 20_011  # prime
+PREFETCHED = 4  # batches that are ready in advance
 
 
 class PackedSequence(typing.NamedTuple):
@@ -2151,8 +2120,7 @@ class PackedSequence(typing.NamedTuple):
     max_doc_len: int
 
 
-def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool
-                   ) -> Iterator[PackedSequence]:
+def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
     """Yield the packed sequences of the whole run in order. Ends early if the shards run out.
 
     A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of
@@ -2172,7 +2140,7 @@ def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]], anyw
             first = last if anywhere else last + 1
 
 
-def find_last(shard: Shard, usable: np.ndarray, first: int, seq_len: int, anywhere: bool) -> int | None:
+def find_last(shard, usable: np.ndarray, first: int, seq_len: int, anywhere: bool):
     """Last document, or with anywhere last token, of a sequence. None if too few tokens remain."""
     if anywhere:
         last, size = first + seq_len, len(shard.tokens)
@@ -2182,14 +2150,14 @@ def find_last(shard: Shard, usable: np.ndarray, first: int, seq_len: int, anywhe
     return last if last < size else None
 
 
-def sequences_per_rank(cfg: Config, world_size: int, tokens_per_step: int, seq_len: int):
+def sequences_per_rank(cfg, world_size: int, tokens_per_step: int, seq_len: int):
     """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
     num_sequences = tokens_per_step // seq_len // world_size
     per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // seq_len)
     return num_sequences // per_micro_batch, per_micro_batch
 
 
-def find_divisor(number: int, limit: int) -> int:
+def find_divisor(number: int, limit: int):
     """The largest divisor up to a limit, at least 1."""
     return max(n for n in range(1, max(1, min(limit, number)) + 1) if number % n == 0)
 
@@ -2197,7 +2165,7 @@ def find_divisor(number: int, limit: int) -> int:
 class TrainData:
     """The packed sequences of a whole run. Every rank can read every sequence."""
 
-    def __init__(self, cfg: Config, schedule: Schedule):
+    def __init__(self, cfg, schedule):
         """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
         self.cfg, self.schedule = cfg, schedule
         self.shards: list[Shard] = []
@@ -2209,12 +2177,12 @@ class TrainData:
             raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
                            "more files, raise --epochs, or lower --num_iterations", 2)
 
-    def count_sequences(self, step: int) -> int:
+    def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
         return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
                    for stage, start, end in self.schedule.stage_ranges() if start < step)
 
-    def read_tokens(self, index: int) -> np.ndarray:
+    def read_tokens(self, index: int):
         """The seq_len + 1 tokens of a packed sequence, uint16."""
         sequence = self.sequences[index]
         shard = self.shards[sequence.shard]
@@ -2225,19 +2193,20 @@ class TrainData:
                      for start, end in itertools.pairwise(bounds)]
         return np.concatenate(documents)[: sequence.seq_len + 1]
 
-    def read_batch(self, indices: range) -> np.ndarray:
+    def read_batch(self, indices: range):
         """Packed sequences (sequences, seq_len + 1), uint16."""
         return np.stack([self.read_tokens(index) for index in indices])
 
-    def batches(self, comm: Comm, start: int, end: int, sweep_from: int | None = None) -> Iterator[Batch]:
+    def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
         """This rank's micro-batches of steps start..end-1.
 
         The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
         sweeps through the classes begin at step sweep_from (None: start).
         """
-        cfg, first_sweep = self.cfg, start if sweep_from is None else sweep_from
-        sweeps: dict[int, Iterator] = {}
+        cfg = self.cfg
+        sweep = sweep_classes(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
+            classes = next(classes for number, classes in sweep if number == step)
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = sequences_per_rank(
                 cfg, comm.world_size, stage.tokens_per_step, stage.seq_len)
@@ -2247,36 +2216,32 @@ class TrainData:
                 for rank in range(comm.world_size):
                     index = first + (rank * num_micro_batches + i) * size
                     tokens.append(self.read_batch(range(index, index + size)))
-                batch = make_batch(tokens[comm.rank], self.bos, cfg.document_mask, cfg.max_attention_len)
-                if stage.num_classes:
+                batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
+                if classes:
                     slot = (comm.rank * num_micro_batches + i) * size
-                    classes = []
-                    for place in range(slot, slot + size):
-                        if place not in sweeps:
-                            sweeps[place] = sweep_classes(self, place, first_sweep)
-                        # A sweep goes on to this step, over steps in which another rank has this place
-                        classes.append(next(chosen for number, chosen in sweeps[place] if number == step))
-                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
+                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes[slot : slot + size])))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
 
-def sweep_classes(data: TrainData, slot: int, first_step: int):
-    """Yield (step, classes (C,)) for the sequence in place `slot` of each step that samples classes.
+def sweep_classes(data, first_step: int):
+    """Yield (step, classes (C,) of each of its sequences) from first_step on. No classes: all.
 
     Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
-    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Each
-    slot has its own sweep, which depends on the targets in this place in all steps from first_step on. So it
-    is equal for any number of ranks, and a resumed run reads these targets again. Source: record 92.
+    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. The
+    first sequences of all steps share a sweep, so do the second ones, and so on. So a sweep is equal for any
+    number of ranks, and a resumed run reads all targets again. Source: record 92.
     """
     schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
     num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
-    offset = vocab_size * slot // num_slots
+    offsets = [vocab_size * slot // num_slots for slot in range(num_slots)]
     for step in range(first_step, schedule.num_iterations):
         stage = schedule.stages[schedule.find_stage(step)[0]]
-        if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+        classes = []
+        for slot in range(stage.tokens_per_step // stage.seq_len if stage.num_classes else 0):
             targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-            classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
-            yield step, classes
+            chosen, offsets[slot] = choose_classes(targets, stage.num_classes, vocab_size, offsets[slot])
+            classes.append(chosen)
+        yield step, classes
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
@@ -2303,15 +2268,13 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
     return np.flatnonzero(is_target), offset
 
 
-def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max_attention_len: int = 0
-               ) -> Batch:
+def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
     """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
 
-    Attention stays within a packed sequence. With a document mask it stays within a document, and with
-    max_attention_len within a piece of it.
+    Attention stays within a document of a sequence, and with max_attention_len within a piece of it.
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
-    is_start = (inputs == bos) & has_document_mask
+    is_start = inputs == bos
     is_start[:, 0] = True
     if max_attention_len:
         place = np.arange(inputs.shape[1])
@@ -2325,15 +2288,13 @@ def make_batch(tokens: np.ndarray, bos: int, has_document_mask: bool = True, max
 class ValData:
     """The first val_tokens validation tokens in sequences of val_seq_len. Documents are not cut."""
 
-    def __init__(self, cfg: Config, bos: int | None = None):
-        """bos: the BOS token of the training shards."""
+    def __init__(self, cfg):
         self.cfg = cfg
         num_sequences = cfg.val_tokens // cfg.val_seq_len
         size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
         self.batch_tokens = size * cfg.val_seq_len
         self.num_batches = num_sequences // size
-        self.shards = [open_shard(path, cfg.vocab_size, bos)
-                       for path in find_shards(cfg.val_files, "val_files")]
+        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
         self.bos = self.shards[0].bos
         self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
         missing = cfg.val_tokens + 1 - len(self.tokens)
@@ -2341,20 +2302,20 @@ class ValData:
             raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
                            f"{cfg.val_tokens} and one more target: lower --val_tokens", 2)
 
-    def read_batch(self, index: int) -> np.ndarray:
+    def read_batch(self, index: int):
         """Sequences (sequences, val_seq_len + 1), uint16."""
         first, size = index * self.batch_tokens, self.cfg.val_seq_len
         starts = range(first, first + self.batch_tokens, size)
         return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
-    def batches(self, comm: Comm, num_batches: int):
+    def batches(self, comm, num_batches: int):
         """Yield this rank's batches of the first num_batches, and whether they count.
 
         All ranks get equally many, because they read the tables together.
         """
         for first in range(0, num_batches, comm.world_size):
             tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
-            batch = make_batch(tokens[comm.rank], self.bos, self.cfg.document_mask)
+            batch = make_batch(tokens[comm.rank], self.bos)
             yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
 
 
@@ -2364,7 +2325,7 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
     Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
     """
     prefixes = np.full(vocab_size, -1)
-    stack: list[bytes] = []
+    stack = []
     for text in sorted(filter(None, ids)):
         while stack and not text.startswith(stack[-1]):
             stack.pop()
@@ -2374,30 +2335,23 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
     return torch.from_numpy(prefixes)
 
 
-class Prefetcher:
-    """Builds batches in advance in a thread, pinned for CUDA. next() raises errors of the thread."""
-
-    DEPTH = 4
-
-    def __init__(self, batches: Iterator[Batch], device: torch.device):
-        self.batches, self.device = batches, device
-        self.executor = ThreadPoolExecutor(1, "prefetch")
-        self.pending = deque(self.executor.submit(self._build) for _ in range(self.DEPTH))
-
-    def _build(self) -> Batch | None:
-        batch = next(self.batches, None)
-        if batch is None or self.device.type != "cuda":
+def prefetch(batches: Iterator[Batch], device):
+    """Yield batches on the device. A thread builds them in advance, pinned for CUDA."""
+    def build():
+        batch = next(batches, None)
+        if batch is None or device.type != "cuda":
             return batch
-        torch.cuda.set_device(self.device)  # a new thread uses device 0, so pinning would allocate there
+        torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
         return tree_map_only(Tensor, Tensor.pin_memory, batch)
 
-    def __next__(self) -> Batch:
-        batch = self.pending.popleft().result()
-        self.pending.append(self.executor.submit(self._build))
-        return move_batch(batch, self.device)
+    with ThreadPoolExecutor(1, "prefetch") as executor:
+        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
+        while batch := pending.popleft().result():
+            pending.append(executor.submit(build))
+            yield move_batch(batch, device)
 
 
-def move_batch(batch: Batch, device: torch.device) -> Batch:
+def move_batch(batch, device):
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 # ==== TRAINING =============================================================================================
@@ -2407,7 +2361,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
 
 
-def split_layers(num_layers: int, num_ranks: int) -> list[range]:
+def split_layers(num_layers: int, num_ranks: int):
     """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on.
 
     The first segment then has one layer, which hides the all-gathers of later ones. The rest are equal.
@@ -2422,7 +2376,7 @@ def split_layers(num_layers: int, num_ranks: int) -> list[range]:
 class Trainer:
     """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
 
-    def __init__(self, cfg: Config, rt: Runtime):
+    def __init__(self, cfg, rt):
         if not supports_bfloat16(rt.device):
             cfg = dataclasses.replace(cfg, embed_dtype="float32")
         self.cfg, self.rt = cfg, rt
@@ -2439,12 +2393,12 @@ class Trainer:
         self.progress = Progress()
         self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
 
-    def choose_operations(self, dtype: torch.dtype, fast: frozenset[str]):
+    def choose_operations(self, dtype, fast: frozenset[str]):
         """Use these forms. FP8 and fused gradients are for training only."""
         self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
         self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
 
-    def train_step(self, batches: Prefetcher, state: StepState):
+    def train_step(self, batches: Iterator[Batch], state):
         """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
         device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
         num_micro_batches, size = sequences_per_rank(
@@ -2467,7 +2421,7 @@ class Trainer:
         return total_loss / (stage.tokens_per_step // world_size)
 
     @torch.no_grad()
-    def validate(self, data: ValData, state: StepState, num_batches: int | None = None) -> float:
+    def validate(self, data, state, num_batches: int | None = None):
         """Mean loss of the first num_batches batches (None: all)."""
         self.optimizer.finish()
         rt, num_batches = self.rt, num_batches or data.num_batches
@@ -2477,7 +2431,7 @@ class Trainer:
             total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
-    def get_step_inputs(self, state: StepState, num_tokens: int, seq_len: int) -> StepInputs:
+    def get_step_inputs(self, state, num_tokens: int, seq_len: int):
         """The model's inputs at a schedule state, made once per stage."""
         setting, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
         if setting != state.setting:
@@ -2485,7 +2439,7 @@ class Trainer:
             self.step_inputs[num_tokens, seq_len] = (state.setting, step_inputs)
         return step_inputs
 
-    def warm_up(self, train_data: TrainData, val_data: ValData):
+    def warm_up(self, train_data, val_data):
         """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
         if not self.cfg.warmup_iterations:
             return
@@ -2494,10 +2448,9 @@ class Trainer:
             table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
-            batches = Prefetcher(train_data.batches(self.rt.comm, start, start + num_steps), self.rt.device)
-            with batches.executor:
-                for _ in range(num_steps):
-                    self.train_step(batches, self.schedule.at(start))
+            batches = prefetch(train_data.batches(self.rt.comm, start, start + num_steps), self.rt.device)
+            for _ in range(num_steps):
+                self.train_step(batches, self.schedule.at(start))
             self.validate(val_data, self.schedule.at(start), num_batches)
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         saved.restore()
@@ -2508,12 +2461,12 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.rt.device)
 
 
-def train(cfg: Config, argv: list[str]):
+def train(cfg, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
     rt, started = start_runtime(cfg), time.perf_counter()
     train_data = TrainData(cfg, Schedule(cfg))
-    val_data = ValData(cfg, train_data.bos)
+    val_data = ValData(cfg)
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - started, 2)
@@ -2556,37 +2509,36 @@ def train(cfg: Config, argv: list[str]):
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
-        batches = Prefetcher(
+        batches = prefetch(
             train_data.batches(rt.comm, progress.step, cfg.num_iterations, sweep_from=0), rt.device)
-        with batches.executor:
-            while progress.step < cfg.num_iterations:
-                # 1. Validation
-                state = schedule.at(progress.step)
-                if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
-                    with train_clock.paused():
-                        log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
+        while progress.step < cfg.num_iterations:
+            # 1. Validation
+            state = schedule.at(progress.step)
+            if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
+                with train_clock.paused():
+                    log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
 
-                # 2. One step
-                loss = trainer.train_step(batches, state)
-                progress.step += 1
-                progress.tokens += state.stage.tokens_per_step
-                log.log_step(loss, train_clock.read())
+            # 2. One step
+            loss = trainer.train_step(batches, state)
+            progress.step += 1
+            progress.tokens += state.stage.tokens_per_step
+            log.log_step(loss, train_clock.read())
 
-                # 3. Save or stop, when no gradient waits for a later update
-                is_last = progress.step == cfg.num_iterations
-                if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
-                    save_is_due = True
-                status = stop.exchange()
-                is_free = is_last or optimizer.has_no_pending_gradients()
-                must_save = is_free and bool(status or save_is_due)
-                if guard:
-                    guard.end_step(loss, state, must_wait=must_save or is_last)
-                if must_save:
-                    log.flush_losses()
-                    progress.train_time, save_is_due = train_clock.lap(), False
-                    checkpoints.save(trainer, must_wait=is_last or bool(status))
-                    if status:
-                        checkpoints.end(status)  # raises RunError
+            # 3. Save or stop, when no gradient waits for a later update
+            is_last = progress.step == cfg.num_iterations
+            if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
+                save_is_due = True
+            status = stop.exchange()
+            is_free = is_last or optimizer.has_no_pending_gradients()
+            must_save = is_free and bool(status or save_is_due)
+            if guard:
+                guard.end_step(loss, state, must_wait=must_save or is_last)
+            if must_save:
+                log.flush_losses()
+                progress.train_time, save_is_due = train_clock.lap(), False
+                checkpoints.save(trainer, must_wait=is_last or bool(status))
+                if status:
+                    checkpoints.end(status)  # raises RunError
 
         # Final weights, validation and result
         optimizer.apply_averages()
@@ -2613,7 +2565,7 @@ VAL_FORMS = frozenset({"qkv_kernel", "flex_attention", "block_attention"})
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
-def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Operations:
+def make_operations(cfg, names: Iterable[str], dtype):
     """Operations with the named fast forms. Later rows replace earlier ones."""
     names, replaced = set(names), {}
     rows = dict(
@@ -2635,7 +2587,7 @@ def make_operations(cfg: Config, names: Iterable[str], dtype: torch.dtype) -> Op
     return Operations(dtype, **replaced)
 
 
-def choose_fast_forms(cfg: Config, rt: Runtime):
+def choose_fast_forms(cfg, rt):
     """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
     is_gpu = rt.device.type == "cuda"
     capability = torch.cuda.get_device_capability(rt.device) if is_gpu else (0, 0)
@@ -2672,7 +2624,7 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
 class FormCheck:
     """A small copy of the model: random parameters, 768 tokens in four documents, and its plain results."""
 
-    def __init__(self, cfg: Config, device: torch.device):
+    def __init__(self, cfg, device):
         stage = dataclasses.replace(cfg.full_stages[0], window_long=255, window_short=140, seq_len=384,
                                     tokens_per_step=768, num_classes=None)
         self.cfg = cfg = dataclasses.replace(
@@ -2689,14 +2641,14 @@ class FormCheck:
         tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
         tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
         tokens[:, 200:220] = 1  # equal targets
-        batch = make_batch(tokens, cfg.vocab_size - 1, cfg.document_mask, cfg.max_attention_len)
+        batch = make_batch(tokens, cfg.vocab_size - 1, cfg.max_attention_len)
         batch.targets[::5] = -1
         self.batch, state = move_batch(batch, device), Schedule(cfg).at(0)
         self.step_inputs = make_step_inputs(state, 768, 384, cfg, device)
         self.loss_weights = torch.tensor(state.loss_weights, device=device)
         self.plain = self.run([], torch.float32)
 
-    def run(self, names: list[str], dtype: torch.dtype):
+    def run(self, names: list[str], dtype):
         """Loss, all gradients, and an orthogonalized matrix, by the named forms."""
         ops = make_operations(self.cfg, names, dtype)
         self.model.zero_grad()
@@ -2710,7 +2662,7 @@ class FormCheck:
         return {**results, "loss": loss.detach(), "orthogonalized": orthogonalize(
             matrices, self.cfg.orthogonalize, torch.float32, ops.symmetric_matmul)}
 
-    def find_error(self, names: list[str], dtype: torch.dtype, limit: float) -> str:
+    def find_error(self, names: list[str], dtype, limit: float):
         """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients.
 
         Gradients of vectors are compared in float32 only, because most of their terms cancel.
@@ -2727,7 +2679,7 @@ class FormCheck:
                 return f"{name} differs from its plain form by {error:.3g}"
         return ""
 
-    def keep_equal(self, names: list[str], dtype: torch.dtype, limit: float):
+    def keep_equal(self, names: list[str], dtype, limit: float):
         """The names without forms whose results differ, and a line for each of those."""
         if not self.find_error(names, dtype, limit):
             return names, []
@@ -2750,7 +2702,7 @@ FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=3
                     num_warps=4)
 
 
-def build_block_mask(doc_ids, window) -> BlockMask:
+def build_block_mask(doc_ids, window):
     """make_mask() for FlexAttention, from the range of documents in each block.
 
     window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
@@ -2783,7 +2735,7 @@ def build_block_mask(doc_ids, window) -> BlockMask:
     return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), mask_mod)
 
 
-def attend_flex(q, k, v, mask: BlockMask):
+def attend_flex(q, k, v, mask):
     """attention() by FlexAttention, which never stores the scores."""
     options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
     attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
@@ -2793,7 +2745,7 @@ def attend_flex(q, k, v, mask: BlockMask):
 
 
 @functools.cache
-def compile_flex_attention() -> Callable:
+def compile_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -2854,7 +2806,7 @@ class HeadScales(typing.NamedTuple):
     logits_dtype: torch.dtype | None = None  # None: dtype of x
 
 
-def head_fp8_scales(cfg: Config) -> HeadScales:
+def head_fp8_scales(cfg):
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
 
     With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
@@ -2863,7 +2815,7 @@ def head_fp8_scales(cfg: Config) -> HeadScales:
                       logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
 
-def quantize(x, dtype: torch.dtype | None, scale: Tensor | float | None = None) -> Scaled:
+def quantize(x, dtype: torch.dtype | None, scale: Tensor | float | None = None):
     """Quantize x / scale to FP8, saturating. The default scale is amax / limit. dtype=None: x stays."""
     if dtype is None:
         return Scaled(x)
@@ -2875,7 +2827,7 @@ def quantize(x, dtype: torch.dtype | None, scale: Tensor | float | None = None) 
     return Scaled((x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale)
 
 
-def matmul(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False):
+def matmul(a: Scaled, b: Scaled, out_dtype, fast: bool = False):
     """a @ b^T. a (M, K), b (N, K), both row-major in FP8 -> (M, N).
 
     fast: FP8 accumulates with less precision. An FP8 result has scale 1 and saturates.
@@ -2888,7 +2840,7 @@ def matmul(a: Scaled, b: Scaled, out_dtype: torch.dtype, fast: bool = False):
     return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def transpose(x: Scaled, use_kernel: bool = False) -> Scaled:
+def transpose(x: Scaled, use_kernel: bool = False):
     """x (M, N) -> (N, M), row-major in FP8. The kernel takes a ninth of Inductor's time."""
     values, scale = x
     if scale is None:
@@ -2909,7 +2861,7 @@ class DelayedScales:
 
     FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
-    def __init__(self, model: GPT, comm: Comm, has_fp8: bool = True):
+    def __init__(self, model, comm, has_fp8: bool = True):
         mlps = [module for module in model.modules() if isinstance(module, MLP) and has_fp8]
         self.comm, self.amax, device = comm, None, model.embed.device
         self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
@@ -2958,8 +2910,7 @@ class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads: Heads,
-                use_fp8: bool):
+    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads, use_fp8: bool):
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
         tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
         dtype = E4M3 if use_fp8 else None
@@ -2989,12 +2940,12 @@ class FusedQKV(torch.autograd.Function):
         return grad_x, grad_w.to(ctx.weight_dtype), *[None] * 7
 
 
-def fused_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, use_fp8: bool = False):
+def fused_qkv(x, weight, rope, heads, step_inputs, use_fp8: bool = False):
     """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
     return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
 
 
-def launch_qkv(packed, tables, num_rotating: int, heads: Heads, q, k, v=None, grad=None, grad_t=None):
+def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
     (num_tokens, width), (H, K, L, P, key_offset, has_norm) = packed.shape, heads
     cos, sin, softmax_scale, is_start = tables
@@ -3007,8 +2958,8 @@ def launch_qkv(packed, tables, num_rotating: int, heads: Heads, q, k, v=None, gr
         BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
-def softcapped_cross_entropy(logits, targets, weights, softcap: Softcap, grad_dtype: torch.dtype,
-                             grad_scale: float = 1.0, use_kernel: bool = False):
+def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
+                             use_kernel: bool = False):
     """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V).
 
     A target of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the
@@ -3038,8 +2989,7 @@ class FusedHeadLoss(torch.autograd.Function):
     With FP8, x must be RMS-normalized."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, target_weights, softcap: Softcap, use_kernel: bool,
-                scales: HeadScales | None):
+    def forward(ctx, x, weight, targets, target_weights, softcap, use_kernel: bool, scales):
         """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
         dtype, grad_dtype, grad_scale = None, x.dtype, None
         if scales:
@@ -3069,8 +3019,7 @@ class FusedHeadLoss(torch.autograd.Function):
         return grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None, None, None
 
 
-def fused_head_loss(x, weight, targets, target_weights, softcap: Softcap, use_kernel: bool = False,
-                    scales: HeadScales | None = None):
+def fused_head_loss(x, weight, targets, target_weights, softcap, use_kernel: bool = False, scales=None):
     return FusedHeadLoss.apply(x, weight, targets, target_weights, softcap, use_kernel, scales)
 
 
@@ -3117,8 +3066,8 @@ def fused_relu2_mlp(x, up, down, scales: tuple | None, use_kernel: bool = True, 
     return FusedMLP.apply(x, up, down, *(scales if use_fp8 else (None, None)), use_kernel)
 
 
-def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype: torch.dtype, dtype: torch.dtype,
-                 use_kernel: bool, hidden: Scaled | None = None):
+def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: bool,
+                 hidden: Scaled | None = None):
     """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
 
     The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
@@ -3415,7 +3364,7 @@ class RowPlan(typing.NamedTuple):
     received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
 
 
-def plan_rows(reads, rank: int, num_rows: int) -> RowPlan:
+def plan_rows(reads, rank: int, num_rows: int):
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
     size = -(-num_rows // len(reads))
     first_row = rank * size
@@ -3428,7 +3377,7 @@ def plan_rows(reads, rank: int, num_rows: int) -> RowPlan:
     return RowPlan(places, torch.cat(wanted).long() - first_row, tuple(map(len, wanted)), tuple(received))
 
 
-def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config) -> Batch:
+def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
     """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
     inputs = [torch.from_numpy(x[:, :-1].astype(np.int32).ravel()) for x in tokens]
     batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
@@ -3439,7 +3388,7 @@ def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config) ->
     return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows))
 
 
-def make_ngram_table(cfg: Config, rt: Runtime):
+def make_ngram_table(cfg, rt):
     """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
     if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
         return None
@@ -3456,7 +3405,7 @@ class Table(Bucket):
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
 
-    def store(self, cfg: Config):
+    def store(self, cfg):
         """The parameter becomes this rank's rows."""
         ((name, param),) = self.params.items()
         comm = self.comm
@@ -3473,7 +3422,7 @@ class Table(Bucket):
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
         self.total = None if self.is_sparse else torch.zeros_like(self.shard)
 
-    def start_reading(self, plan: RowPlan) -> TableRows:
+    def start_reading(self, plan):
         """Fetch the rows of a micro-batch into a leaf."""
         leaf, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
         if torch.is_grad_enabled():
@@ -3483,7 +3432,7 @@ class Table(Bucket):
     def add_hooks(self):
         """start_reading() adds them to its leaves."""
 
-    def add(self, plan: RowPlan, leaf):
+    def add(self, plan, leaf):
         """Send the gradient of a leaf to the owners of the rows."""
         self.collect()  # of earlier micro-batches, so that memory is bounded
         grad = round_to_multiple(leaf.grad, self.grid) if self.grid else leaf.grad
@@ -3512,7 +3461,7 @@ class Table(Bucket):
             rows, grads = map(torch.cat, zip(*self.pieces))
             self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
 
-    def update(self, update: Callable, args: UpdateArgs):
+    def update(self, update: Callable, args):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
         if not self.is_sparse:
             super().update(update, args)
@@ -3548,7 +3497,7 @@ class Table(Bucket):
         num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
         yield self.name, self.first_row, slice(0, max(0, num_rows))
 
-    def count_units(self, _name: str) -> int:
+    def count_units(self, _name: str):
         return self.num_rows
 
 
@@ -3592,15 +3541,15 @@ class Runtime:
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
     @property
-    def rank(self) -> int:
+    def rank(self):
         return self.comm.rank
 
     @property
-    def world_size(self) -> int:
+    def world_size(self):
         return self.comm.world_size
 
     @property
-    def is_main(self) -> bool:
+    def is_main(self):
         return self.rank == 0
 
     def compile(self, fn):
@@ -3611,11 +3560,11 @@ class Runtime:
         return torch.compile(fn, dynamic=False)
 
 
-def env_int(name: str, default: int) -> int:
+def env_int(name: str, default: int):
     return int(os.environ.get(name, default))
 
 
-def start_runtime(cfg: Config) -> Runtime:
+def start_runtime(cfg):
     """Select the device and join the process group of torchrun, if there is one."""
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not use_cuda:
@@ -3634,7 +3583,7 @@ def start_runtime(cfg: Config) -> Runtime:
                                 dist.new_group(timeout=LONG_TIMEOUT)))
 
 
-def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
+def choose_precision(cfg, rt):
     """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
     use_compile = cfg.compile == "on" or (
@@ -3649,32 +3598,32 @@ def choose_precision(cfg: Config, rt: Runtime) -> Runtime:
         notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
 
 
-def describe_choices(rt: Runtime) -> dict:
+def describe_choices(rt):
     """The choices in force, as options."""
     fp8 = rt.fast & {*FP8_FORMS}
     return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
                 fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off")
 
 
-def clock(device: torch.device) -> float:
+def clock(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def measure_matmul(device, dtype, size: int):
     """FLOP/s of a square matmul."""
     a = torch.randn(size, size, device=device).to(dtype)
     timer = benchmark.Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.timeit(6).median
 
 
-def supports_bfloat16(device: torch.device) -> bool:
+def supports_bfloat16(device):
     """Whether the device supports bfloat16, fast or slow."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_dtype(cfg: Config, device: torch.device):
+def choose_dtype(cfg, device):
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
@@ -3688,14 +3637,14 @@ def choose_dtype(cfg: Config, device: torch.device):
     return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
-def read_peak_memory_mib(rt: Runtime) -> int:
+def read_peak_memory_mib(rt):
     """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
+def record_event(device):
     """An event behind the copies that have been started on a GPU."""
     if device.type != "cuda":
         return None
@@ -3710,12 +3659,12 @@ class Stop:
     With several ranks the answer is one step old, so that no rank waits.
     """
 
-    def __init__(self, rt: Runtime):
+    def __init__(self, rt):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
         self.old_handlers: dict = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self):
         return self
 
     def catch_signals(self):
@@ -3737,7 +3686,7 @@ class Stop:
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
-    def exchange(self) -> int:
+    def exchange(self):
         """The exit status that any rank asks for, or 0. All ranks call it after each step."""
         if self.rt.world_size == 1:
             return self.requested
@@ -3746,7 +3695,7 @@ class Stop:
         self.work = self.rt.comm.start_max(self.flag)
         return status
 
-    def collect(self) -> int:
+    def collect(self):
         """Finish the communication of the last exchange()."""
         if self.work is not None:
             self.work.wait()
@@ -3762,10 +3711,10 @@ class TrainClock:
     seconds: float  # before `started`
     started: float  # time of the last start, lap or end of a pause
 
-    def read(self) -> float:
+    def read(self):
         return self.seconds + time.perf_counter() - self.started
 
-    def lap(self) -> float:
+    def lap(self):
         """Synchronize and return the exact seconds."""
         now = clock(self.device)
         self.seconds, self.started = self.seconds + now - self.started, now
@@ -3799,7 +3748,7 @@ class Comm:
         shard = torch.empty_like(self.local_shard(full))
         return shard, reduce_scatter_single(shard, full, async_op=True)
 
-    def all_gather(self, full, shard) -> dist.Work:
+    def all_gather(self, full, shard):
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
         return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
 
@@ -3818,7 +3767,7 @@ class Comm:
             dist.all_reduce(tensor, operation)
         return tensor
 
-    def start_max(self, tensor) -> dist.Work:
+    def start_max(self, tensor):
         """Start the maximum over ranks of a tensor on the CPU, in place."""
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.gloo_group, async_op=True)
 
@@ -3838,7 +3787,7 @@ class Comm:
             dist.broadcast_object_list(box, src=0, group=self.gloo_group)
         return box[0]
 
-    def gather_objects(self, value) -> list:
+    def gather_objects(self, value):
         """List all ranks' plain Python objects in the order of ranks, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -3860,7 +3809,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def share_problem(problem: str, rt: Runtime):
+def share_problem(problem: str, rt):
     """Raise RunError on all ranks if one of them has a problem."""
     for found in filter(None, rt.comm.gather_objects(problem)):
         raise RunError(found, 2)
@@ -3881,12 +3830,12 @@ class Shard:
     bos: int
     sha256: str
 
-    def usable_tokens(self, max_doc_len: int) -> np.ndarray:
+    def usable_tokens(self, max_doc_len: int):
         """Running sum over the documents of min(length, max_doc_len)."""
         return np.minimum(np.diff(self.bounds), max_doc_len).cumsum()
 
 
-def read_shard_header(path: str) -> tuple[int, int, int]:
+def read_shard_header(path: str):
     """Read (number of tokens, vocabulary size, BOS) of a shard. RunError if header or size is wrong."""
     header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
@@ -3898,15 +3847,13 @@ def read_shard_header(path: str) -> tuple[int, int, int]:
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
-def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> Shard:
+def open_shard(path: str, vocab_size: int):
     """Map and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
     bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
     if shard_vocab != vocab_size:
         problem = f"was made for vocabulary size {shard_vocab}, but --vocab_size={vocab_size}"
-    elif expected_bos not in (None, bos):
-        problem = f"has BOS token {bos}, the other shards have {expected_bos}"
     elif tokens.max() >= vocab_size:
         problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
     elif len(bounds) == 1:
@@ -3916,7 +3863,7 @@ def open_shard(path: str, vocab_size: int, expected_bos: int | None = None) -> S
     return Shard(np.asarray(tokens), bounds, bos, hashlib.sha256(tokens).hexdigest())
 
 
-def find_shards(pattern: str, field: str) -> list[str]:
+def find_shards(pattern: str, field: str):
     """List files of a glob pattern, or shards of a folder, sorted. RunError says how to get them."""
     if os.path.isdir(pattern):
         pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
@@ -3928,20 +3875,20 @@ def find_shards(pattern: str, field: str) -> list[str]:
     return paths
 
 
-def scan_shards(cfg: Config, shards: list[Shard]):
+def scan_shards(cfg, shards: list[Shard]):
     """Yield (index, shard) of the training shards, once per epoch. At its first use a shard is opened and
     appended to shards."""
     for index, path in list(enumerate(find_shards(cfg.train_files, "train_files"))) * cfg.epochs:
         if index == len(shards):
-            shards.append(open_shard(path, cfg.vocab_size, shards[0].bos if shards else None))
+            shards.append(open_shard(path, cfg.vocab_size))
         yield index, shards[index]
 
 
-def fingerprint(shards: Iterable[Shard]) -> str:
+def fingerprint(shards: Iterable[Shard]):
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 
-def read_vocabulary(cfg: Config) -> dict[bytes, int]:
+def read_vocabulary(cfg):
     """Read the map from each token's bytes to its id, without <|endoftext|>."""
     # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
     printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
@@ -3958,14 +3905,14 @@ def read_vocabulary(cfg: Config) -> dict[bytes, int]:
 # From a command line to a Config: the preset, the given options, --without, and one check. Bad input is one
 # line with the value. To add a check, add a row to find_problems().
 
-def list_parts(cfg: Config) -> dict[str, Config]:
+def list_parts(cfg):
     """{name: cfg without this part of the recipe}, for each part that --without can leave out."""
-    def change(place: str, where: str = "", **new) -> tuple:
+    def change(place: str, where: str = "", **new):
         """Change fields of layers or stages. where: only of layers with this attention."""
         return tuple(dataclasses.replace(row, **new) if not where or where == row.attention else row
                      for row in getattr(cfg, place))
 
-    def change_groups(**new) -> dict:
+    def change_groups(**new):
         return {name: new for name in cfg.groups}
 
     parts: dict[str, dict] = {}
@@ -4035,7 +3982,7 @@ def convert(value, kind: type):
     return value
 
 
-def change_options(cfg: Config, values: dict) -> Config:
+def change_options(cfg, values: dict):
     """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
     changed, groups = {}, dict(cfg.groups)
     for name, value in values.items():
@@ -4056,7 +4003,7 @@ def change_options(cfg: Config, values: dict) -> Config:
     return dataclasses.replace(cfg, **changed, groups=groups)
 
 
-def load_preset(name: str) -> Config:
+def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file.
 
     The file is a preset, or the result of a run, which keeps its preset's name.
@@ -4079,7 +4026,7 @@ def load_preset(name: str) -> Config:
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
 
-def make_config(values: dict) -> Config:
+def make_config(values: dict):
     """The config of values["preset"] with the other values and --without. RunError if they contradict."""
     options = {key: value for key, value in values.items() if key != "preset"}
     name = values.get("preset", "auto")
@@ -4109,11 +4056,11 @@ def make_config(values: dict) -> Config:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are RunErrors."""
 
-    def error(self, message: str) -> typing.NoReturn:
+    def error(self, message: str):
         raise RunError(message, 2)
 
 
-def parse_argv(argv: list[str]) -> dict[str, str]:
+def parse_argv(argv: list[str]):
     """Split a command line into {option: text}. '-' and '_' are equivalent in names."""
     argv = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
     first = Parser(add_help=False, allow_abbrev=False)
@@ -4145,14 +4092,14 @@ def parse_argv(argv: list[str]) -> dict[str, str]:
     return vars(values)
 
 
-def list_values(cfg: Config) -> dict[str, tuple[dataclasses.Field, object]]:
+def list_values(cfg):
     """{name: (field, value)} of all options and of all fields of groups."""
     owners = {"": cfg} | {f"{name}_": group for name, group in cfg.groups.items()}
     return {prefix + field.name: (field, getattr(owner, field.name))
             for prefix, owner in owners.items() for field in dataclasses.fields(owner)}
 
 
-def check(cfg: Config):
+def check(cfg):
     """Raise RunError for the first value that is out of range, and for the first contradiction."""
     for name, (field, value) in list_values(cfg).items():
         low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
@@ -4166,12 +4113,16 @@ def check(cfg: Config):
             raise RunError(line, 2)
 
 
-def find_problems(cfg: Config):
+def find_problems(cfg):
     """Yield (condition, error line). A condition may rely on the ones before it."""
-    units = dict(head_dim=4, val_seq_len=BLOCK, val_tokens=cfg.val_seq_len)
+    units = dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK, val_tokens="val_seq_len",
+                 num_heads="qk_group_heads", model_dim="mudd_groups")
     for name, unit in units.items():
-        yield getattr(cfg, name) % unit != 0, f"--{name}={getattr(cfg, name)} is not a multiple of {unit}"
+        number = getattr(cfg, str(unit), unit) or 1
+        yield (getattr(cfg, name) % number != 0,
+               f"--{name}={getattr(cfg, name)} is not a multiple of {unit}{f'={number}' * (unit != number)}")
     width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
+    yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
     yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
     for name, group in cfg.groups.items():
         rule = RULES.get(group.rule)
@@ -4202,7 +4153,7 @@ def find_problems(cfg: Config):
                f"--layers: layer {i} has an unknown attention or input: {layer}")
 
 
-def check_world_size(cfg: Config, world_size: int):
+def check_world_size(cfg, world_size: int):
     """Raise RunError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
@@ -4212,7 +4163,7 @@ def check_world_size(cfg: Config, world_size: int):
     return sequences_per_rank(cfg, world_size, tokens, seq_len)
 
 
-def derived_numbers(cfg: Config, world_size: int) -> dict:
+def derived_numbers(cfg, world_size: int):
     """Numbers that follow from the config, for --print_config and the run record."""
     num_micro_batches, sequences = check_world_size(cfg, world_size)
     with torch.device("meta"):
@@ -4220,37 +4171,37 @@ def derived_numbers(cfg: Config, world_size: int) -> dict:
         num_params = sum(p.numel() for name, p in model.named_parameters()
                          if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
-    return dict(num_params=num_params, flops_per_token=count_flops(cfg), grad_accum_steps=num_micro_batches,
-                ranks=world_size, tokens_per_rank=cfg.tokens_per_step // world_size,
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg, model),
+                grad_accum_steps=num_micro_batches, ranks=world_size,
+                tokens_per_rank=cfg.tokens_per_step // world_size,
                 tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
                 padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
                 scheduled_steps=schedule.scheduled_steps,
                 stage_ends=[end for _, _, end in schedule.stage_ranges()])
 
 
-def count_flops(cfg: Config) -> int:
-    """FLOPs of forward and backward per training token: 6 per matmul weight, 12 per channel and key."""
-    attending = [spec for spec in cfg.layers if spec.attention != "none"]
-    num_mlp = sum(spec.mlp + spec.second_mlp for spec in cfg.layers)
-    widths = [(cfg.qk_dim(spec) + (spec.v_dim or cfg.head_dim)) * cfg.num_heads for spec in attending]
-    weights = cfg.model_dim * (2 * sum(widths) + 2 * cfg.mlp_hidden * num_mlp)
-    keys = tokens = logits = 0.0
+def count_flops(cfg, model):
+    """FLOPs of forward and backward per training token: 6 per matmul weight, and 6 per channel and key."""
+    weights = sum(param.numel() for param in model.parameters() if param.spec.kind)
+    flops = 0
     for stage, start, end in Schedule(cfg).stage_ranges():
-        weight, longest = (end - start) * stage.tokens_per_step, stage.seq_len
-        if cfg.sequence_start == "document" and cfg.document_mask:
+        longest = stage.seq_len
+        if cfg.sequence_start == "document":
             longest = min(longest, stage.max_doc_len)
-        keys += weight * sum(min(getattr(stage, f"window_{spec.attention}"), longest) * width
-                             for spec, width in zip(attending, widths))
-        logits += weight * (stage.num_classes or cfg.padded_vocab_size)
-        tokens += weight
-    return round(6 * (weights + cfg.model_dim * logits / tokens) + 6 * keys / tokens)
+        per_token = weights + cfg.model_dim * (stage.num_classes or cfg.padded_vocab_size)
+        for block in model.blocks:
+            if block.attention is not None:
+                H, K, L, *_ = block.attention.heads
+                per_token += H * (K + L) * min(longest, getattr(stage, f"window_{block.spec.attention}"))
+        flops += 6 * per_token * stage.tokens_per_step * (end - start)
+    return round(flops / Schedule(cfg).count_tokens())
 
 
-def plain_dict(cfg: Config) -> dict:
+def plain_dict(cfg):
     return json.loads(json.dumps(vars(cfg), default=vars))
 
 
-def config_from_dict(values: dict) -> Config:
+def config_from_dict(values: dict):
     """The inverse of plain_dict(), for checkpoints and results."""
     return change_options(Config(), {name: value for name, value in values.items() if name != "derived"})
 
@@ -4263,7 +4214,7 @@ def config_from_dict(values: dict) -> Config:
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
 
-def make_key(run: dict, *ignored: str) -> str:
+def make_key(run: dict, *ignored: str):
     """The identity of a run: script, config as it was asked for, data, and the checkpoint it began with.
 
     run: the description or result of a run. ignored: further options that may differ.
@@ -4274,7 +4225,7 @@ def make_key(run: dict, *ignored: str) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard]) -> dict:
+def describe_run(cfg, rt, argv: list[str], shards: list[Shard]):
     """Metadata of a run, made at its start. RunError if the ranks have other scripts, options or data."""
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     run = dict(run_id=f"{started}_seed{cfg.seed}_{os.urandom(4).hex()}",
@@ -4291,7 +4242,7 @@ def describe_run(cfg: Config, rt: Runtime, argv: list[str], shards: list[Shard])
     return first
 
 
-def find_commit() -> str:
+def find_commit():
     """HEAD commit of the script's repository, with -dirty if a tracked file differs. "" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError):  # git is not installed
@@ -4300,7 +4251,7 @@ def find_commit() -> str:
     return ""
 
 
-def describe_machine(rt: Runtime) -> dict:
+def describe_machine(rt):
     """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size,
@@ -4316,7 +4267,7 @@ def describe_machine(rt: Runtime) -> dict:
     return dict(versions=versions, hardware=hardware)
 
 
-def print0(text: str, rt: Runtime):
+def print0(text: str, rt):
     """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
         tqdm.write(text, file=sys.stdout)
@@ -4341,7 +4292,7 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
     os.close(descriptor)
 
 
-def find_result_folder(cfg: Config) -> Path:
+def find_result_folder(cfg):
     """Folder of the results of this run. A record's folder name has the date of its first result."""
     if not cfg.record:
         return Path(cfg.out, "logs")
@@ -4350,13 +4301,13 @@ def find_result_folder(cfg: Config) -> Path:
     return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
 
 
-def find_result(cfg: Config, run: dict) -> Path | None:
+def find_result(cfg, run: dict):
     """The result of a run that is finished."""
     paths = (folder / f"{run['run_id']}.json" for folder in (Path(cfg.out, "logs"), find_result_folder(cfg)))
     return next(filter(Path.exists, paths), None)
 
 
-def check_record(cfg: Config, run: dict) -> str:
+def check_record(cfg, run: dict):
     """The reason why this run does not fit its record's newest result, or ""."""
     for path in sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
         result = json.loads(path.read_text())
@@ -4367,18 +4318,17 @@ def check_record(cfg: Config, run: dict) -> str:
     return ""
 
 
-def check_writable(cfg: Config) -> str:
+def check_writable(cfg):
     """The reason why a folder of this run cannot be written, or ""."""
     for folder in (Path(cfg.out, "logs"), find_result_folder(cfg).parent, Path(cfg.out, "checkpoints")):
-        try:
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            return f"--out={cfg.out}: {folder} cannot be written ({error.strerror})"
+        if not os.access(f"{folder}/.", os.W_OK):
+            return f"--out={cfg.out}: {folder} is no folder that can be written"
     return ""
 
 
-def measure_run(trainer: Trainer, run: dict) -> dict:
+def measure_run(trainer, run: dict):
     """Speed and memory of a finished run, for its result."""
     rt, progress = trainer.rt, trainer.progress
     tokens_per_s = progress.tokens / progress.train_time
@@ -4395,7 +4345,7 @@ class RunLog:
 
     LOSSES_AT_ONCE = 20  # training losses that a GPU keeps before it must hand them over
 
-    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress: Progress):
+    def __init__(self, cfg, rt, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
         self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
         self.bar = self.tracker = None
@@ -4404,7 +4354,7 @@ class RunLog:
         self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
         self.waiting = []  # (step, loss of this rank, seconds on the clock)
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self):
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
             path = Path(self.cfg.out, "logs", self.run["run_id"] + suffix)
@@ -4535,12 +4485,12 @@ class Progress:
     lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
 
 
-def list_steps(folder: Path) -> list[Path]:
+def list_steps(folder: Path):
     """Checkpoints in the folder of a run, the highest step first. Some may be incomplete, see is_whole()."""
     return sorted(folder.glob("step_[0-9]*"), reverse=True)
 
 
-def read_metadata(step: Path) -> dict:
+def read_metadata(step: Path):
     """Read what a checkpoint stores besides tensors. RunError if it is no checkpoint."""
     try:
         return json.loads((step / "state.json").read_text())
@@ -4548,12 +4498,12 @@ def read_metadata(step: Path) -> dict:
         raise RunError(f"{step} is not a checkpoint of this script ({error})", 2) from None
 
 
-def list_files(step: Path) -> list[Path]:
+def list_files(step: Path):
     """The files with tensors of a checkpoint."""
     return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
 
 
-def is_whole(step: Path, rt: Runtime) -> bool:
+def is_whole(step: Path, rt):
     """Whether this rank's part of the files of a checkpoint exists and fits its checksums."""
     try:
         for path in list_files(step)[rt.rank :: rt.world_size]:
@@ -4575,7 +4525,7 @@ def open_tensors(step: Path):
     return entries
 
 
-def lock_run(folder: Path) -> typing.BinaryIO | None:
+def lock_run(folder: Path):
     """Lock the folder of a run until the process ends. None if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
     for _ in range(60):  # seconds
@@ -4593,12 +4543,12 @@ def remove_step(folder: Path):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_key_folder(cfg: Config, run: dict) -> Path:
+def find_key_folder(cfg, run: dict):
     """Folder of the checkpoints of all runs with this key."""
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
-def find_start(cfg: Config, run: dict, rt: Runtime):
+def find_start(cfg, run: dict, rt):
     """Find the checkpoint to continue from. Returns (its folder, metadata, log line).
 
     It is the newest step, of the newest run with this key, whose files are whole on all ranks. That run goes
@@ -4629,7 +4579,7 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
     return None, {}, f"starting anew: no whole checkpoint in {folder}{hint}"
 
 
-def collect_rows(trainer: Trainer):
+def collect_rows(trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
@@ -4639,7 +4589,7 @@ def collect_rows(trainer: Trainer):
     return rows
 
 
-def load_state(trainer: Trainer, step: Path, metadata: dict):
+def load_state(trainer, step: Path, metadata: dict):
     """Restore a checkpoint of any number of ranks. RunError if an entry is missing, or does not fit."""
     optimizer, entries = trainer.optimizer, open_tensors(step)
     optimizer.step_count = metadata["optimizer_steps"]
@@ -4680,13 +4630,13 @@ class Checkpoints:
     KEPT = 2
     MODEL_BYTES = 10**9  # limit of model.pt
 
-    def __init__(self, cfg: Config, log: RunLog, rt: Runtime, bos: int):
+    def __init__(self, cfg, log, rt, bos: int):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.copies: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_):
@@ -4694,7 +4644,7 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
-    def start(self, trainer: Trainer):
+    def start(self, trainer):
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
         problem = ""
         if self.rt.is_main:
@@ -4711,7 +4661,7 @@ class Checkpoints:
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 
-    def save(self, trainer: Trainer, must_wait: bool = False):
+    def save(self, trainer, must_wait: bool = False):
         """Write step_<step>/ in the background, after the end of the last write. All ranks must call it.
 
         The step is complete when the file of each rank has its name. must_wait: wait for this.
@@ -4754,7 +4704,7 @@ class Checkpoints:
             for step in old[self.KEPT - 1 :]:
                 remove_step(step)
 
-    def end(self, status: int) -> typing.NoReturn:
+    def end(self, status: int):
         """End the run after a checkpoint. All ranks must call it."""
         step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
@@ -4762,7 +4712,7 @@ class Checkpoints:
         raise RunError(f"stopped by {name} after step {step} of {num_iterations}: {folder}. --resume=auto "
                        "continues", status)
 
-    def write_model(self, trainer: Trainer):
+    def write_model(self, trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         buckets = trainer.optimizer.buckets
         if sum(bucket.values.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
@@ -4777,7 +4727,7 @@ class Checkpoints:
             print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
 
 
-def list_tensors(trainer: Trainer):
+def list_tensors(trainer):
     """All tensors that training changes, except of tables with sparse updates."""
     buckets = [bucket for bucket in trainer.optimizer.buckets if not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
@@ -4787,7 +4737,7 @@ def list_tensors(trainer: Trainer):
 class Snapshot:
     """A copy in memory of parameters and optimizer state at one step."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer):
         self.trainer = trainer
         trainer.optimizer.finish()
         self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
@@ -4816,7 +4766,7 @@ def measure_norm(x):
 class UpdateNorms:
     """Sums of squares of this rank's updates, by parameter group."""
 
-    def __init__(self, optimizer: Optimizer, is_full: bool):
+    def __init__(self, optimizer, is_full: bool):
         """is_full: of weights, updates and momentum, too. Without it only of gradients."""
         self.optimizer, self.is_full, self.is_on, self.tokens_per_step = optimizer, is_full, True, 1
         self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
@@ -4824,7 +4774,7 @@ class UpdateNorms:
         for bucket in optimizer.buckets:
             bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
-    def measure(self, bucket: Bucket, run_update: Callable, rule_update: Callable, args: UpdateArgs):
+    def measure(self, bucket, run_update: Callable, rule_update, args):
         """Update a bucket and add its sums: gradient of the mean loss, weight, update, momentum."""
         if not self.is_on:
             run_update(rule_update, args)
@@ -4850,11 +4800,11 @@ class UpdateNorms:
 class Telemetry:
     """Measures every telemetry_every-th step. It wraps Trainer.train_step()."""
 
-    def __init__(self, trainer: Trainer, log: RunLog):
+    def __init__(self, trainer, log):
         self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=True)
         self.run_step, trainer.train_step = trainer.train_step, self.train_step
 
-    def train_step(self, batches: Prefetcher, state: StepState):
+    def train_step(self, batches: Iterator[Batch], state):
         """One step, with a line if it is measured. Groups without an update in this step are left out."""
         trainer, comm, step = self.trainer, self.trainer.rt.comm, self.trainer.progress.step + 1
         self.norms.is_on = step % trainer.cfg.telemetry_every == 0
@@ -4869,10 +4819,8 @@ class Telemetry:
         sums = comm.all_reduce(self.norms.take()).sqrt().tolist()
         for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
             if grad:
-                groups[group] = dict(grad_norm=grad)
-            if grad and weight:
-                groups[group].update(
-                    weight_norm=weight, update_ratio=update / weight, momentum_norm=momentum)
+                groups[group] = dict(grad_norm=grad, weight_norm=weight, momentum_norm=momentum,
+                                     update_ratio=update / max(weight, 1e-30))
         self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
         return loss
 
@@ -4880,7 +4828,7 @@ class Telemetry:
 LOW_PRECISIONS = {"fp8": "matmuls no longer use FP8", "bfloat16": "activations become float32"}
 
 
-def lower_precision(trainer: Trainer, names: Iterable[str] = LOW_PRECISIONS) -> str:
+def lower_precision(trainer, names: Iterable[str] = LOW_PRECISIONS):
     """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
     fp8, lowered = trainer.fast & {*FP8_FORMS}, trainer.progress.lowered
     if fp8 and "fp8" in names:
@@ -4909,20 +4857,18 @@ class Guard:
     SNAPSHOT_EVERY = 10  # steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
 
-    def __init__(self, trainer: Trainer, log: RunLog):
+    def __init__(self, trainer, log):
         self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=False)
-        groups = trainer.cfg.groups  # norms of groups that skip steps vary with the step
-        self.steady = torch.tensor([float(groups[name].every == 1 and not groups[name].late_every)
-                                    for name in self.norms.groups], device=trainer.rt.device)
         self.pending: list[tuple] = []  # (step, its sums on the CPU, event), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
-    def end_step(self, loss, state: StepState, must_wait: bool):
+    def end_step(self, loss, state, must_wait: bool):
         """Check the previous step, and with must_wait this step. Take a snapshot if it is time."""
         trainer, step = self.trainer, self.trainer.progress.step
         squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
         weight = sum(state.loss_weights) or 1.0  # makes losses of stages comparable
-        sums = torch.stack((loss / (weight * trainer.rt.world_size), squares @ self.steady, squares.sum()))
+        matrix_square = squares[self.norms.groups.index("matrix")]  # other groups may skip steps
+        sums = torch.stack((loss / (weight * trainer.rt.world_size), matrix_square, squares.sum()))
         sums = trainer.rt.comm.all_reduce(sums).to("cpu", non_blocking=True)  # to pinned memory
         self.pending.append((step, sums, record_event(trainer.rt.device)))
         while len(self.pending) > (0 if must_wait else 1):
@@ -4937,7 +4883,7 @@ class Guard:
         if is_due and trainer.optimizer.has_no_pending_gradients():
             self.snapshots = [self.snapshots[-1], (step, Snapshot(trainer))]
 
-    def find_fault(self, loss: float, square: float, all_squares: float) -> str:
+    def find_fault(self, loss: float, square: float, all_squares: float):
         """Compare a step with the last good steps. A good one joins them."""
         good = self.trainer.progress.good_steps
         grad_norm = math.sqrt(square) if math.isfinite(all_squares) else math.nan
@@ -4972,7 +4918,7 @@ class Guard:
 # Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A
 # RunError is printed as one line. Unexpected exceptions keep their traceback.
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None):
     """Run a command line. Returns the exit status, and prints a RunError as one line."""
     argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
     try:
@@ -4987,9 +4933,6 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
     except RunError as error:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
-    except torch.OutOfMemoryError:
-        status, line = 1, (f"error: out of memory: try --micro_batch_tokens={cfg.micro_batch_tokens // 2}, "
-                           "shorter --seq_len and --val_seq_len, and fewer --ngram_rows if there are any")
     except Exception:
         status = 1
         traceback.print_exc()

@@ -203,7 +203,7 @@ def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict
 def count_step_flops(cfg: gpt.Config) -> int:
     """FLOPs of a step of the first stage."""
     first = dataclasses.replace(cfg, stages=cfg.stages[:1], extension_steps=0)
-    return gpt.count_flops(first) * cfg.full_stages[0].tokens_per_step
+    return gpt.derived_numbers(first, 1)["flops_per_token"] * cfg.full_stages[0].tokens_per_step
 
 
 def format_report(result: dict) -> str:

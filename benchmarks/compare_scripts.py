@@ -57,7 +57,8 @@ class Version:
         # batches() took the config until ce47886, and the runtime until e324cd9
         kinds = dict(cfg=cfg, rt=rt, comm=getattr(rt, "comm", None))
         first = [value for name, value in kinds.items() if takes(data.batches, name)]
-        self.batches = script.Prefetcher(data.batches(*first, 0, cfg.num_iterations), rt.device)
+        prefetch = getattr(script, "prefetch", None) or script.Prefetcher  # a class until 4af6f45
+        self.batches = prefetch(data.batches(*first, 0, cfg.num_iterations), rt.device)
         self.losses, self.seconds = [], []
 
     def list_stages(self) -> list[tuple[int, int]]:
@@ -108,17 +109,13 @@ def main() -> int:
 
     def body() -> int:
         before, after = (Version(script, words) for script in (load_script(args.before), gpt))
-        try:
-            if before.rt.dtype != after.rt.dtype:
-                raise RecordError(f"activations would be {str(before.rt.dtype)[6:]} before and "
-                                  f"{str(after.rt.dtype)[6:]} after: give --dtype")
-            if before.list_stages() != after.list_stages():
-                raise RecordError(f"the stages of {args.before} have other steps or tokens: give both one "
-                                  "recipe")
-            print(compare(before, after, args.steps))
-        finally:
-            for version in (before, after):
-                version.batches.executor.shutdown(cancel_futures=True)
+        if before.rt.dtype != after.rt.dtype:
+            raise RecordError(f"activations would be {str(before.rt.dtype)[6:]} before and "
+                              f"{str(after.rt.dtype)[6:]} after: give --dtype")
+        if before.list_stages() != after.list_stages():
+            raise RecordError(f"the stages of {args.before} have other steps or tokens: give both one "
+                              "recipe")
+        print(compare(before, after, args.steps))
         return 0
 
     return run_guarded(body)

@@ -50,7 +50,7 @@ def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
     num_tokens, losses, repeats = data.batch_tokens, [], []
     for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // num_tokens))), leave=False):
-        batch = gpt.make_batch(data.read_batch(index), data.bos, cfg.document_mask)
+        batch = gpt.make_batch(data.read_batch(index), data.bos)
         step_inputs = gpt.make_step_inputs(state, num_tokens, cfg.val_seq_len, cfg, batch.inputs.device)
         x = model.run_layers(batch, step_inputs, ops)
         logits = model.head.compute_logits(x)

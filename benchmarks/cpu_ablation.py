@@ -38,7 +38,7 @@ def measure(variant: str, num_steps: int) -> dict:
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     trainer = gpt.Trainer(cfg, rt)
     data = gpt.TrainData(cfg, trainer.schedule)
-    batches = gpt.Prefetcher(data.batches(rt.comm, 0, num_steps + 3), rt.device)
+    batches = gpt.prefetch(data.batches(rt.comm, 0, num_steps + 3), rt.device)
     start = time.perf_counter()
     for _ in range(3):
         trainer.train_step(batches, trainer.schedule.at(0))
@@ -47,7 +47,7 @@ def measure(variant: str, num_steps: int) -> dict:
         start = time.perf_counter()
         trainer.train_step(batches, trainer.schedule.at(0))
         seconds.append(time.perf_counter() - start)
-    batches.executor.shutdown(cancel_futures=True)
+    batches.close()
     return {"first": first, "seconds": seconds}
 
 

@@ -130,7 +130,7 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
         trainer = gpt.Trainer(cfg, rt)
         same = (batch for _ in range(steps * (num_cycles + 2))
                 for batch in data.batches(rt.comm, last, last + 1))
-        batches = gpt.Prefetcher(same, rt.device)
+        batches = gpt.prefetch(same, rt.device)
         for _ in range(num_cycles + 2):  # two to warm up
             trainer.optimizer.step_count = first_of_cycle
             recorder.add(Event("begin", ""))
@@ -138,7 +138,7 @@ def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycl
                 trainer.train_step(batches, trainer.schedule.at(last))
             recorder.add(Event("end", ""))
             cycles.append(recorder.read())
-        batches.executor.shutdown(cancel_futures=True)
+        batches.close()
     kinds = {tuple((event.kind, event.name) for event in cycle) for cycle in cycles[2:]}
     assert len(kinds) == 1, "cycles differ in their collectives"
     return [event._replace(ms=statistics.median(same.ms for same in column))

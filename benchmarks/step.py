@@ -22,6 +22,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,9 +62,9 @@ LAYER_TOKENS = 2048  # tokens for which the layers are measured
 
 
 class TimedBatches:
-    """A Prefetcher whose wait times are summed and marked in a profile."""
+    """Prefetched batches whose wait times are summed and marked in a profile."""
 
-    def __init__(self, batches: gpt.Prefetcher):
+    def __init__(self, batches: Iterator[gpt.Batch]):
         self.batches, self.waited = batches, 0.0
 
     def __next__(self) -> gpt.Batch:
@@ -94,7 +95,7 @@ class Subject:
         if cfg.telemetry_every:
             gpt.Telemetry(self.trainer, self.log)
         self.guard = gpt.Guard(self.trainer, self.log) if cfg.guard else None
-        self.batches = TimedBatches(gpt.Prefetcher(
+        self.batches = TimedBatches(gpt.prefetch(
             self.data.batches(rt.comm, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
 
@@ -116,13 +117,19 @@ class Subject:
         rt, schedule = self.rt, self.trainer.schedule
         timed = list(enumerate(self.seconds))
         token = common.time_token(timed, schedule, self.every)
+        flops = gpt.derived_numbers(self.cfg, 1)["flops_per_token"]
         stages = zip(common.time_stages(timed, schedule, self.every), schedule.stage_ranges())
         return dict(seconds_per_token=token, tokens_per_s=round(1 / token),
                     ms_by_stage={f"{number}: windows {stage.window_long}/{stage.window_short}": 1e3 * seconds
                                  for number, (seconds, (stage, _, _)) in enumerate(stages, 1)},
-                    mfu=gpt.count_flops(self.cfg) / token / (rt.peak_flops * rt.world_size),
+                    mfu=flops / token / (rt.peak_flops * rt.world_size),
                     matmul_tflops=rt.peak_flops / 1e12, warm_up_s=self.warm_up_s, num_graphs=self.num_graphs,
                     data_wait_ms=1e3 * self.batches.waited / len(self.seconds))
+
+
+def count_tokens(schedule: gpt.Schedule, start: int, end: int) -> int:
+    """Training tokens of the steps start..end-1."""
+    return sum(schedule.stages[schedule.find_stage(step)[0]].tokens_per_step for step in range(start, end))
 
 
 def compare(first: Subject, second: Subject) -> dict:
@@ -134,7 +141,7 @@ def compare(first: Subject, second: Subject) -> dict:
 
     def time_round(subject: Subject, start: int) -> float:
         schedule, end = subject.trainer.schedule, start + count
-        return sum(subject.seconds[start:end]) / (schedule.count_tokens(start) - schedule.count_tokens(end))
+        return sum(subject.seconds[start:end]) / count_tokens(schedule, start, end)
 
     ratios = [time_round(second, start) / time_round(first, start)
               for start in range(len(first.seconds) - count + 1)]
@@ -261,7 +268,7 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 
     subject.trainer.optimizer.step = marked_step
     subject.trainer.progress.step = 0
-    batches = gpt.Prefetcher(subject.data.batches(rt.comm, 0, num_steps), rt.device)
+    batches = gpt.prefetch(subject.data.batches(rt.comm, 0, num_steps), rt.device)
     subject.batches = TimedBatches(batches)
     start, seconds = gpt.clock(rt.device), subject.seconds.copy()
     with profile(activities=activities, record_shapes=True) as prof:
@@ -269,7 +276,7 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
             subject.step()
         wall = gpt.clock(rt.device) - start
     subject.trainer.optimizer.step, subject.seconds = optimizer_step, seconds
-    batches.executor.shutdown(cancel_futures=True)
+    batches.close()
     if trace and rt.is_main:
         prof.export_chrome_trace(str(trace))
     kernels = list_kernels(prof.events()) if use_cuda else []
@@ -293,7 +300,7 @@ def measure_layers(subject: Subject) -> list[dict]:
         rows.append(dict(mean=x.mean().item(), std=x.std().item(), max=x.abs().max().item()))
 
     tokens = data.read_batch(0)[:1, : LAYER_TOKENS + 1]
-    batch = gpt.make_batch(tokens, data.bos, cfg.document_mask)
+    batch = gpt.make_batch(tokens, data.bos)
     batch = gpt.add_plans(batch, [tokens] * rt.world_size, rt.rank, cfg)  # all ranks read equal rows
     num_tokens, state = len(batch.inputs), trainer.schedule.at(cfg.num_iterations)
     step_inputs = gpt.make_step_inputs(state, num_tokens, num_tokens, cfg, rt.device)
@@ -411,7 +418,7 @@ def measure(args: Namespace, argv: list[str]) -> None:
                 subject.step()
         runs = []
         for subject, words in zip(subjects, flags):
-            subject.batches.batches.executor.shutdown(cancel_futures=True)
+            subject.batches.batches.close()
             figures = subject.measure()
             if len(subjects) == 1:
                 figures["peak_memory_mib"] = gpt.read_peak_memory_mib(rt)

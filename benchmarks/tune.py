@@ -141,10 +141,10 @@ def work(options: list[str]) -> int:
 
     def time_steps(numbers: Sequence[int]) -> list[float]:
         """Seconds of each of these steps."""
-        subject.batches.batches.executor.shutdown(cancel_futures=True)
+        subject.batches.batches.close()
         batches = (batch for number in numbers
                    for batch in subject.data.batches(rt.comm, number, number + 1))
-        subject.batches = step.TimedBatches(gpt.Prefetcher(batches, rt.device))
+        subject.batches = step.TimedBatches(gpt.prefetch(batches, rt.device))
         subject.seconds = []
         for number in numbers:
             subject.trainer.progress.step = number
@@ -175,7 +175,7 @@ def work(options: list[str]) -> int:
             turn = list_turn(schedule, subject.every, int(line))
             seconds = time_steps([turn[0], *turn])[1:]  # the first one after a pause is slow
             answer(seconds_per_token=common.time_token(zip(turn, seconds), schedule, subject.every))
-        subject.batches.batches.executor.shutdown(cancel_futures=True)
+        subject.batches.batches.close()
         if rt.world_size > 1:
             torch.distributed.destroy_process_group()
     return 0

@@ -116,7 +116,7 @@ def measure_losses(model: gpt.GPT, cfg: gpt.Config, ops: gpt.Operations, bits: t
     bits, places = bits.to(device), torch.arange(8, device=device)
     plain = masked = 0.0
     for index in tqdm(range(data.num_batches), disable=None):
-        batch = gpt.make_batch(data.read_batch(index), data.bos, cfg.document_mask)
+        batch = gpt.make_batch(data.read_batch(index), data.bos)
         batch = gpt.move_batch(batch, device)
         x = model.run_layers(batch, step_inputs, ops)
         tensors = (x, batch.inputs, batch.targets)

@@ -246,17 +246,17 @@ def make_trainer(shards, **changes):
         trainer.progress.step += 1
         return loss
 
-    return trainer, step, lambda: batches.executor.shutdown(cancel_futures=True)
+    return trainer, step, lambda: batches.close()
 
 
 def start_prefetcher(trainer):
     data, rt = gpt.TrainData(trainer.cfg, trainer.schedule), trainer.rt
-    return gpt.Prefetcher(data.batches(rt.comm, 0, trainer.cfg.num_iterations), rt.device)
+    return gpt.prefetch(data.batches(rt.comm, 0, trainer.cfg.num_iterations), rt.device)
 
 
 def train_steps(trainer, num_steps: int, first: int = 0) -> list[float]:
     """The losses of steps with this part of the schedule, on the first data."""
     batches, steps = start_prefetcher(trainer), range(first, first + num_steps)
     losses = [trainer.train_step(batches, trainer.schedule.at(step)).item() for step in steps]
-    batches.executor.shutdown(cancel_futures=True)
+    batches.close()
     return losses

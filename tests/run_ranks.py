@@ -74,7 +74,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
     for name, cfg in cfgs.items():
         steps = cfg.num_iterations // 2
         trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms))
-        batches = gpt.Prefetcher(gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, steps), rt.device)
+        batches = gpt.prefetch(gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, steps), rt.device)
         sent = Counter()
         for step in range(steps):
             with comm.count_bytes() as counted:
@@ -82,7 +82,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
             sent += counted
             if step % 2:  # the other steps begin with pending all-gathers
                 check_ranks(trainer.optimizer)
-        batches.executor.shutdown(cancel_futures=True)
+        batches.close()
         check_ranks(trainer.optimizer)
         params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
         params |= {table.name: table.gather().clone() for table in trainer.optimizer.tables}

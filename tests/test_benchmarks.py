@@ -161,7 +161,7 @@ def clock(monkeypatch):
 def make_subject(seconds, every=1, num_ranks=1, **changes) -> step.Subject:
     """A subject after steps that took these seconds, at a peak of 1,000 tokens a second and rank."""
     cfg, subject = smoke_config(num_iterations=len(seconds), **changes), object.__new__(step.Subject)
-    rt = make_runtime(world_size=num_ranks, peak_flops=gpt.count_flops(cfg) * 1000.0)
+    rt = make_runtime(world_size=num_ranks, peak_flops=gpt.derived_numbers(cfg, 1)["flops_per_token"] * 1000.0)
     trainer, batches = SimpleNamespace(schedule=gpt.Schedule(cfg)), SimpleNamespace(waited=0.0)
     vars(subject).update(cfg=cfg, rt=rt, every=every, seconds=seconds, warm_up_s=0, num_graphs=0,
                          trainer=trainer, batches=batches)
@@ -234,7 +234,8 @@ def test_comm_counts_the_flops_of_the_first_stage():
     """Its steps are of the first stage, whose windows are shorter than the mean of all."""
     cfg = smoke_config(stages=(gpt.Stage(1, 64, 32, 1024), gpt.Stage(1, 256, 128)))
     first = smoke_config(stages=(gpt.Stage(1, 64, 32, 1024),))
-    assert comm.count_step_flops(cfg) == gpt.count_flops(first) * 1024 < gpt.count_flops(cfg) * 1024
+    flops, all_flops = (gpt.derived_numbers(c, 1)["flops_per_token"] for c in (first, cfg))
+    assert comm.count_step_flops(cfg) == flops * 1024 < all_flops * 1024
 
 
 def test_comm_does_not_time_compilation(clock, tmp_path):

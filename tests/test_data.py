@@ -91,11 +91,10 @@ def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
         assert data.read_tokens(index).tolist() == expected[index].tolist()
 
 
-@pytest.mark.parametrize("has_mask", [True, False])
-def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
+def test_sequences_and_documents_are_apart():
     sequences = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
-    made = gpt.make_batch(sequences, BOS, has_mask)
-    assert made.doc_ids.tolist() == ([1, 2, 2, 3, 3, 4] if has_mask else [1, 1, 1, 2, 2, 2])
+    made = gpt.make_batch(sequences, BOS)
+    assert made.doc_ids.tolist() == [1, 2, 2, 3, 3, 4]
     assert made.inputs.tolist() == [5, BOS, 6, 8, 9, BOS]
     assert made.targets.tolist() == [BOS, 6, 7, 9, BOS, 1]
     assert [x.dtype for x in made[:3]] == [torch.int32, torch.int64, torch.int32]
@@ -104,13 +103,12 @@ def test_sequences_are_apart_and_documents_if_they_are_masked(has_mask):
 @pytest.mark.parametrize("micro_batch_tokens", [512, 1024, 2048])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_together_see_what_one_rank_sees(shards, world_size, micro_batch_tokens):
-    """The tokens of a step. Without a mask a document is a packed sequence."""
+    """The tokens of a step, and a new document at the start of each packed sequence."""
     data, sequences = all_sequences(smoke_config(shards, micro_batch_tokens=micro_batch_tokens))
-    data.cfg = dataclasses.replace(data.cfg, document_mask=False)
     for step in (0, 5, 11):
         batches = [batch for rank in range(world_size) for batch in read_step(data, step, rank, world_size)]
         seen = [batch.inputs for batch in batches]
-        assert {batch.doc_ids[-1].item() for batch in batches} == {len(seen[0]) // 512}
+        assert all((batch.doc_ids[511:-1:512] < batch.doc_ids[512::512]).all() for batch in batches)
         expected = np.concatenate([tokens[:-1] for tokens in sequences[step * 4 : step * 4 + 4]])
         assert torch.cat(seen).tolist() == expected.tolist()
 
@@ -147,7 +145,7 @@ def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
 
     whole = [collect(2048, step, step + 1) for step in range(12)]  # a resumed run begins anywhere
     sizes = [[len(row) for row in rows] for rows in whole]
-    assert sizes == [[200] * 4] * 5 + [[250] * 4] * 4 + [[]] * 3  # 384 are all classes
+    assert sizes == [[200] * 4] * 5 + [[250] * 4] * 4 + [[384] * 4] * 3
     assert all(rows[0] != rows[1] for rows in whole[:9]) and whole[0] != whole[1]
     for micro_batch_tokens in (512, 1024, 2048):
         assert collect(micro_batch_tokens, 0, 12) == sum(whole, [])
@@ -209,22 +207,7 @@ def test_short_validation_sequences_travel_together(shards):
     assert trainer.validate(data, state) == pytest.approx(trainer.validate(one_by_one, state), rel=1e-6)
 
 
-def test_shards_of_another_bos_are_refused(tmp_path):
-    """Documents begin with it, and masks are made with one number for all shards."""
-    for name, bos in (("train_0", BOS), ("train_1", 97), ("val_0", 97)):
-        tokens = np.full(30_000, 98, np.uint16)
-        tokens[::100] = bos
-        write_shard(tmp_path / f"{name}.bin", tokens, VOCAB, bos)
-    cfg = smoke_config(tmp_path)
-    with pytest.raises(gpt.RunError, match="train_1.bin"):
-        gpt.TrainData(cfg, gpt.Schedule(dataclasses.replace(cfg, num_iterations=20)))
-    with pytest.raises(gpt.RunError, match="val_0.bin"):
-        gpt.ValData(cfg, BOS)
-    batch, _ = next(gpt.ValData(cfg, 97).batches(gpt.Comm(), 1))
-    assert batch.doc_ids.max() == 11  # 1,024 tokens in documents of 100
-
-
-def test_the_prefetcher():
+def test_prefetched_batches():
     """Batches arrive in order. Errors of the thread reach the caller. No thread is left."""
     def count_threads():
         return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
@@ -234,12 +217,11 @@ def test_the_prefetcher():
         raise ValueError("disk on fire")
 
     batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
-    prefetcher = gpt.Prefetcher(fail(), torch.device("cpu"))
-    assert [next(prefetcher).inputs[1].item() for _ in batches] == list(range(7))
+    prefetched = gpt.prefetch(fail(), torch.device("cpu"))
+    assert [next(prefetched).inputs[1].item() for _ in batches] == list(range(7))
     assert count_threads() == 1
     with pytest.raises(ValueError, match="disk on fire"):
-        next(prefetcher)
-    prefetcher.executor.shutdown(cancel_futures=True)
+        next(prefetched)
     assert count_threads() == 0
 
 
@@ -320,8 +302,9 @@ def test_sweeps_of_a_step_begin_at_equal_distances(shards):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     vocab_size = cfg.padded_vocab_size
     for slot in range(4):
-        sweep, offset = gpt.sweep_classes(data, slot, 0), vocab_size * slot // 4
+        sweep, offset = gpt.sweep_classes(data, 0), vocab_size * slot // 4
         for step in range(3):
             targets = data.read_tokens(4 * step + slot)[1:]
             expected, offset = gpt.choose_classes(targets, 300, vocab_size, offset)
-            assert next(sweep)[1].tolist() == expected.tolist()
+            number, classes = next(sweep)
+            assert number == step and classes[slot].tolist() == expected.tolist()

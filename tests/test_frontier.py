@@ -140,7 +140,7 @@ def test_forward_and_gradients(step, fast, float64):
                   for (buffer, _), offset in zip(call, offsets)]  # fmt: skip
         classes = torch.tensor(np.stack(chosen))
     rows = np.array([buffer for buffer, _ in call])
-    batch = gpt.make_batch(rows, shape.bos, True, cfg.max_attention_len)._replace(classes=classes)
+    batch = gpt.make_batch(rows, shape.bos, cfg.max_attention_len)._replace(classes=classes)
     inputs = gpt.make_step_inputs(state, 2 * length, length, cfg, CPU)
 
     logits = model.head.compute_logits(model.run_layers(batch, inputs, ops)).chunk(2)
@@ -254,7 +254,7 @@ def test_pieces_of_documents():
     """The published ends of attention pieces for documents that end at 3072, 3100, 8220 and 8221."""
     tokens = np.zeros((1, 8222), dtype=np.int64)
     tokens[0, [0, 3072, 3100, 8220]] = 1
-    doc_ids = gpt.make_batch(tokens, 1, True, 2560).doc_ids
+    doc_ids = gpt.make_batch(tokens, 1, 2560).doc_ids
     ends = [*(np.flatnonzero(np.diff(doc_ids.numpy())) + 1).tolist(), 8221]
     assert ends == reference.attention_boundaries([3072, 3100, 8220, 8221], 2560)
     assert ends == [2560, 3072, 3100, 5660, 8220, 8221]

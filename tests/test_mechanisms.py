@@ -83,7 +83,7 @@ def test_without_a_part_it_is_gone_and_training_goes_on(part, shards):
     batches = start_prefetcher(trainer)
     for step in range(4):
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
-    batches.executor.shutdown(cancel_futures=True)
+    batches.close()
     assert losses[3] < math.log(257) < losses[0] < 7
 
 

@@ -77,12 +77,12 @@ def train(words: list[str]) -> str:
     cfg = gpt.make_config(gpt.parse_argv(words))
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     trainer, train_data = gpt.Trainer(cfg, rt), gpt.TrainData(cfg, gpt.Schedule(cfg))
-    losses, batches = [], gpt.Prefetcher(train_data.batches(rt.comm, 0, cfg.num_iterations), rt.device)
-    with batches.executor:
-        for step in range(cfg.num_iterations):
-            trainer.progress.step = step
-            losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
-    val_data = gpt.ValData(cfg, train_data.bos)
+    losses, batches = [], gpt.prefetch(train_data.batches(rt.comm, 0, cfg.num_iterations), rt.device)
+    for step in range(cfg.num_iterations):
+        trainer.progress.step = step
+        losses.append(trainer.train_step(batches, trainer.schedule.at(step)).item())
+    batches.close()
+    val_data = gpt.ValData(cfg)
     losses.append(trainer.validate(val_data, trainer.schedule.at(cfg.num_iterations)))
     digest = hashlib.sha256(json.dumps(losses).encode())
     for tensor in gpt.collect_rows(trainer).values():

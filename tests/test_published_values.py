@@ -183,7 +183,7 @@ def test_averages():
     """Parameters of every average, and its rate in every step, read from averages of the step numbers."""
     cfg = gpt.make_config(SMALL)
     optimizer = gpt.Optimizer(gpt.GPT(cfg).double(), cfg, make_runtime())
-    buckets, averages, names = optimizer.buckets, optimizer.averages, optimizer.bucket_of
+    buckets, names = optimizer.buckets, optimizer.bucket_of
     rows = {}  # buckets by (key, weight)
     for key, average, bucket in gpt.list_averages(buckets):
         rows.setdefault((key, average.weight), []).append(bucket)
@@ -196,7 +196,7 @@ def test_averages():
         for bucket in buckets:
             bucket.shard.fill_(step)
         before = read()
-        averages.update(step, buckets)
+        gpt.update_averages(buckets, step + 1, cfg.num_iterations)
         for found, old, new in zip(rates, before, read()):
             if new != old:
                 found[step] = (new - old) / (step - old)

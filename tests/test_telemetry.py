@@ -56,8 +56,10 @@ def test_lines_and_their_fields(measured):
     groups = {*always, "value_embed", "ngram"}
     assert [set(line["groups"]) for line in lines] == [groups, groups, always, {*groups, "embed"}]
     assert set(lines[0]["groups"]["matrix"]) == {"grad_norm", "weight_norm", "update_ratio", "momentum_norm"}
-    assert set(lines[0]["groups"]["ngram"]) == {"grad_norm"}
-    assert all(norm > 0 for line in lines for group in line["groups"].values() for norm in group.values())
+    for line in lines:
+        for group, norms in line["groups"].items():  # only rows with a gradient change in a table with row_adam
+            assert {name for name, norm in norms.items() if norm > 0} == (
+                {"grad_norm"} if group == "ngram" else set(lines[0]["groups"]["matrix"]))
 
 
 def test_telemetry_changes_no_bit(shards, measured, here, monkeypatch):
@@ -93,13 +95,14 @@ def test_the_numbers(shards):
         before = {bucket.name: bucket.shard.clone() for bucket in optimizer.buckets}
         losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
         trainer.progress.step += 1
-    batches.executor.shutdown(cancel_futures=True)
+    batches.close()
     norm = lambda tensors: sum(t.double().square().sum().item() for t in tensors) ** 0.5
     assert lines[3]["groups"].keys() == {bucket.group_name for bucket in optimizer.buckets}
     for group, facts in lines[3]["groups"].items():
         buckets = [bucket for bucket in optimizer.buckets if bucket.group_name == group]
         num_tokens = cfg.tokens_per_step * (2 if group == "scalar" else 1)
         expected = dict(grad_norm=norm(grads[bucket.name] for bucket in buckets) / num_tokens)
+        expected |= dict(weight_norm=0, update_ratio=0, momentum_norm=0)
         if group != "ngram":
             weight = norm(bucket.shard for bucket in buckets)
             key = "momentum" if group == "matrix" else "exp_avg"

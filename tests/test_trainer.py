@@ -68,7 +68,7 @@ def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, now):
     """The time advances only in these functions. Each of four steps has one batch, all read before the last ends."""
     for owner, name, seconds in (
         (gpt, "find_prefix_tokens", 8),  # on the clock
-        (gpt.Prefetcher, "__init__", 4),
+        (gpt, "prefetch", 4),
         (gpt.TrainData, "read_batch", 1),
         (gpt.TrainData, "__init__", 32),  # before it
         (gpt.ValData, "__init__", 16),

@@ -271,7 +271,7 @@ def values_are(value):
 
 
 class FakeBatches:
-    """Batches without values, for Prefetcher and ValData. No token is read twice, so tables send the most rows."""
+    """Batches without values, for prefetch() and ValData. No token is read twice, so tables send the most rows."""
 
     def __init__(self, batch_tokens: int, cfg: gpt.Config, num_ranks: int = 1, num_batches: int = 0,
                  num_classes: int | None = None, seq_len: int = 1):
