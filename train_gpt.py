@@ -994,7 +994,7 @@ class Attention(nn.Module):
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
         # Values with HL < D channels are updated like (D, D) matrices with padding: a second moment per row
-        # of v, and a factor that cancels the one of a tall matrix (D, HL) in spectral_step()
+        # of v, and a factor that cancels the one of a tall matrix (D, HL) in muon()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
@@ -1367,16 +1367,23 @@ def join_bits(param, low_bits):
 def muon(weight, grad, state, args):
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update.
 
-    NorMuon (2025-10-24) divides the update's rows by their running root mean square. MuonH and NorMuonH move
-    on a sphere (Hyperball, arXiv 2606.16899), and lr is the rotation angle.
+    Tall matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) divides the rows of
+    the update by their running RMS. MuonH and NorMuonH move on a sphere, and lr is the rotation angle.
     """
-    update = nesterov_momentum(grad, state, args)
+    # Nesterov momentum
+    momentum = state["momentum"]
+    grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
+    momentum.mul_(args.momentum).add_(grad)
+    update = momentum * args.momentum + grad
+
     update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
     if "second_momentum" in state:
         update = normalize_rows(update, state, args)
     if "radius" in state:
         return sphere_step(weight, update, state, args)
-    return spectral_step(weight, update, args)
+    rows, columns = update.shape[-2:]
+    decay = choose_decay(update * weight >= 0, args)
+    return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
 def anvil(weight, grad, state, args):
@@ -1401,8 +1408,15 @@ def anvil(weight, grad, state, args):
 
 
 def adamw(weight, grad, state, args):
-    """AdamW, elementwise."""
-    update = adam_direction(grad, state, args)
+    """AdamW, elementwise, in float32. eps is added before the bias correction, as in record 32."""
+    beta1, beta2 = args.betas
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    bias_correction = args.bias_correction2.sqrt() / args.bias_correction1
+    update = exp_avg / (exp_avg_sq.sqrt() + args.eps) * bias_correction
     decay = choose_decay(update * weight > 0, args)
     return weight * (1 - decay) - update * args.lr
 
@@ -1441,13 +1455,6 @@ def choose_decay(shrinks, args):
     if args.cautious:
         return args.weight_decay * shrinks
     return args.weight_decay
-
-
-def nesterov_momentum(grad, state, args):
-    momentum = state["momentum"]
-    grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
-    momentum.mul_(args.momentum).add_(grad)
-    return momentum * args.momentum + grad
 
 
 # a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
@@ -1498,24 +1505,6 @@ def normalize_rows(update, state, args):
     second_momentum.lerp_(mean_square, 1 - args.betas[1])
     normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
     return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
-
-
-def adam_direction(grad, state, args):
-    """Adam's update in float32. eps is added before the bias correction, as in record 32."""
-    beta1, beta2 = args.betas
-    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
-    exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
-    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
-    state["exp_avg"].copy_(exp_avg)
-    state["exp_avg_sq"].copy_(exp_avg_sq)
-    return exp_avg / (exp_avg_sq.sqrt() + args.eps) * (args.bias_correction2.sqrt() / args.bias_correction1)
-
-
-def spectral_step(weight, update, args):
-    """Weight decay and a step of spectral norm lr, times sqrt(rows / columns) if tall (record 4)."""
-    rows, columns = update.shape[-2:]
-    decay = choose_decay(update * weight >= 0, args)
-    return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
 def sphere_step(weight, update, state, args):
@@ -1997,22 +1986,43 @@ class Schedule:
 
     def at(self, step: int):
         """The scheduled values at a step. Step num_iterations is the final validation."""
+        cfg = self.cfg
         index, fraction = self.find_stage(step)
         stage = self.stages[index]
         if step == self.num_iterations:
             index += 1
+
+        # Learning rates and weight decay
         lr, weight_decay = {}, {}
-        for name, group in self.cfg.groups.items():
+        for name, group in cfg.groups.items():
             lr_factor = self.compute_lr_factor(step, name)
+            decay_factor = 1.0
+            if cfg.decay_schedule == "lr":
+                decay_factor = lr_factor
+            elif cfg.decay_schedule == "cosine":
+                decay_factor = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
             lr[name] = group.lr * lr_factor
-            weight_decay[name] = group.weight_decay * self.compute_decay_factor(step, lr_factor)
-        momentum = self.compute_momentum(step)
+            weight_decay[name] = group.weight_decay * decay_factor
+
+        # Muon momentum: linear warmup in the first steps, linear cooldown in the last
+        t = 1.0
+        if step < cfg.momentum_warmup_steps:
+            t = step / cfg.momentum_warmup_steps
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
+        first, last = cfg.momentum
+        momentum = first + t * (last - first)
         fast_beta, fast_weight = momentum, 1.0
         if step >= self.slow_momentum_step:
             fast_beta, fast_weight = FAST_BETA, FAST_WEIGHT
-        loss_weights = self.compute_loss_weights(stage, fraction)
+
+        # Weights of the targets: linear in the fraction of the stage. The prefix target's are steps
+        loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
+        if stage.prefix_weight:
+            num_parts = len(stage.prefix_weight)
+            loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
         return StepState(index, stage, self.windows[index], lr, weight_decay, momentum, fast_beta,
-                         fast_weight, loss_weights, self.ropes[index])
+                         fast_weight, tuple(loss_weights), self.ropes[index])
 
     def find_stage(self, step: int):
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
@@ -2036,32 +2046,6 @@ class Schedule:
             return peak
         t = remaining / cooldown_frac  # from 1 to 0
         return peak * t + cfg.final_lr_frac * (1 - t)
-
-    def compute_decay_factor(self, step: int, lr_factor: float):
-        if self.cfg.decay_schedule == "lr":
-            return lr_factor
-        if self.cfg.decay_schedule == "cosine":
-            return 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
-        return 1.0
-
-    def compute_loss_weights(self, stage, fraction: float):
-        """Weights of the targets at a fraction of the stage: linear in it. The prefix target's are steps."""
-        weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
-        if stage.prefix_weight:
-            num_parts = len(stage.prefix_weight)
-            weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
-        return tuple(weights)
-
-    def compute_momentum(self, step: int):
-        """Muon momentum: linear warmup in the first steps, linear cooldown in the last."""
-        cfg = self.cfg
-        t = 1.0
-        if step < cfg.momentum_warmup_steps:
-            t = step / cfg.momentum_warmup_steps
-        if step > self.num_iterations - cfg.momentum_cooldown_steps:
-            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
-        first, last = cfg.momentum
-        return first + t * (last - first)
 
 
 def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
@@ -4238,7 +4222,7 @@ def describe_run(cfg, rt, argv: list[str], shards: list[Shard]):
     first = rt.comm.broadcast_object(run)
     share_problem(f"rank {rt.rank} has another script, config or data than rank 0"
                   if first["key"] != run["key"] else "", rt)
-    share_problem((check_writable(cfg) or check_record(cfg, first)) if rt.is_main else "", rt)
+    share_problem(find_conflict(cfg, first) if rt.is_main else "", rt)
     return first
 
 
@@ -4307,24 +4291,20 @@ def find_result(cfg, run: dict):
     return next(filter(Path.exists, paths), None)
 
 
-def check_record(cfg, run: dict):
-    """The reason why this run does not fit its record's newest result, or ""."""
-    for path in sorted(find_result_folder(cfg).glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
+def find_conflict(cfg, run: dict):
+    """The reason why a folder of this run cannot be written, or has results of another run, or ""."""
+    results = find_result_folder(cfg)
+    for folder in (Path(cfg.out, "logs"), results.parent, Path(cfg.out, "checkpoints")):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(f"{folder}/.", os.W_OK):
+            return f"--out={cfg.out}: {folder} is no folder that can be written"
+    for path in sorted(results.glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
         result = json.loads(path.read_text())
         has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
         if not has_key or result["hardware"] != run["hardware"]:
             return (f"--record={cfg.record} has a result of another script, config, data or hardware "
                     f"({path}): choose another name")
-    return ""
-
-
-def check_writable(cfg):
-    """The reason why a folder of this run cannot be written, or ""."""
-    for folder in (Path(cfg.out, "logs"), find_result_folder(cfg).parent, Path(cfg.out, "checkpoints")):
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(f"{folder}/.", os.W_OK):
-            return f"--out={cfg.out}: {folder} is no folder that can be written"
     return ""
 
 
