@@ -100,8 +100,6 @@ def option(default, meaning: str, low=-2**31, high=2**31 - 1, choices=(), **off)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The parts of one layer."""
-
     attention: str = "short"  # window of the attention: long or short. none: no attention
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
@@ -152,8 +150,6 @@ class Stage:
 
 @dataclass(frozen=True)
 class Group:
-    """How the parameters of one group are trained."""
-
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
     rule: str = option("adamw", "update rule")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
@@ -192,21 +188,16 @@ TRACK_1_GROUPS = dict(
 
 @dataclass(frozen=True)
 class Config:
-    """All options of a run."""
-
     # Data, budget, devices and output
-    preset: str = option("auto", "starting point: a name, or a .json file of a preset or result. auto: "
-                         "track_1 with CUDA, else laptop")
-    without: tuple[str, ...] = option((), "parts of the preset to leave out, a,b. derived.mechanisms in "
-                                      "--print_config lists them")
+    preset: str = option("auto", "a name, or a .json file of a preset or result. auto: track_1 or laptop")
+    without: tuple[str, ...] = option((), "parts to leave out, a,b: derived.mechanisms of --print_config")
     track: str = option("track_1", "folder under records/ for comparable runs")
     record: str = option("", "name of a record run. Its script, log and result go to records/")
     seed: int = option(0, "seed of the initial weights", 0)
     device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
     dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
                         choices=("auto", "bfloat16", "float32"))
-    fast: tuple[str, ...] = option(("auto",), "fast forms of operations: all that work here (auto), none "
-                                   "(off), or names a,b")
+    fast: tuple[str, ...] = option(("auto",), "fast forms of operations: auto, off, or names a,b")
     compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
     fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: if the GPU has them", choices=AUTO, off="off")
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
@@ -214,20 +205,17 @@ class Config:
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", 1)
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
-    val_windows: tuple[int, ...] = option((1664, 768), "long and short window of the final validation. (): "
-                                          "the last stage's", 1)
+    val_windows: tuple[int, ...] = option((1664, 768), "final validation: long,short. (): last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
     micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
-    sequence_start: str = option("document", "start of packed sequences: at a document, or anywhere (at the "
-                                 "end of the previous sequence)", choices=("document", "anywhere"),
-                                 off="anywhere")
+    sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
+                                 choices=("document", "anywhere"), off="anywhere")
     max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
-    max_attention_len: int = option(0, "training: tokens see only their piece of a document, with this many "
-                                    "tokens. 0: the whole document", 0, off=0)
+    max_attention_len: int = option(0, "longest piece of a training document in attention. 0: all", 0, off=0)
     stages: tuple[Stage, ...] = option((
         Stage(duration=1, window_long=384, window_short=128),
         Stage(duration=1, window_long=896, window_short=384),
@@ -257,29 +245,23 @@ class Config:
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
     init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
-    embed_std: tuple[float, float] = option((1.0, 1.0), "initial standard deviation of the embedding and of "
-                                            "the value embeddings", 0.0)
+    embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
-    gains: tuple[str, ...] = option((), "gains of attention and MLP: of their inputs (norm, initialized to "
-                                    "1), of their outputs (output, initialized to 0)",
+    gains: tuple[str, ...] = option((), "learned gains of sublayers: norm (inputs, from 1), output (from 0)",
                                     choices=("norm", "output"))
     qk_norm: bool = option(True, "normalize each head's queries and keys", off=False)
-    qk_group_heads: int = option(0, "heads per matrix in the orthogonalization of queries and keys. "
-                                 "0: all heads", 0, off=0)
-    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale of long and short "
-                                                  "layers. The second needs short_qk_dim", 0.0)
+    qk_group_heads: int = option(0, "heads per matrix of queries and keys in Muon. 0: all", 0, off=0)
+    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale of long layers, and of "
+                                                  "short ones with short_qk_dim", 0.0)
     short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
                                "YaRN follows the short window. 0: head_dim", 0, 4096, off=0)
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
-    value_gate_dim: int = option(0, "input channels of the value-embedding gate. 0: a learned scalar", 0, 24,
-                                 off=0)
-    x0_mix: str = option("before", "add the normalized embedding to each layer's input (before), to its "
-                         "residual stream after attention (after_attention), or nowhere (off)",
+    value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
+    x0_mix: str = option("before", "where the normalized embedding is added: before attention, or after it",
                          choices=("off", "before", "after_attention"), off="off")
-    residual_init: float = option(0.0, "initial value of the sublayers' learned residual scales. 0: none", 0,
-                                  off=0.0)
+    residual_init: float = option(0.0, "initial value of learned residual scales. 0: none", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
@@ -294,34 +276,26 @@ class Config:
     # Update rules and schedules
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
                                 choices=("newton_schulz", "polar_express", "six_maps"))
-    mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of the MLP's matrices",
-                                             0.0)
+    mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
     decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
                         choices=("decoupled", "cautious"), off="decoupled")
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
-    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at step 0, and after the warmup",
-                                           0.0, 0.9999)
+    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at first, later", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0, off=0)
-    momentum_cooldown_steps: int = option(0, "final steps in which momentum returns to its first value", 0,
-                                          off=0)
-    slow_momentum_start: float = option(1.0, "fraction of the schedule after which anvil mixes in its slow "
-                                        "momentum", 0.0, 1.0, off=1.0)
+    momentum_cooldown_steps: int = option(0, "final steps of the momentum cooldown", 0, off=0)
+    slow_momentum_start: float = option(1.0, "fraction of the schedule before anvil's slow momentum acts",
+                                        0.0, 1.0, off=1.0)
     adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
-    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32, "
-                              "which also keeps the low 16 bits of bfloat16 matrices",
-                              choices=("storage", "float32"))
-    late_start: float = option(1.0, "fraction of the schedule after which groups with late_every have this "
-                               "period, with betas and decay to match", 0.0, 1.0, off=1.0)
-    averages: bool = option(False, "at the end, move weights towards their averages over the last steps",
-                            off=False)
+    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32 "
+                              "with low bits of bfloat16 matrices", choices=("storage", "float32"))
+    late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
+    averages: bool = option(False, "in the end, move weights towards their running averages", off=False)
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "debug: round gradients to multiples of this. Sums over equal "
-                              "micro-batches are then independent of the number of ranks. 0: off", 0.0)
+    grad_grid: float = option(0.0, "debug: round gradients to multiples, for exact sums. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0, off=0.0)
-    matrix_cooldown_frac: float = option(-1.0, "matrices' cooldown fraction. -1: cooldown_frac", -1.0, 1.0,
-                                         off=-1.0)
+    matrix_cooldown_frac: float = option(-1.0, "of matrices. -1: cooldown_frac", -1.0, 1.0, off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
     groups: dict[str, Group] = dataclasses.field(
         default_factory=lambda: dict(TRACK_1_GROUPS),
@@ -360,7 +334,6 @@ class Config:
 
     @property
     def full_stages(self):
-        """The stages, with unset fields filled from the options."""
         return tuple(dataclasses.replace(
             stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
             max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len)
@@ -578,10 +551,8 @@ def relu2_mlp(x, up, down, _scales: tuple | None = None):
 
 
 def rotate(x, cos, sin):
-    """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position.
-
-    x (T, ..., P, K), cos and sin (T, ..., P, K/2). Source: record 32.
-    """
+    """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position. x (T, ...,
+    P, K), cos and sin (T, ..., P, K/2). Source: record 32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
@@ -599,9 +570,7 @@ class Heads(typing.NamedTuple):
 
 def make_qkv(x, weight, rope, heads, step_inputs):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
-
-    Key offset (2025-12-14): the unrotated half of a key comes from the previous token.
-    """
+    Key offset (2025-12-14): the unrotated half of a key comes from the previous token."""
     H, K, _, P, *_ = heads
     qk, v = linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
     qk = qk.unflatten(1, (2, H // P, P, K))
@@ -687,10 +656,8 @@ def make_ngram_signs(num_rows: int, dim: int):
 
 
 class Softcap(typing.NamedTuple):
-    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound.
-
-    Sources: records 9 and 19, and 2025-12-26 for the shift.
-    """
+    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound. Sources: records 9 and 19, and
+    2025-12-26 for the shift."""
 
     cap: float
     shift: float
@@ -706,10 +673,8 @@ class Softcap(typing.NamedTuple):
 
 
 def head_loss(x, weight, targets, target_weights, softcap):
-    """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored.
-
-    x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (), float32.
-    """
+    """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored. x (T, D), weight
+    (V, D), targets (T, n), target_weights (n,) -> (), float32."""
     loss = torch.zeros((), dtype=at_least_fp32(x), device=x.device)
     for x_chunk, target_chunk in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
         logits = softcap(linear(x_chunk, weight))  # (T, V)
@@ -734,7 +699,6 @@ class TableRows(typing.NamedTuple):
     work: dist.Work | None = None
 
     def read(self):
-        """Rows (..., D)."""
         if self.work is not None:
             self.work.wait()
         return F.embedding(self.places, self.leaf)
@@ -769,10 +733,8 @@ class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
     def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
-        """segments: consecutive layers that are compiled as one graph. None: all layers.
-
-        ngram_table: zeros for the n-gram embedding, if not all of its rows are here.
-        """
+        """segments: consecutive layers that are compiled as one graph. None: all layers. ngram_table: zeros
+        for the n-gram embedding, if not all of its rows are here."""
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
@@ -815,11 +777,8 @@ class GPT(nn.Module):
                 self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
 
     def forward(self, batch, step_inputs, ops, loss_weights=None):
-        """T tokens -> loss summed over them, float32.
-
-        loss_weights (n,) of the targets: next token, token after the next, ..., prefix of the next token.
-        None: only the next token, among all classes.
-        """
+        """T tokens -> loss summed over them, float32. loss_weights (n,) of the targets: next token, token
+        after the next, ..., prefix of the next token. None: only the next token, among all classes."""
         x = self.run_layers(batch, step_inputs, ops)
         self.wait_for(len(self.segments))
         return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
@@ -897,8 +856,6 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
-
     def __init__(self, cfg, layer: int, scalars: list[Scalar]):
         super().__init__()
         self.spec = cfg.layers[layer]
@@ -1078,10 +1035,8 @@ class MLP(nn.Module):
 
 
 class TokenGates(nn.Module):
-    """Per-token scalars of layers, computed from an activation by a two-layer MLP.
-
-    Source: multiway dynamic dense connections (MUDD), arXiv 2502.12170, 2026-04-22.
-    """
+    """Per-token scalars of layers, computed from an activation by a two-layer MLP. Source: multiway dynamic
+    dense connections (MUDD), arXiv 2502.12170, 2026-04-22."""
 
     SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
 
@@ -1151,15 +1106,12 @@ class Head(nn.Module):
         return torch.stack(losses).sum()
 
     def compute_logits(self, x):
-        """x (T, D) -> softcapped logits (T, V), float32."""
         return self.softcap(linear(x, self.weight))
 
 
 class Scalar(typing.NamedTuple):
-    """A multiplier in a layer: its initial values, and its source.
-
-    The source is (group, None) of learned scalars, or (kind, layer) of token gates: gates, mudd or mudd_out.
-    """
+    """A multiplier in a layer: its initial values, and its source. The source is (group, None) of learned
+    scalars, or (kind, layer) of token gates: gates, mudd or mudd_out."""
 
     layer: int
     name: str
@@ -1258,15 +1210,12 @@ def make_gains(cfg):
 
 
 def parameter(data, *spec, **options):
-    """A parameter with its ParamSpec."""
     param = nn.Parameter(data)
     param.spec = ParamSpec(*spec, **options)
     return param
 
 
 class ParamSpec(typing.NamedTuple):
-    """How a parameter is trained."""
-
     group: str
     lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
     wd_mul: float = 1.0
@@ -1477,10 +1426,8 @@ FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, fro
 
 
 def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
-    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype.
-
-    Iterates an odd polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express.
-    """
+    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype. Iterates an odd
+    polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express."""
     is_tall = x.size(-2) > x.size(-1)
     x = x.to(dtype)
     if is_tall:
@@ -1508,10 +1455,8 @@ def normalize_rows(update, state, args):
 
 
 def sphere_step(weight, update, state, args):
-    """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix.
-
-    An update orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899.
-    """
+    """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix. An update
+    orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899."""
     radius = state["radius"]
     update = update.to(at_least_fp32(update))
     weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
@@ -1534,9 +1479,7 @@ ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 
 
 def plan_buckets(model, cfg):
     """Divide the parameters into buckets of (name, parameter), in the order of backward: last layers first.
-
-    A bucket has parameters of one segment, group and dtype. Matrices in it have one kind and shape.
-    """
+    A bucket has parameters of one segment, group and dtype. Matrices in it have one kind and shape."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec, key = param.spec, ()
@@ -1559,19 +1502,15 @@ def find_segment(name: str, model):
 
 
 def round_to_multiple(x, unit: float):
-    """Round to multiples of a power of two, so that sums are exact and independent of their order.
-
-    Sums are exact below 2^24 units in float32, 2^8 in bfloat16.
-    """
+    """Round to multiples of a power of two, so that sums are exact and independent of their order. Sums are
+    exact below 2^24 units in float32, 2^8 in bfloat16."""
     shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
     return (x + shift).sub_(shift)
 
 
 class Bucket:
-    """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state.
-
-    A unit is a matrix, or an element. Padding has zero gradient.
-    """
+    """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state. A
+    unit is a matrix, or an element. Padding has zero gradient."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
         self.name, first = named[0]
@@ -1622,7 +1561,6 @@ class Bucket:
         return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
 
     def read_shard(self):
-        """A copy of the shard in float32, with its low bits."""
         if "low_bits" in self.state:
             return join_bits(self.shard, self.state["low_bits"])
         return self.shard.to(at_least_fp32(self.shard), copy=True)
@@ -1688,12 +1626,46 @@ class Bucket:
                 yield name, low - part.start, slice(low - start, high - start)
 
     def count_units(self, name: str):
-        """Number of units of a parameter, on all ranks together."""
         return self.slices[name].stop - self.slices[name].start
 
     def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
+
+
+class Average(typing.NamedTuple):
+    """A running average of some parameters over the last part of the run. At the end of the run the
+    parameters move towards it."""
+
+    kinds: tuple[str, ...]  # of the parameters
+    start: float  # fraction of the run before the first counted step
+    every: int  # steps from one counted step to the next
+    rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
+    weight: float  # 1: the average replaces the parameter
+    last_rate: float | None = None  # of the run's last step. None: rate
+    num_last: int = 1  # final steps that always count
+
+
+# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
+# rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
+# step 896 in place of 895, but the head changes in odd steps only.
+AVERAGES_STEPS = 1194
+AVERAGES = (
+    Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
+    Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
+    Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
+    Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
+    Average(("vo", "up_down"), 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+)
+KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply_averages() keeps the norm of each kind
+
+
+def list_averages(buckets: list[Bucket]):
+    """Yield (key of its state, average, bucket) for each average and each of its buckets."""
+    for i, average in enumerate(AVERAGES):
+        for bucket in buckets:
+            if bucket.kind in average.kinds:
+                yield f"average{i}", average, bucket
 
 
 class Optimizer:
@@ -1750,7 +1722,6 @@ class Optimizer:
             bucket.num_pending = num_micro_batches * len(bucket.params)
 
     def wait_for(self, segment: int):
-        """Wait for the new values of a segment."""
         for bucket in self.buckets:
             if bucket.segment == segment:
                 bucket.finish()
@@ -1772,12 +1743,11 @@ class Optimizer:
         for bucket in due:
             bucket.start_gather()
         if self.cfg.averages:
-            update_averages(self.updated, self.step_count, self.cfg.num_iterations)
+            self.update_averages()
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
 
     def make_args(self, bucket, state):
-        """The hyperparameters of a bucket's update."""
         cfg, group, name = self.cfg, bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
@@ -1807,90 +1777,49 @@ class Optimizer:
         if self.model.is_tied:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
+    def update_averages(self):
+        """Add the parameters after this step to their averages. A tied embedding has none."""
+        step, num_steps = self.step_count, self.cfg.num_iterations
+        for key, average, bucket in list_averages(self.updated):
+            first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
+            is_final = step > num_steps - average.num_last
+            if step < first or (step - first) % average.every and not is_final:
+                continue
+            rate = average.last_rate if step == num_steps and average.last_rate else average.rate
+            mean = bucket.state[key]
+            weight = torch.full_like(mean[:1], min(1.0, rate * AVERAGES_STEPS / num_steps))
+            mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
+
     @torch.no_grad()
     def apply_averages(self):
-        """After the last step: move parameters towards their averages, if they have any."""
+        """After the last step: move parameters towards their averages, with the norms that they had."""
         self.finish()  # an all-gather of the last step reads the shards
-        if self.cfg.averages:
-            apply_averages(self.updated, self.comm)
-            self.finish()
+        if not self.cfg.averages:
+            return
+        new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(self.updated)}
+
+        def measure():
+            squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=self.buckets[0].shard.device)
+            for bucket, values in new.items():
+                if bucket.kind in KEEPS_NORM:
+                    squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
+            return self.comm.all_reduce(squares).sqrt()
+
+        before = measure()
+        for key, average, bucket in list_averages(self.updated):
+            new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
+        factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
+        for bucket, values in new.items():
+            values *= factors.get(bucket.kind, 1.0)
+            bucket.shard.copy_(values)
+            if "low_bits" in bucket.state:
+                bucket.state["low_bits"].zero_()
+            bucket.start_gather()
+        self.finish()
 
     def has_no_pending_gradients(self):
         """Whether the last step applied all gradients. Checkpoints do not include gradients."""
         return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
-
-
-class Average(typing.NamedTuple):
-    """A running average of some parameters over the last part of the run.
-
-    At the end of the run the parameters move towards it.
-    """
-
-    kinds: tuple[str, ...]  # of the parameters
-    start: float  # fraction of the run before the first counted step
-    every: int  # steps from one counted step to the next
-    rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
-    weight: float  # 1: the average replaces the parameter
-    last_rate: float | None = None  # of the run's last step. None: rate
-    num_last: int = 1  # final steps that always count
-
-
-# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
-# rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
-# step 896 in place of 895, but the head changes in odd steps only.
-AVERAGES_STEPS = 1194
-AVERAGES = (
-    Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
-    Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
-    Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
-    Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
-    Average(("vo", "up_down"), 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
-)
-KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply() keeps the norm of each kind over all layers
-
-
-def list_averages(buckets: list[Bucket]):
-    """Yield (key of its state, average, bucket) for each average and each of its buckets."""
-    for i, average in enumerate(AVERAGES):
-        for bucket in buckets:
-            if bucket.kind in average.kinds:
-                yield f"average{i}", average, bucket
-
-
-def update_averages(buckets: list[Bucket], step: int, num_steps: int):
-    """Add the parameters after `step` of num_steps steps to their averages. A tied embedding has none."""
-    for key, average, bucket in list_averages(buckets):
-        first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
-        is_final = step > num_steps - average.num_last
-        if step < first or (step - first) % average.every and not is_final:
-            continue
-        rate = average.last_rate if step == num_steps and average.last_rate else average.rate
-        mean = bucket.state[key]
-        weight = torch.full_like(mean[:1], min(1.0, rate * AVERAGES_STEPS / num_steps))
-        mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
-
-
-def apply_averages(buckets: list[Bucket], comm):
-    """After the last step: move the shards towards their averages, with the norms that they had."""
-    new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(buckets)}
-
-    def measure():
-        squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=buckets[0].shard.device)
-        for bucket, values in new.items():
-            if bucket.kind in KEEPS_NORM:
-                squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
-        return comm.all_reduce(squares).sqrt()
-
-    before = measure()
-    for key, average, bucket in list_averages(buckets):
-        new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
-    factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
-    for bucket, values in new.items():
-        values *= factors.get(bucket.kind, 1.0)
-        bucket.shard.copy_(values)
-        if "low_bits" in bucket.state:
-            bucket.state["low_bits"].zero_()
-        bucket.start_gather()
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
@@ -1908,8 +1837,6 @@ class RopeSetting(typing.NamedTuple):
 
 
 class StepState(typing.NamedTuple):
-    """The schedule at one step."""
-
     setting: int  # number of the stage whose windows and RoPE are used. After the last one: final validation
     stage: Stage
     windows: tuple[int, int]  # long, short
@@ -1923,8 +1850,6 @@ class StepState(typing.NamedTuple):
 
 
 class Schedule:
-    """The schedules of a run."""
-
     def __init__(self, cfg):
         self.cfg = cfg
         self.stages = cfg.full_stages
@@ -1981,7 +1906,6 @@ class Schedule:
         return ranges
 
     def count_tokens(self):
-        """Number of training tokens of the run."""
         return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.stage_ranges())
 
     def at(self, step: int):
@@ -2093,9 +2017,7 @@ PREFETCHED = 4  # batches that are ready in advance
 
 class PackedSequence(typing.NamedTuple):
     """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
-
-    With --sequence_start=anywhere, first and last are positions of tokens in the shard.
-    """
+    With --sequence_start=anywhere, first and last are positions of tokens in the shard."""
 
     shard: int
     first: int
@@ -2253,10 +2175,8 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
 
 
 def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
-    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU.
-
-    Attention stays within a document of a sequence, and with max_attention_len within a piece of it.
-    """
+    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU. Attention
+    stays within a document of a sequence, and with max_attention_len within a piece of it."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
     is_start = inputs == bos
     is_start[:, 0] = True
@@ -2293,21 +2213,31 @@ class ValData:
         return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
     def batches(self, comm, num_batches: int):
-        """Yield this rank's batches of the first num_batches, and whether they count.
-
-        All ranks get equally many, because they read the tables together.
-        """
+        """Yield this rank's batches of the first num_batches, and whether they count. All ranks get equally
+        many, because they read the tables together."""
         for first in range(0, num_batches, comm.world_size):
             tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
             batch = make_batch(tokens[comm.rank], self.bos)
             yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
 
 
-def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
-    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1.
+def read_vocabulary(cfg):
+    """Read the map from each token's bytes to its id, without <|endoftext|>."""
+    # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        return {bytes(decode[char] for char in text): index for text, index in ids.items()
+                if text != "<|endoftext|>" and index < cfg.vocab_size}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): run python "
+                       "data/cached_fineweb10B.py, or give --without=prefix_weight", 2) from None
 
-    Visits tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13.
-    """
+
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1. Visits
+    tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13."""
     prefixes = np.full(vocab_size, -1)
     stack = []
     for text in sorted(filter(None, ids)):
@@ -2346,10 +2276,8 @@ MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatte
 
 
 def split_layers(num_layers: int, num_ranks: int):
-    """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on.
-
-    The first segment then has one layer, which hides the all-gathers of later ones. The rest are equal.
-    """
+    """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on. The
+    first segment then has one layer, which hides the all-gathers of later ones. The rest are equal."""
     num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
     if num_ranks == 1 or num_rest == 0:
         return [range(num_layers)]
@@ -2461,8 +2389,8 @@ def train(cfg, argv: list[str]):
         return
 
     # Model: dtype, compiler and fast forms are chosen for this machine
-    kept = {name: value for name, value in saved.get("choices", {}).items()  # auto keeps a checkpoint's
-            if getattr(cfg, name) in ("auto", ("auto",))}
+    kept = {name: value for name, value in saved.get("choices", {}).items()  # those of this run's checkpoint
+            if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",))}
     rt = choose_precision(change_options(cfg, kept), rt)
     run["choices"] = describe_choices(rt)
     trainer = Trainer(cfg, rt)
@@ -2648,9 +2576,7 @@ class FormCheck:
 
     def find_error(self, names: list[str], dtype, limit: float):
         """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients.
-
-        Gradients of vectors are compared in float32 only, because most of their terms cancel.
-        """
+        Gradients of vectors are compared in float32 only, because most of their terms cancel."""
         try:
             results = self.run(names, dtype)
             errors = {name: float((results[name] - plain).norm() / plain.norm())
@@ -2792,9 +2718,7 @@ class HeadScales(typing.NamedTuple):
 
 def head_fp8_scales(cfg):
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
-
-    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128.
-    """
+    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128."""
     return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
                       logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
@@ -2812,10 +2736,8 @@ def quantize(x, dtype: torch.dtype | None, scale: Tensor | float | None = None):
 
 
 def matmul(a: Scaled, b: Scaled, out_dtype, fast: bool = False):
-    """a @ b^T. a (M, K), b (N, K), both row-major in FP8 -> (M, N).
-
-    fast: FP8 accumulates with less precision. An FP8 result has scale 1 and saturates.
-    """
+    """a @ b^T. a (M, K), b (N, K), both row-major in FP8 -> (M, N). fast: FP8 accumulates with less
+    precision. An FP8 result has scale 1 and saturates."""
     if a.scale is None:
         return (a.values @ b.values.T).to(out_dtype)
     if a.values.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32
@@ -2838,10 +2760,8 @@ def transpose(x: Scaled, use_kernel: bool = False):
 
 
 class DelayedScales:
-    """FP8 scales of FusedMLP in all MLPs. They follow from the amax of the previous step over all ranks.
-
-    So a kernel can quantize its own result.
-    """
+    """FP8 scales of FusedMLP in all MLPs. They follow from the amax of the previous step over all ranks. So
+    a kernel can quantize its own result."""
 
     FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
@@ -2864,10 +2784,8 @@ class DelayedScales:
                 leaf.grad = None
 
     def update(self):
-        """After the last backward: set the scales of the next step, from the amax over all ranks.
-
-        If an amax is 0 or not finite, its scale stays.
-        """
+        """After the last backward: set the scales of the next step, from the amax over all ranks. If an amax
+        is 0 or not finite, its scale stays."""
         if self.amax is not None:
             amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
             new = (amax * self.factors).maximum(self.floors)
@@ -2877,11 +2795,9 @@ class DelayedScales:
 
     @torch.no_grad()
     def set(self, scales):
-        """Set all scales (2 * MLPs,)."""
         torch._foreach_copy_(self.leaves, list(scales.unbind()))
 
     def read(self):
-        """All scales (2 * MLPs,)."""
         return torch.stack(self.leaves).detach()
 
 # ==== FUSED OPERATIONS =====================================================================================
@@ -3008,10 +2924,8 @@ def fused_head_loss(x, weight, targets, target_weights, softcap, use_kernel: boo
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x. A kernel computes the activation without storing x @ up.
-
-    With scales it is in FP8, forward and backward. Sources: 2026-01-14, 2026-06-11, record 92.
-    """
+    """relu2_mlp() of normalized x. A kernel computes the activation without storing x @ up. With scales it
+    is in FP8, forward and backward. Sources: 2026-01-14, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
@@ -3381,11 +3295,8 @@ def make_ngram_table(cfg, rt):
 
 
 class Table(Bucket):
-    """A table whose rows (R, D) are divided among the ranks.
-
-    With a rule that has state per row, an update visits only rows with a gradient. The last row of the shard
-    is then padding. Source: record 92.
-    """
+    """A table whose rows (R, D) are divided among the ranks. With a rule that has state per row, an update
+    visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
 
@@ -3486,10 +3397,8 @@ class Table(Bucket):
 
 
 def sum_equal_rows(rows, grad, padding: int):
-    """Sum the gradients (n, D) of equal rows (n,), in their order. Returns (rows (n,), sums (n, D)).
-
-    The rows are distinct, in ascending order, then padding. So their number stays on the device.
-    """
+    """Sum the gradients (n, D) of equal rows (n,), in their order. Returns (rows (n,), sums (n, D)). The
+    rows are distinct, in ascending order, then padding. So their number stays on the device."""
     ordered, order = rows.sort(stable=True)
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
@@ -3583,7 +3492,6 @@ def choose_precision(cfg, rt):
 
 
 def describe_choices(rt):
-    """The choices in force, as options."""
     fp8 = rt.fast & {*FP8_FORMS}
     return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
                 fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off")
@@ -3638,10 +3546,8 @@ def record_event(device):
 
 
 class Stop:
-    """A request to stop, which all ranks follow after the same step.
-
-    With several ranks the answer is one step old, so that no rank waits.
-    """
+    """A request to stop, which all ranks follow after the same step. With several ranks the answer is one
+    step old, so that no rank waits."""
 
     def __init__(self, rt):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
@@ -3653,9 +3559,7 @@ class Stop:
 
     def catch_signals(self):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
-
-        Outside the main thread nothing is caught. A signal that is ignored stays ignored.
-        """
+        Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
         def handle(signum: int, _frame):
             self.requested = self.requested or 128 + signum
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
@@ -3760,7 +3664,6 @@ class Comm:
         return full.unflatten(0, (self.world_size, -1))[self.rank]
 
     def broadcast(self, tensor):
-        """Overwrite the tensor with rank 0's values."""
         if self.world_size > 1:
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
 
@@ -3799,7 +3702,7 @@ def share_problem(problem: str, rt):
         raise RunError(found, 2)
 
 # ==== SHARD FILES ==========================================================================================
-# Token files and GPT-2's vocabulary: reading and checking. data/README.md describes the format.
+# Token files: reading and checking. data/README.md describes the format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "fetch or build it again (data/README.md)"
@@ -3807,8 +3710,6 @@ SHARD_REMEDY = "fetch or build it again (data/README.md)"
 
 @dataclass(frozen=True)
 class Shard:
-    """A checked token file."""
-
     tokens: np.ndarray  # uint16, mapped from the file. No np.memmap, because its slices are slow
     bounds: np.ndarray  # index of the first token of each document, and the number of tokens
     bos: int
@@ -3871,20 +3772,6 @@ def scan_shards(cfg, shards: list[Shard]):
 def fingerprint(shards: Iterable[Shard]):
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
-
-def read_vocabulary(cfg):
-    """Read the map from each token's bytes to its id, without <|endoftext|>."""
-    # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
-    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-    decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-    try:
-        ids = json.loads(Path(cfg.vocab_file).read_text())
-        return {bytes(decode[char] for char in text): index for text, index in ids.items()
-                if text != "<|endoftext|>" and index < cfg.vocab_size}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): run python "
-                       "data/cached_fineweb10B.py, or give --without=prefix_weight", 2) from None
-
 # ==== COMMAND LINE =========================================================================================
 # From a command line to a Config: the preset, the given options, --without, and one check. Bad input is one
 # line with the value. To add a check, add a row to find_problems().
@@ -3946,7 +3833,7 @@ def convert(value, kind: type):
         if kind is bool:
             value = dict(on=True, true=True, off=False, false=False).get(value.lower(), value)
         elif str in arguments:
-            value = value.replace(" ", "").split(",") if value else ()
+            value = value.split(",") if value else ()
         elif kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
             value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
         else:
@@ -3988,10 +3875,8 @@ def change_options(cfg, values: dict):
 
 
 def load_preset(name: str):
-    """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file.
-
-    The file is a preset, or the result of a run, which keeps its preset's name.
-    """
+    """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
+    a preset, or the result of a run, which keeps its preset's name."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
@@ -4038,8 +3923,6 @@ def make_config(values: dict):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are RunErrors."""
-
     def error(self, message: str):
         raise RunError(message, 2)
 
@@ -4186,7 +4069,6 @@ def plain_dict(cfg):
 
 
 def config_from_dict(values: dict):
-    """The inverse of plain_dict(), for checkpoints and results."""
     return change_options(Config(), {name: value for name, value in values.items() if name != "derived"})
 
 # ==== RUN RECORD ===========================================================================================
@@ -4200,9 +4082,7 @@ NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
 def make_key(run: dict, *ignored: str):
     """The identity of a run: script, config as it was asked for, data, and the checkpoint it began with.
-
-    run: the description or result of a run. ignored: further options that may differ.
-    """
+    run: the description or result of a run. ignored: further options that may differ."""
     config = {name: value for name, value in run["config"].items()
               if name not in ("derived", *NOT_IN_KEY, *ignored)}
     facts = (run["script_sha256"], run["corpus_fingerprint"], run["resumed_from"], config)
@@ -4236,7 +4116,6 @@ def find_commit():
 
 
 def describe_machine(rt):
-    """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size,
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
@@ -4269,11 +4148,6 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    # The new name survives a power cut only if the folder is synced. Some file systems cannot do that
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    with suppress(OSError):
-        os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def find_result_folder(cfg):
@@ -4286,7 +4160,6 @@ def find_result_folder(cfg):
 
 
 def find_result(cfg, run: dict):
-    """The result of a run that is finished."""
     paths = (folder / f"{run['run_id']}.json" for folder in (Path(cfg.out, "logs"), find_result_folder(cfg)))
     return next(filter(Path.exists, paths), None)
 
@@ -4462,7 +4335,6 @@ class Progress:
     resumed_at: list[int] = dataclasses.field(default_factory=list)
     good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
     num_actions: int = 0  # rollbacks by the guard
-    lowered: list[str] = dataclasses.field(default_factory=list)  # low precisions that the guard disabled
 
 
 def list_steps(folder: Path):
@@ -4479,7 +4351,6 @@ def read_metadata(step: Path):
 
 
 def list_files(step: Path):
-    """The files with tensors of a checkpoint."""
     return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
 
 
@@ -4524,7 +4395,6 @@ def remove_step(folder: Path):
 
 
 def find_key_folder(cfg, run: dict):
-    """Folder of the checkpoints of all runs with this key."""
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
@@ -4578,8 +4448,7 @@ def load_state(trainer, step: Path, metadata: dict):
               for entry, pieces in entries.items()}
     needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
               for name in bucket.params for key, tensor in bucket.tensors().items()}
-    if trainer.scales.leaves:
-        needed["fp8/scales"] = (len(trainer.scales.leaves),)
+    stored.pop("fp8/scales", None)  # a run without FP8 may continue one with it
     for entry in sorted(needed.keys() | stored.keys()):
         if needed.get(entry) != stored.get(entry):
             raise RunError(f"{step} has {entry} of shape {stored.get(entry)}, this run {needed.get(entry)}: "
@@ -4595,13 +4464,11 @@ def load_state(trainer, step: Path, metadata: dict):
         bucket.start_gather()
         bucket.clear()
     optimizer.finish()
-    for _, scales in entries.get("fp8/scales", ()):
+    for _, scales in entries.get("fp8/scales", ()) if trainer.scales.leaves else ():
         trainer.scales.set(scales)
     for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
         setattr(trainer.progress, name, metadata["progress"][name])
     trainer.progress.resumed_at.append(trainer.progress.step)
-    for name in trainer.progress.lowered:
-        lower_precision(trainer, [name])
 
 
 class Checkpoints:
@@ -4642,10 +4509,8 @@ class Checkpoints:
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
 
     def save(self, trainer, must_wait: bool = False):
-        """Write step_<step>/ in the background, after the end of the last write. All ranks must call it.
-
-        The step is complete when the file of each rank has its name. must_wait: wait for this.
-        """
+        """Write step_<step>/ in the background, after the end of the last write. All ranks must call it. The
+        step is complete when the file of each rank has its name. must_wait: wait for this."""
         self.wait()
         if not self.copies:
             self.start(trainer)
@@ -4805,24 +4670,19 @@ class Telemetry:
         return loss
 
 
-LOW_PRECISIONS = {"fp8": "matmuls no longer use FP8", "bfloat16": "activations become float32"}
-
-
-def lower_precision(trainer, names: Iterable[str] = LOW_PRECISIONS):
-    """Switch off the first of the named low precisions that is in use. Returns a description, or ""."""
-    fp8, lowered = trainer.fast & {*FP8_FORMS}, trainer.progress.lowered
-    if fp8 and "fp8" in names:
-        name = "fp8"
+def lower_precision(trainer, run: dict):
+    """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
+    fp8 = trainer.fast & {*FP8_FORMS}
+    if fp8:
         trainer.choose_operations(trainer.ops.dtype, trainer.fast - fp8)
-    elif trainer.ops.dtype == torch.bfloat16 and "bfloat16" in names:
-        name = "bfloat16"
+        run["choices"]["fp8"] = "off"
+        return "matmuls no longer use FP8"
+    if trainer.ops.dtype == torch.bfloat16:
         trainer.choose_operations(torch.float32, trainer.fast)
         trainer.optimizer.dtype = torch.float32
-    else:
-        return ""
-    if name not in lowered:
-        lowered.append(name)
-    return LOW_PRECISIONS[name]
+        run["choices"]["dtype"] = "float32"
+        return "activations become float32"
+    return ""
 
 
 class Guard:
@@ -4887,7 +4747,7 @@ class Guard:
         self.pending = []
         progress.num_actions += 1
         trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
-        measure = lower_precision(trainer)
+        measure = lower_precision(trainer, self.log.run)
         line = f"guard: step {step}: {fault}: restored weights of step {made}, {measure or 'and ends'}"
         self.log.write_event("guard", step, fault=fault, measure=measure, action=progress.num_actions)
         if not measure:
@@ -4899,7 +4759,6 @@ class Guard:
 # RunError is printed as one line. Unexpected exceptions keep their traceback.
 
 def main(argv: list[str] | None = None):
-    """Run a command line. Returns the exit status, and prints a RunError as one line."""
     argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
     try:
         values = parse_argv(argv)

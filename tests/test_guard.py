@@ -131,7 +131,7 @@ def test_the_run_recovers(text, clean_loss, here, monkeypatch, capsys, name):
     assert abs(result["final_val_loss"] / clean_loss - 1) < 0.02 and result["guard_actions"] == 1
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
     (line,) = re.findall("^guard: .*$", capsys.readouterr().out, re.M)
-    measure = gpt.LOW_PRECISIONS["fp8"]
+    measure = "matmuls no longer use FP8"
     assert line == f"guard: step {event['step']}: {event['fault']}: restored weights of step 90, {measure}"
     assert [step for step, _ in result["train_points"]] == list(range(1, 301))
 
@@ -162,7 +162,7 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     In the 20 steps after that no loss is NaN. The rows of a sparse n-gram table are not restored, but those
     without a finite gradient are not updated. Step 18 does not read such a row of a table.
     """
-    monkeypatch.setattr(gpt, "lower_precision", lambda _: "something is off")
+    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     spoil_gradient(monkeypatch, value, name, 17)
     table = ["--ngram_rows=512", f'--groups={{"ngram": {{"rule": "{rule}"}}}}']
     result = run(shards, *table, "--guard=on", "--num_iterations=38", AT_THE_END)
@@ -195,14 +195,15 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     out, errors = capsys.readouterr()
     pattern = r"^guard: step (\d+): loss nan exceeds \S+: restored weights of step (\d+), (.*)$"
     lines = re.findall(pattern, out + errors.partition("error: ")[2], re.M)
-    assert lines == [("5", "3", gpt.LOW_PRECISIONS["fp8"]), ("9", "7", gpt.LOW_PRECISIONS["bfloat16"]),
+    assert lines == [("5", "3", "matmuls no longer use FP8"), ("9", "7", "activations become float32"),
                      ("13", "11", "and ends")]
     assert used == [(["fp8_head", "fp8_mlp"], "torch.bfloat16"), ([], "torch.bfloat16"), ([], "torch.float32")]
     assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
     assert len(rates) == 14 and all(ours == planned for ours, planned in rates)
 
     # What is switched off stays off in the next life
-    assert gpt.read_metadata(find_saved(12))["progress"]["lowered"] == ["fp8", "bfloat16"]
+    choices = gpt.read_metadata(find_saved(12))["choices"]
+    assert (choices["fp8"], choices["dtype"]) == ("off", "float32")
     used.clear()
     change_steps(monkeypatch, [13], note)
     monkeypatch.setattr(gpt.Guard, "end_step", lambda *_, **__: None)
@@ -245,7 +246,7 @@ def test_the_bits_of_a_snapshot(shards, here, monkeypatch, capsys):
 
 def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, monkeypatch, capsys):
     """Adam updates every third step, and snapshots are made after its updates, also after a rollback."""
-    monkeypatch.setattr(gpt, "lower_precision", lambda _: "something is off")
+    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
     spoil_loss(monkeypatch, [20, 35])
     every = json.dumps({group: {"every": 3} for group in ("embed", "value_embed", "head", "scalar")})
@@ -287,7 +288,7 @@ def test_a_snapshot_is_trusted_after_five_steps(shards, monkeypatch):
     lines = []
     log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
     log.print = lines.append
-    monkeypatch.setattr(gpt, "lower_precision", lambda _: "something is off")
+    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     guard = gpt.Guard(trainer, log)
     for step, fault, restored in ((10, 12, 0), (20, 24, 20), (30, 33, 20)):
         guard.snapshots.append((step, gpt.Snapshot(trainer)))

@@ -276,7 +276,8 @@ def test_averages_of_the_last_steps(num_steps, first):
                 bucket.state["low_bits"].copy_(new.view(torch.int32))
                 new = (new.view(torch.int32) >> 16).short().view(torch.bfloat16)
             bucket.shard.copy_(new)
-        gpt.update_averages(optimizer.updated, step + 1, num_steps)
+        optimizer.step_count = step + 1
+        optimizer.update_averages()
     optimizer.apply_averages()
     factor = 1194 / num_steps  # of the rates, up to 1
     for kind, bucket in buckets.items():

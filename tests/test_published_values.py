@@ -196,7 +196,8 @@ def test_averages():
         for bucket in buckets:
             bucket.shard.fill_(step)
         before = read()
-        gpt.update_averages(buckets, step + 1, cfg.num_iterations)
+        optimizer.step_count, optimizer.updated = step + 1, buckets
+        optimizer.update_averages()
         for found, old, new in zip(rates, before, read()):
             if new != old:
                 found[step] = (new - old) / (step - old)

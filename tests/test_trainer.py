@@ -224,23 +224,18 @@ def test_a_resumed_run_of_another_length_stays_tied_or_untied(shards):
         end()
 
 
-def test_a_lowered_precision_stays_lowered(shards):
-    """A resumed run lowers the precisions that the guard gave up. The next action lowers the next precision."""
+def test_each_action_lowers_one_precision(shards):
+    """FP8, then bfloat16. The choices of the run follow, and a checkpoint stores them."""
     trainer, _, close = make_trainer(shards, **WIDE)
     trainer.choose_operations(torch.bfloat16, trainer.fast | {*gpt.FP8_FORMS})
-    assert gpt.lower_precision(trainer) == "matmuls no longer use FP8"
-    assert not {*gpt.FP8_FORMS} & trainer.fast
+    trainer.optimizer.dtype, run = torch.bfloat16, dict(choices=dict(fp8="on", dtype="bfloat16"))
+    assert gpt.lower_precision(trainer, run) == "matmuls no longer use FP8"
+    assert not {*gpt.FP8_FORMS} & trainer.fast and run["choices"] == dict(fp8="off", dtype="bfloat16")
     assert trainer.ops.head_loss is gpt.fused_head_loss and trainer.ops.relu2_mlp is gpt.relu2_mlp
-    other, _, close_other = load_from(trainer, shards, **WIDE)
-    assert other.progress.lowered == ["fp8"] and not {*gpt.FP8_FORMS} & other.fast
-    other.choose_operations(torch.bfloat16, other.fast | {*gpt.FP8_FORMS})
-    other.optimizer.dtype = torch.bfloat16
-    said = [gpt.lower_precision(other, ["fp8"]), *(gpt.lower_precision(other) for _ in range(2))]
-    assert said == ["matmuls no longer use FP8", "activations become float32", ""]
-    assert other.progress.lowered == ["fp8", "bfloat16"] and not {*gpt.FP8_FORMS} & other.fast
-    assert other.ops.dtype == other.val_ops.dtype == other.optimizer.dtype == torch.float32
-    for end in (close, close_other):
-        end()
+    assert [gpt.lower_precision(trainer, run) for _ in range(2)] == ["activations become float32", ""]
+    assert run["choices"] == dict(fp8="off", dtype="float32")
+    assert trainer.ops.dtype == trainer.val_ops.dtype == trainer.optimizer.dtype == torch.float32
+    close()
 
 
 def test_a_resumed_run_reads_the_vocabulary_again(shards, here):
