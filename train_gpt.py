@@ -1748,6 +1748,7 @@ class Optimizer:
             self.untie()
 
     def make_args(self, bucket, state):
+        """The hyperparameters of a bucket's update."""
         cfg, group, name = self.cfg, bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
@@ -4116,6 +4117,7 @@ def find_commit():
 
 
 def describe_machine(rt):
+    """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size,
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
@@ -4759,6 +4761,7 @@ class Guard:
 # RunError is printed as one line. Unexpected exceptions keep their traceback.
 
 def main(argv: list[str] | None = None):
+    """Run a command line. Returns the exit status, and prints a RunError as one line."""
     argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
     try:
         values = parse_argv(argv)

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import itertools
 import subprocess
 import sys
 import tokenize
@@ -12,11 +11,11 @@ from conftest import ROOT, SCRIPT
 
 ALLOWED = {"torch", "numpy", "tqdm", "triton"}
 PARTS = {
-    "PART ONE: THE RECIPE": ("CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING", 21700),
+    "PART ONE: THE RECIPE": ("CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING", 21000),
     "PART TWO: FAST FORMS OF PART ONE": (
-        "FAST FORMS, FAST ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 10050),
+        "FAST FORMS, FAST ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 10000),
     "PART THREE: INFRASTRUCTURE": (
-        "DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN", 12200),
+        "DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN", 11700),
 }  # sections, and the largest number of code tokens. The numbers may only fall
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -126,15 +125,8 @@ def test_lines_and_functions_stay_readable():
     assert max(map(len, lines)) < 110
     functions = [n for n in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(n, ast.FunctionDef)]
     assert max(n.end_lineno - n.lineno + 1 for n in functions) <= 100  # one idea, from top to bottom
-    tree = ast.parse(SCRIPT.read_text())
-    classes = [n for n in tree.body if isinstance(n, ast.ClassDef)]
-    public = [
-        n
-        for n in itertools.chain(tree.body, *(c.body for c in classes))
-        if isinstance(n, ast.ClassDef) or isinstance(n, ast.FunctionDef) and n.end_lineno - n.lineno >= 8
-        if not n.name.startswith("_")
-    ]
-    assert [n.name for n in public if not ast.get_docstring(n)] == []
+    long = [n for n in functions if n.end_lineno - n.lineno >= 8 and not n.name.startswith("_")]
+    assert [n.name for n in long if not ast.get_docstring(n)] == []
 
 
 def test_lint():
