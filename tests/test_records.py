@@ -80,10 +80,12 @@ def test_validate_against_a_table_of_students_t(make_record, tool):
     folder = make_record("three", [1.0, 1.1, 1.2])
     assert results.summarize([1.0, 1.1, 1.2], 1.3).p == pytest.approx(0.0371, abs=1e-4)
     assert results.summarize([1.0, 1.1, 1.2], 2.1).p == pytest.approx(0.00166, abs=1e-5)
+    (folder / "._0.json").write_bytes(b"\0\5\26\7")  # of macOS
     status, out, _ = tool(validate, folder, "--target=1.3")
     assert status == 1 and "p = 0.037: not shown to be below" in out
     assert "n = 3, loss 1.1000 +- 0.1000 (best 1.0000)" in out
-    assert tool(validate, folder, "--target=2.1")[0] == 0
+    status, out, _ = tool(validate, folder, folder, "--target=2.1")
+    assert status == 0 and out.endswith("\n2 below the target at p < 0.01, 0 not shown to be, 0 not tested\n")
     assert tool(validate, folder, "--target=0")[0] == 1  # 0 counts as a target
 
 
@@ -386,7 +388,8 @@ def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
     for args in ([there], ["--random=1", "--records_dir", tmp_path / "none"], [here, "--most_seconds=0"]):
         status, _, err = tool(replay, *args)
         assert (status, err.count("\n")) == (1, 1) and "nothing was replayed" in err and not replayed
-    assert tool(replay, here, there)[0] == 0 and replayed == [(here.name, 0), (here.name, 1)]
+    assert tool(replay, here, there)[1].endswith("\n2 equal bit for bit, 0 not, 2 passed over\n")
+    assert replayed == [(here.name, 0), (here.name, 1)]
     assert tool(replay, there, "--force")[0] == 0 and replayed[2:] == [(there.name, 0), (there.name, 1)]
     shutil.copytree(tmp_path / "laptop", tmp_path / "only/laptop")
     (tmp_path / "only/laptop" / here.name / "1.json").unlink()
@@ -394,7 +397,7 @@ def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
         del replayed[:]
         assert tool(replay, there, "--random=2", f"--records_dir={tmp_path}/only")[0] == 0
         assert replayed == [(here.name, 0)]
-    assert tool(replay, "--all", f"--records_dir={tmp_path}/only")[1].count("passed over") == 2
+    assert tool(replay, "--all", f"--records_dir={tmp_path}/only")[1].count("passed over (") == 2
     monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (False, "another loss"))
     assert tool(replay, here)[0] == 1
 
@@ -430,7 +433,7 @@ def test_an_ablation_corrects_its_verdicts(real_record, tmp_path, tool):
     """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. All runs are finished, so none starts."""
     (path,) = real_record.glob("*.json")
     folder = ablate.find_folder(tmp_path, (ROOT / "train_gpt.py").read_bytes(), "smoke", [], 1)
-    for name, loss in dict(nothing=1.0, softcap=2.0, muon=0.5).items():
+    for name, loss in dict(whole_preset=1.0, softcap=2.0, muon=0.5).items():
         (folder / name / "logs").mkdir(parents=True)
         for seed in range(3):
             made = json.loads(path.read_text()) | dict(seed=seed)
