@@ -16,10 +16,20 @@ if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
   packages+=(pytest xdist ruff scipy matplotlib triton)
 fi
 
-has_packages() {  # whether this Python has PyTorch 2.11 or later and the packages
+has_packages() {  # whether this is Python 3.11 or later with PyTorch 2.11 or later and the packages
   "$1" -c 'import importlib, sys, torch
 for name in sys.argv[1:]: importlib.import_module(name)
-sys.exit(tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11))' "${@:2}" >/dev/null 2>&1
+torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+sys.exit(sys.version_info < (3, 11) or torch_version < (2, 11))' "${@:2}" >/dev/null 2>&1
+}
+has_module() {  # whether this is Python 3.11 or later with a module of the standard library, or pip
+  "$1" -c 'import importlib, sys
+importlib.import_module(sys.argv[1])
+sys.exit(sys.version_info < (3, 11))' "$2" >/dev/null 2>&1
+}
+stop() {
+  echo "run.sh: error: $1" >&2
+  exit 2
 }
 
 if has_packages .venv/bin/python "${packages[@]}"; then
@@ -27,9 +37,14 @@ if has_packages .venv/bin/python "${packages[@]}"; then
 elif has_packages python3 "${packages[@]}"; then
   python=python3
 else
-  echo "run.sh: setting up .venv from $requirements (PyTorch is a large download, once)" >&2
   python=.venv/bin/python
-  [[ -x $python ]] || python3 -m venv --system-site-packages .venv  # uses the packages that python3 has
+  if [[ -e .venv || -L .venv ]]; then
+    has_module $python pip || stop ".venv has no Python 3.11 or later with pip: remove .venv and start again"
+  elif ! has_module python3 ensurepip; then  # Debian has it in another package
+    stop "python3 is not Python 3.11 or later with venv: install it (on Debian also python3-venv)"
+  fi
+  echo "run.sh: setting up .venv from $requirements (PyTorch is a large download, once)" >&2
+  [[ -e .venv ]] || python3 -m venv --system-site-packages .venv  # uses the packages that python3 has
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 fi
 if [[ ! -e data/torch_source/corpus.json ]]; then  # the text of the small presets, from the installed PyTorch

@@ -24,7 +24,7 @@ with require_packages():
     from records import results
 
 OWN_OPTIONS = {"preset", "without", "seed", "out", "record"}
-BASE = "nothing"  # folder of the runs of the whole preset
+BASE = "whole_preset"  # name and folder of its runs
 
 
 def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jobs: int) -> Path:

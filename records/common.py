@@ -1,6 +1,7 @@
 """Shared by tools: command line, missing packages, errors, progress. Imports only the standard library."""
 
 import argparse
+import glob
 import math
 import os
 import re
@@ -28,6 +29,11 @@ class RecordError(Exception):
 
 def warn(line: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+
+
+def list_visible(folder: Path, pattern: str) -> list[Path]:
+    """The paths of a glob pattern below a folder, sorted. Hidden ones are left out: macOS makes ._a.json."""
+    return sorted(folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
 
 
 @contextmanager

@@ -1,14 +1,16 @@
-"""Write records/README.md, its pictures and the marked lines of the main README from the runs' json files.
+"""Write records/README.md, its pictures and the marked blocks of README.md and docs/*.md.
 
     python records/make_leaderboard.py
 
-Run it after adding a record. A test fails if the pages are out of date. The published minutes are in
-published.csv. A run that does not fit the rest of its folder is named and left out, as is a record on other
-data than its track. The exit status is then 1.
+Run it after adding a record or changing a preset. A test fails if the pages are out of date. The numbers
+come from the json files of the runs and from the presets, and the published minutes from published.csv. A
+run that does not fit the rest of its folder is named and left out, as is a record on other data than its
+track. The exit status is then 1.
 """
 
 import itertools
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, require_packages, run_guarded
+from records.common import Parser, RecordError, list_visible, require_packages, run_guarded, warn
 
 with require_packages():
     from scipy import stats
@@ -71,9 +73,10 @@ rounded to two decimals. This takes {target_minutes:.1f} minutes of training. It
 - p is a one-sided t-test of the mean against the ladder's target.
 - "Against the rung before" is paired by seed, and has a 95 % confidence interval.
 - "To target" is interpolated between validations. It is the median if all seeds reach the target.
-- "Here" is the verdict for this small model, corrected for the {num_effects} effects of the table. A change
-  can help a model a hundred times larger, on eight hundred times the tokens, and not this one. Three seeds
-  only show effects of several standard deviations.
+- "Here" is the verdict for this small model, corrected for the {num_effects} effects of the table: {helps}
+  help, {hurts} hurt, and no effect is shown for the rest. A change can help a model a hundred times larger,
+  on eight hundred times the tokens, and not this one. Three seeds only show effects of several standard
+  deviations.
 """
 LADDER_HEAD = """
 | rung | published change | min on 8xH100 | n | loss | sd | p | against the rung before \
@@ -81,8 +84,10 @@ LADDER_HEAD = """
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 OTHERS_HEAD = """
-| folder | preset | n | loss | sd | p | s to target | training time |
-|---|---|---|---|---|---|---|---|
+The preset is the one in the record's script. The recipe of a name has changed since some of these records.
+
+| folder | preset | parameters | steps | n | loss | sd | p | s to target | training time |
+|---|---|---|---|---|---|---|---|---|---|
 """
 INCIDENTS_HEAD = """
 Some runs were interrupted or corrected. They count as all runs do:
@@ -116,29 +121,32 @@ README_PICTURE = """\
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
 records/ladder.svg)
 
-Left: the benchmark's published records on 8xH100. Two are marked in color, and their miniatures are on the
-right: record 32 (`track_1`) and record 92 (`frontier`), the last point. The file `train_gpt.py`
-has not been timed on 8xH100. Right: recipes at a small size, with the median and the range of the seeds.
-Solid lines ran on two cores with bfloat16. The dashed line ran on two
-[slower](benchmarks/RESULTS.md#on-any-processor-before-and-after) cores without it.
+Left: the benchmark's published records on 8xH100, the last one is record {last}. The file `train_gpt.py` has
+not been timed there. Right: small recipes on two cores with bfloat16, with the median and the range of the
+seeds. The colors mark the published records {numbers}, and the small recipe with the mechanisms of each.
 """
 LADDER_PICTURE = """
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
 ladder.svg)
 
 Left: the [published](published.csv) records of the short track with a known day, in minutes on 8xH100.
-Right: median and range of the seeds of a record. A dashed line ran on another machine than the first line,
-so their seconds are not comparable. Three of frontier's four blocks are drawn, `constants` to `tables`. The
-fourth shows no effect at this size.
+Right: median and range of the seeds of a record. Three of frontier's four blocks are drawn, `constants` to
+`tables`. The fourth shows no effect at this size.
 
 """
 CURVES = {  # of the picture: label, its place (seconds, loss), number and label of the published record
     "2026-11-21_ladder/target": ("AdamW of 2024", (117, 1.84), 2, "AdamW of 2024:\n{:.2g} min"),
     "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: track_1"),
-    "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, "record 89: {:.2g} min"),
-    "2026-11-22_narrow": ("laptop now, slower cores", (99, 0.957)),
+    "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, ""),
+    "2026-11-25_long_windows": ("laptop now", (5, 0.93), 92, "record 92: {:.2g} min\nhere: frontier"),
 }
-MARKS = "<!-- ladder: written by records/make_leaderboard.py -->", "<!-- end of ladder -->"
+BLOCK = re.compile(r"(<!-- (\w+): written by records/make_leaderboard.py -->\n)(.*?)(?=<!-- end of \2 -->)",
+                   re.DOTALL)
+SHOWN_PRESETS = "track_1", "frontier", "track_2", "laptop_32", "laptop", "quick"
+PRESETS_HEAD = """\
+| preset | track | layers, width | parameters | n-gram table, in rows | steps | training tokens |
+|---|---|---|---|---|---|---|
+"""
 
 
 class Rung(NamedTuple):
@@ -244,18 +252,21 @@ def format_other(record: results.Record, target: float | None, setting: results.
     summary = results.summarize(list(record.losses.values()))
     sd = "" if math.isnan(summary.sd) else f"{summary.sd:.3f}"
     arrival = find_arrival(record, target)[2]
-    return (f"| [{record.name}]({record.name}) | {record.results[0]['preset']} | {summary.n} "
+    sizes = record.results[0]["config"]["derived"]
+    return (f"| [{record.name}]({record.name}) | {record.results[0]['preset']} "
+            f"| {sizes['num_params'] / 1e6:.2f} M | {record.results[0]['val_points'][-1][0]} | {summary.n} "
             f"| {summary.mean:.3f} | {sd} | {format_test(record, target, setting)} "
             f"| {'' if math.isnan(arrival) else f'{arrival:.1f}'} | {time_runs(record):.1f} s |\n")
 
 
-def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail) -> tuple[str, str, tuple]:
-    """(records/README.md, lines for the main README, curves and target of the ladder's picture).
+def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
+                ) -> tuple[str, dict[str, str], tuple]:
+    """(records/README.md, blocks of other pages by name, curves and target of the ladder's picture).
 
     refuse() gets a line for each run and record that is left out.
     """
-    text, lines, picture = HEAD, "", ()
-    for track in sorted(path.name for path in records_dir.iterdir() if list(path.glob("*/train_gpt.py"))):
+    text, blocks_of_pages, picture = HEAD, {"presets": format_presets()}, ()
+    for track in sorted({path.parents[1].name for path in list_visible(records_dir, "*/*/train_gpt.py")}):
         records = results.read_track(track, records_dir, refuse)
         setting = results.find_setting(records)
         records = keep_comparable(records, "losses", refuse, setting)
@@ -271,7 +282,7 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail)
         if found:
             picture = choose_curves(records), target
             text += format_ladder(found, ladder_setting, ladder_target, picture[0])
-            lines = format_lines(found, ladder_setting, ladder_target, target, records)
+            blocks_of_pages["ladder"] = format_lines(target, records, picture[0])
         blocks = read_blocks(records, refuse)
         if blocks:
             text += format_blocks(*blocks, target)
@@ -281,7 +292,7 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail)
         text += OTHERS_HEAD + "".join(format_other(record, target, setting) for record in others)
         incidents = [f"- {record.name}: {record.incidents}.\n" for record in records if record.incidents]
         text += INCIDENTS_HEAD * bool(incidents) + "".join(incidents)
-    return text, lines, picture
+    return text, blocks_of_pages, picture
 
 
 def read_blocks(records: list[results.Record], refuse: Callable[[str], None] = results.fail
@@ -339,12 +350,13 @@ def format_ladder(rungs: list[Rung], setting: results.Record, target: float, cur
         f"{results.format_machine(curve.record.results[0])}.\n" for curve in curves)
     tokens = [record.results[0]["config"]["derived"]["train_tokens"]
               for record in (rungs[-1].record, setting)]
-    summary = results.summarize(list(setting.losses.values()))
+    summary, verdicts = results.summarize(list(setting.losses.values())), [rung.verdict for rung in rungs]
     note = LADDER_NOTE.format(tokens=tokens[0], target=target, target_tokens=tokens[1], n=summary.n,
                               sd=summary.sd, target_minutes=time_runs(setting) / 60,
                               machine=results.format_machine(setting.results[0]),
                               title=setting.folder.parent.name, ladder=setting.name.removesuffix("/target"),
-                              num_effects=len(rungs) - 1)
+                              num_effects=len(rungs) - 1, helps=verdicts.count("helps"),
+                              hurts=verdicts.count("hurts"))
     return f"{note}{picture}{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
 
 
@@ -404,54 +416,63 @@ def format_target(setting: results.Record, target: float, records: list[results.
                               claims=format_claims(records, target))
 
 
-def format_lines(rungs: list[Rung], setting: results.Record, ladder_target: float, target: float,
-                 records: list[results.Record]) -> str:
+def format_lines(target: float, records: list[results.Record], curves: list[plot.Curve]) -> str:
     """The lines of the main README on records."""
-    ladder_tokens, target_tokens = (record.results[0]["config"]["derived"]["train_tokens"]
-                                    for record in (rungs[-1].record, setting))
-    ratio = target_tokens / ladder_tokens
-    helps, hurts = map([rung.verdict for rung in rungs].count, ("helps", "hurts"))
-    return (f"{MARKS[0]}\n{README_PICTURE}\n"
-            f"Track `{setting.results[0]['track']}` has a target of {target:g} nats per byte.\n\n"
-            f"{format_claims(records, target, 'records/')}\n"
-            f"The recipe of the ladder's first rung, AdamW with rotary positions, takes "
-            f"{time_runs(setting):.0f} s to {ladder_target:g},\nwith {ratio:.0f} times the tokens of the "
-            f"rungs. With equal tokens its loss is {rungs[0].summary.mean:.2f}, and the loss of "
-            f"the last rung is {rungs[-1].summary.mean:.2f}.\nOf the {len(rungs) - 1} rungs after it, "
-            f"{helps} help at this scale and {hurts or 'none'} {'hurts' if hurts < 2 else 'hurt'}, each "
-            f"compared with the rung before\n(p < 0.05 after Holm's correction for all rungs). No effect "
-            f"is shown for the rest ([records/README.md](records/README.md)).\n{MARKS[1]}")
+    *numbers, last = [str(curve.published) for curve in curves]
+    intro = README_PICTURE.format(last=plot.read_published()[-1].record,
+                                  numbers=f"{', '.join(numbers)} and {last}")
+    track = records[0].results[0]["track"]
+    return (f"{intro}Track `{track}` has a target of {target:g} nats per byte.\n\n"
+            f"{format_claims(records, target, 'records/')}")
 
 
-def replace_marked(readme: str, lines: str) -> str:
-    """The README with these lines between its marks."""
-    before, rest = readme.split(MARKS[0])
-    return before + lines + rest.split(MARKS[1])[1]
+def format_presets() -> str:
+    """The table of presets."""
+    text = PRESETS_HEAD
+    for name in SHOWN_PRESETS:
+        cfg = gpt.make_config(dict(preset=name))
+        sizes = gpt.derived_numbers(cfg, 1)
+        num_ngram = cfg.ngram_rows * cfg.model_dim
+        table = f"{num_ngram / 1e6:,.2f} M in {cfg.ngram_rows:,}" if num_ngram else ""
+        cells = (f"`{name}`", f"`{cfg.track}`", f"{cfg.num_layers}, {cfg.model_dim}",
+                 f"{(sizes['num_params'] - num_ngram) / 1e6:.2f} M", table, f"{cfg.num_iterations:,}",
+                 f"{sizes['train_tokens'] / 1e6:,.2f} M")
+        text += f"| {' | '.join(cells)} |\n"
+    return text
+
+
+def fill_blocks(page: str, blocks: dict[str, str]) -> str:
+    """A page with these texts in its blocks."""
+    return BLOCK.sub(lambda block: block[1] + blocks.get(block[2], block[3]), page)
 
 
 def main() -> int:
     """Write the pages and pictures."""
     parser = Parser(__doc__)
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS)
-    parser.add_argument("--readme", type=Path, default=results.ROOT / "README.md")
     args, refused = parser.parse_args(), []
-    if not args.readme.exists() or any(args.readme.read_text().count(mark) != 1 for mark in MARKS):
-        raise RecordError(f"--readme={args.readme} has no place for the lines: add a line "
-                                  f"{MARKS[0]} and a line {MARKS[1]}")
-    text, lines, picture = make_readme(args.records_dir, refused.append)
+    warn(f"reading the runs in {args.records_dir}")
+    text, blocks_of_pages, picture = make_readme(args.records_dir, refused.append)
     for line in refused:
         results.leave_out(line)
     gpt.write_atomic(args.records_dir / "README.md", text.encode())
     records = results.read_track("*", args.records_dir, lambda line: None)
     written = [f"{args.records_dir / 'README.md'} ({len(records)} records and rungs)"]
     if picture:
+        warn("drawing ladder")
         plot.plot_ladder(*picture, args.records_dir / "ladder")
-        gpt.write_atomic(args.readme, replace_marked(args.readme.read_text(), lines).encode())
-        written += [str(args.readme), f"{args.records_dir / 'ladder'}.svg and .png"]
+        written += [f"{args.records_dir / 'ladder'}.svg and .png"]
     blocks = read_blocks(records, lambda line: None)
     if blocks:
+        warn("drawing frontier")
         plot.plot_times(blocks[1], args.records_dir / "frontier")
         written.append(f"{args.records_dir / 'frontier'}.svg and .png")
+    root = args.records_dir.resolve().parent
+    for page in [*list_visible(root, "README.md"), *list_visible(root, "docs/*.md")]:
+        filled = fill_blocks(page.read_text(), blocks_of_pages)
+        if filled != page.read_text():
+            gpt.write_atomic(page, filled.encode())
+            written.append(str(page))
     print("written:", ", ".join(written))
     return 1 if refused else 0
 

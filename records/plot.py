@@ -44,6 +44,7 @@ ON_WHITE = dict(facecolor="white", edgecolor="none", pad=0.5)  # labels hide the
 COLOURS = BLUE, RED, GREEN, ORANGE, PINK, SKY = (  # safe for color blindness
     "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 TITLES = "Loss", "Gradient norm", "Update over weight", "Milliseconds of a step"
+WINDOW = 5  # measured steps in a mean of the training loss
 PUBLISHED = results.RECORDS / "published.csv"
 
 
@@ -149,14 +150,19 @@ def plot_runs(paths: list[Path], out: Path) -> None:
             panel.sharey(start)
         measured, validations = events[path]["telemetry"], events[path]["validation"]
         steps = [event["step"] for event in measured]
-        losses.plot(steps, [event["loss"] for event in measured], color=BLUE, label="training")
+        size = min(WINDOW, len(measured))
+        windows = [measured[end - size : end] for end in range(size, len(measured) + 1)]
+        losses.plot([window[size // 2]["step"] for window in windows],
+                    [statistics.mean(event["loss"] for event in window) for window in windows],
+                    color=BLUE, label=f"training, mean of {size} measured steps")
         losses.plot([event["step"] for event in validations], [event["val_loss"] for event in validations],
                     ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):
             groups = dict.fromkeys(group for event in measured for group in event["groups"])
             styles = [(style, colour) for style in ("-", ":") for colour in COLOURS]
-            for group, (style, colour) in zip(groups, styles):  # a step measures the groups that it updates
-                points = [(event["step"], event["groups"][group].get(key, math.nan)) for event in measured
+            for group, (style, colour) in zip(groups, styles):
+                # a step measures the groups that it updates. Zero is a gap in a logarithmic panel
+                points = [(event["step"], event["groups"][group].get(key) or math.nan) for event in measured
                           if group in event["groups"]]
                 if any(math.isfinite(value) for _, value in points):  # some tables have only a gradient norm
                     panel.plot(*zip(*points), style, color=colour, label=group)
@@ -244,10 +250,10 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
         if curve.published:
             _, day, minutes = by_number[curve.published]
             panel.plot(day, minutes, "o", color=curve.colour, markersize=8, markeredgecolor="white")
-            is_last = (days[-1] - day).days < 90  # its label is below and to the left
+            is_last = (days[-1] - day).days < 90  # its label is to the left
             panel.annotate(curve.name.format(minutes), (day, minutes), color=curve.colour,
-                           xytext=(6, -10) if is_last else (3, 9), textcoords="offset points",
-                           ha="right" if is_last else "left", va="top" if is_last else "bottom",
+                           xytext=(-9, 0) if is_last else (3, 9), textcoords="offset points",
+                           ha="right" if is_last else "left", va="center" if is_last else "bottom",
                            fontweight="bold", linespacing=1.3, bbox=ON_WHITE)
 
 

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, at_least, require_packages, run_guarded, warn
+from records.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded, warn
 
 with require_packages():
     from tqdm import tqdm
@@ -86,7 +86,7 @@ def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | 
         done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
-        (path,) = Path(out).rglob("*.json")
+        (path,) = list_visible(Path(out), "**/*.json")
         new = results.read_result(path)
     found = results.differences(result, new, "replay")
     if "other data" in found or found and not is_forced:
@@ -149,7 +149,9 @@ def main() -> int:
                f"no run took at most {args.most_seconds:g} s: give more with --most_seconds")
         warn(f"error: nothing was replayed: {why}")
         return 1
-    return int(False in outcomes)
+    equal, other, passed = map(outcomes.count, (True, False, None))
+    print(f"{equal} equal bit for bit, {other} not, {passed} passed over")
+    return int(other > 0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import train_gpt as gpt
-from records.common import ROOT, Progress, RecordError, warn
+from records.common import ROOT, Progress, RecordError, list_visible, warn
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
@@ -162,7 +162,7 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
 
     refuse() gets a line for each result that does not fit the rest. If it returns, the result is left out.
     """
-    script, kept, paths = find_script(folder), {}, sorted(folder.glob("*.json"))
+    script, kept, paths = find_script(folder), {}, list_visible(folder, "*.json")
     has_script = script.exists() and script != ROOT / "train_gpt.py"  # that one lies above logs/
     digest = hashlib.sha256(script.read_bytes()).hexdigest() if has_script else None
     for path in paths if digest else ():
@@ -217,7 +217,9 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
 
     refuse() is called as in read_record(), and for whole folders.
     """
-    paths, records = [*records_dir.glob(f"{track}/*/*.json"), *records_dir.glob(f"{track}/*/*/*.json")], []
+    paths = [path for pattern in ("*/*.json", "*/*/*.json")
+             for path in list_visible(records_dir, f"{track}/{pattern}")]
+    records = []
     for folder in sorted({path.parent for path in paths}):
         try:
             record = read_record(folder, refuse)
@@ -237,7 +239,7 @@ def check_track(record: Record) -> None:
 
 def find_done(folder: Path) -> set[int]:
     """Seeds with a result in a folder."""
-    return set(read_record(folder).losses) if list(folder.glob("*.json")) else set()
+    return set(read_record(folder).losses) if list_visible(folder, "*.json") else set()
 
 
 def find_target(track: str, records: list[Record]) -> float | None:
@@ -460,5 +462,5 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
 
 def remove_models(out: Path, seed: int) -> None:
     """Remove what a run with --out left for sampling, which a comparison of losses does not need."""
-    for path in out.glob(f"checkpoints/*_seed{seed}_*"):
+    for path in list_visible(out, f"checkpoints/*_seed{seed}_*"):
         shutil.rmtree(path)

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, at_least, require_packages, run_guarded
+from records.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
     from records import replay, results
@@ -63,7 +63,7 @@ def strip_log(log: str, result: dict) -> str:
 
 def keep_run(place: Path, rung: Path) -> None:
     """Move the run in a folder to its rung. The json is last, because a run counts once it exists."""
-    (path,) = place.glob("records/*/*/*.json")
+    (path,) = list_visible(place, "records/*/*/*.json")
     log = path.with_suffix(".txt")
     log.write_text(strip_log(log.read_text(), json.loads(path.read_text())))
     rung.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages, run_guarded
+from records.common import Parser, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -53,7 +53,8 @@ def find_model(path: Path) -> Path:
     """The path of a model or of a checkpoint, or the newest one of either below a folder."""
     if path.is_file() or gpt.is_whole(path, gpt.Runtime()):
         return path
-    paths = sorted([*path.rglob("model.pt"), *path.rglob("step_[0-9]*")], key=os.path.getmtime, reverse=True)
+    paths = [*list_visible(path, "**/model.pt"), *list_visible(path, "**/step_[0-9]*")]
+    paths.sort(key=os.path.getmtime, reverse=True)
     for newest in paths:
         if newest.is_file() or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written
             print(f"sampling from {newest}", file=sys.stderr)

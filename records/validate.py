@@ -71,17 +71,19 @@ def main() -> int:
     parser.add_argument("--target", type=at_least(0, float),
                         help="loss to be below (default: the track's)")
     args = parser.parse_args()
-    records = [results.read_record(folder) for folder in args.folders]
     baseline = args.baseline and results.read_record(args.baseline)
-    status = 0
-    for record in records:
+    verdicts = []
+    for folder in args.folders:
+        record = results.read_record(folder)
         target = results.find_own_target(record) if args.target is None else (args.target, False)
         line, is_below = format_record(record, *target)
-        status |= is_below is False
-        print(line)
+        verdicts.append(is_below)
+        print(line, flush=True)
         if baseline:
             print(format_comparison(record, baseline))
-    return int(status)
+    below, above, untested = map(verdicts.count, (True, False, None))
+    print(f"{below} below the target at p < 0.01, {above} not shown to be, {untested} not tested")
+    return int(above > 0)
 
 
 if __name__ == "__main__":

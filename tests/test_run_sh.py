@@ -42,11 +42,35 @@ def test_what_is_started(calls_of):
     assert calls_of("--seed=1") == [f"/run.sh|{torchrun} train_gpt.py --seed=1"]
 
 
+def test_checkouts_have_unix_line_ends():
+    """With core.autocrlf=true as well. bash and the hashes of the scripts of records need them."""
+    names = ["run.sh", "records/laptop/2026-11-21_ladder/train_gpt.py"]
+    done = subprocess.run(["git", "check-attr", "eol", *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode or done.stdout.split("\n")[:-1] == [f"{name}: eol: lf" for name in names]
+
+
 def test_a_missing_corpus_is_made_first(calls_of):
     for word, call in (("tool.py", "/run.sh|tool.py"), ("--seed=1", "/run.sh|train_gpt.py --seed=1"),
                        ("test", "|-m pytest")):
         made, started = calls_of(word, nproc="1", has_corpus=False)
         assert "make_embedded_corpus" in made and started == call
+
+
+@pytest.mark.parametrize("has_venv", [False, True])
+def test_an_unusable_python_is_named(tmp_path, has_venv):
+    """It fails each check, as Python 3.8 or a .venv without pip does. Nothing is installed or left behind."""
+    for name in ("run.sh", ".venv/bin/python" if has_venv else "python3"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname"))
+    (tmp_path / name).write_text('#!/bin/bash\n[[ $1 == -c ]] && exit 1\ntouch "$0.called"\n')
+    (tmp_path / name).chmod(0o755)
+    before = sorted(tmp_path.rglob("*"))
+    done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh")], capture_output=True, text=True,
+                          env={"PATH": str(tmp_path)}, cwd=tmp_path)
+    words = "remove .venv and start again" if has_venv else "python3 is not Python 3.11 or later with venv"
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.slow
