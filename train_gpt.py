@@ -3738,15 +3738,19 @@ def open_shard(path: str, vocab_size: int):
     num_tokens, shard_vocab, bos = read_shard_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
     bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
+    sha256, listing = hashlib.sha256(tokens).hexdigest(), Path(path).with_name("corpus.json")
+    listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
     if shard_vocab != vocab_size:
         problem = f"was made for vocabulary size {shard_vocab}, but --vocab_size={vocab_size}"
     elif tokens.max() >= vocab_size:
         problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
     elif len(bounds) == 1:
         problem = f"has no BOS (token {bos})"
+    elif listed.get(os.path.basename(path), sha256) != sha256:
+        problem = f"has changed since data/text.py wrote it: {listing} has another SHA-256"
     if problem:
         raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
-    return Shard(np.asarray(tokens), bounds, bos, hashlib.sha256(tokens).hexdigest())
+    return Shard(np.asarray(tokens), bounds, bos, sha256)
 
 
 def find_shards(pattern: str, field: str):
@@ -3756,8 +3760,8 @@ def find_shards(pattern: str, field: str):
     paths = sorted(glob.glob(pattern))
     if not paths:
         raise RunError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
-                       "FineWeb, python data/text.py for the PyTorch source, or python data/text.py PATH "
-                       "--out FOLDER for your own text", 2)
+                       "FineWeb (--vocab_size=50257), python data/text.py for the PyTorch source (257), or "
+                       "python data/text.py PATH --out FOLDER for your own text (257)", 2)
     return paths
 
 
@@ -4167,7 +4171,11 @@ def find_result(cfg, run: dict):
 
 
 def find_conflict(cfg, run: dict):
-    """The reason why a folder of this run cannot be written, or has results of another run, or ""."""
+    """The reason why this run's data, folders or record's results do not fit it, or ""."""
+    train_paths, val_paths = (map(os.path.realpath, find_shards(getattr(cfg, field), field))
+                              for field in ("train_files", "val_files"))
+    for path in {*train_paths} & {*val_paths}:
+        return f"{path} is in --train_files={cfg.train_files} and in --val_files={cfg.val_files}"
     results = find_result_folder(cfg)
     for folder in (Path(cfg.out, "logs"), results.parent, Path(cfg.out, "checkpoints")):
         with suppress(OSError):
@@ -4198,7 +4206,7 @@ def measure_run(trainer, run: dict):
 class RunLog:
     """Log lines, events, progress and result of a run. Without a terminal there are 20 progress lines."""
 
-    LOSSES_AT_ONCE = 20  # training losses that a GPU keeps before it must hand them over
+    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
 
     def __init__(self, cfg, rt, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
@@ -4247,10 +4255,16 @@ class RunLog:
     def print_start(self, resume_line: str):
         """Print sizes and choices, and begin to show progress."""
         cfg, derived = self.cfg, self.run["config"]["derived"]
-        sizes = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
-                 f"{self.rt.world_size} x {self.rt.device.type}, "
-                 f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
-        for line in filter(None, (sizes, *self.rt.notes, resume_line)):
+        size = f"{derived['num_params'] / 1e6:.2f} M"
+        if derived["num_params"] >= 1e9:
+            size = f"{derived['num_params'] / 1e9:.2f} B"
+        line = (f"preset {cfg.preset}: {size} parameters, {self.rt.world_size} x {self.rt.device.type}, "
+                f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
+        lines = [line, *self.rt.notes, resume_line]
+        if cfg.record:
+            lines += [f"--record={cfg.record} has seed {cfg.seed} already: {path}"
+                      for path in find_result_folder(cfg).glob(f"[0-9]*_seed{cfg.seed}_*.json")]
+        for line in filter(None, lines):
             self.print(line)
         if sys.stderr.isatty() and self.rt.is_main:
             self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
@@ -4272,8 +4286,9 @@ class RunLog:
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
             self.flush_losses()
         text = f"{self.progress.tokens / seconds:,.0f} tokens/s"
-        if self.train_points:
-            text = f"loss {self.train_points[-1][1]:.4f}, {text}"
+        if self.train_points:  # the mean of the last steps
+            mean = np.mean([loss for _, loss in self.train_points[-self.LOSSES_AT_ONCE :]])
+            text = f"loss {mean:.4f}, {text}"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
