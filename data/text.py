@@ -452,12 +452,6 @@ def choose_tokenizer(name: str) -> Tokenizer:
         lambda tokens: encoding.decode_bytes(tokens.tolist()), GPT2_VOCAB_SIZE, GPT2_BOS, doc_bytes=16_384)
 
 
-def parse_path(text: str) -> Path:
-    if not text:  # Path("") is the current folder
-        raise ArgumentTypeError("the path is empty: name a folder")
-    return Path(text)
-
-
 def parse_input(text: str) -> Path:
     if not os.path.isfile(text) and not os.path.isdir(text):
         raise ArgumentTypeError(f"{text or 'the empty path'} is no file and no folder: check the path")
@@ -469,18 +463,19 @@ def check_out(out: Path, paths: list[Path]) -> None:
     place = os.path.realpath(out)
     if place in (os.path.realpath(EMBEDDED_CORPUS), os.path.realpath(ROOT / EMBEDDED_CORPUS)):
         raise RecordError(f"--out={out} is for the PyTorch source, and a run may replace its shards: "
-                             "name another folder, as in --out data/mine")
+                          "name another folder, as in --out data/mine")
     listing = Path(place, "corpus.json")
     for path in paths:
         if Path(os.path.realpath(path)) in (listing, *listing.parents):
             raise RecordError(f"--out={out} lies in {path}, so the next call would read its corpus.json "
-                                 "as text: name a folder outside of the given ones")
+                              "as text: name a folder outside of the given ones")
 
 
 def print_command(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
     """Print the command that trains on these shards."""
-    needed = PRESETS["track_1"][0]
-    preset = "quick" if tokens["train"] < 2_000_000 else "laptop" if tokens["train"] < needed else "track_1"
+    preset = "quick" if tokens["train"] < 2_000_000 else "laptop"
+    if tokens["train"] >= PRESETS["track_1"][0]:
+        preset = "track_1"
     run_tokens, most_epochs, full_len, val_tokens, val_len = PRESETS[preset]
     seq_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
     val_tokens = min(val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
@@ -506,7 +501,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("paths", nargs="*", type=parse_input,
                         help="files and folders (default: the source of the installed PyTorch)")
-    parser.add_argument("--out", type=parse_path, help="folder for the shards")
+    parser.add_argument("--out", help="folder for the shards")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
                         help="skip matching paths inside a given folder, as in '*.csv'. May be repeated")
@@ -521,7 +516,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
-        out = args.out or Path(EMBEDDED_CORPUS)
+        out = Path(args.out or EMBEDDED_CORPUS)
         if not args.paths:
             if argv:
                 raise RecordError(f"{argv[0]} needs a path: give files or folders, or no option for "

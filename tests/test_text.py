@@ -153,11 +153,21 @@ def test_validation_has_5_to_10_percent(sizes, doc_bytes, tokenizer, tmp_path, c
             assert {*found["train"], *found["val"]} == whole and not {*found["train"]} & {*found["val"]}
 
 
+def test_one_text_in_sixteen_is_for_validation(tmp_path, capsys):
+    """1,000 lines of JSON, by the hash of the file's name and the line's number."""
+    rows = [f"{number:03d}" * 30 for number in range(1000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    make(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "mine")
+    hashes = [hashlib.sha256(f"a.jsonl:{number}".encode()).digest() for number in range(1, 1001)]
+    expected = {row.encode() for row, key in zip(rows, hashes) if key[0] < 16}
+    assert {*documents(tmp_path / "mine", "val")} == expected and len(expected) == 57
+
+
 def test_the_cut_of_a_long_text_counts_tokens(tmp_path, capsys, gpt2):
-    """The last third has four times as many tokens per byte. Validation is the end of the text."""
-    content = "abcd" * 25_000 + "\u3042\u3044" * 10_000
+    """The last part has four times as many tokens per byte. Validation is the end of the text."""
+    content = "abcd" * 25_000 + "12345" * 4_000
     (tmp_path / "a.txt").write_text(content)
-    make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine", "--tokenizer=gpt2")
+    make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine", "--tokenizer=gpt2", "--doc_bytes=200000")
     tokens = read_info(tmp_path / "mine")["tokens"]
     assert 0.05 < tokens["val"] / sum(tokens.values()) < 0.1
     stream = gpt.open_shard(str(tmp_path / "mine/val_000000.bin"), text.GPT2_VOCAB_SIZE).tokens
