@@ -316,21 +316,17 @@ def test_a_shard_is_compared_with_the_checksum_of_the_hub(tmp_path, fetch, monke
     wrong, is_wrong = right[:-1] + b"\1", True
 
     class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(200)
+        def do_GET(self):
             body = b"{}" if self.path.endswith("vocab.json") else right
+            self.send_response(200)
             self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
             self.send_header("X-Repo-Commit", "0" * 40)
-            if self.command == "GET" and is_wrong and "train_000001" in self.path:
-                body = wrong
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body if self.command == "GET" else b"")
+            if self.command == "GET":
+                self.wfile.write(wrong if is_wrong and "train_000001" in self.path else body)
 
-        do_GET = do_HEAD
-
-        def log_message(self, *_):
-            pass
+        do_HEAD, log_message = do_GET, lambda *_: None
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -345,7 +341,6 @@ def test_a_shard_is_compared_with_the_checksum_of_the_hub(tmp_path, fetch, monke
     assert fetch("1", "--out", tmp_path / "shards")[0] == 0
     assert (tmp_path / "shards/fineweb_train_000001.bin").read_bytes() == right
     server.shutdown()
-    server.server_close()
 
 
 def test_only_training_documents_have_pieces(shards):
