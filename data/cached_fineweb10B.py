@@ -5,12 +5,13 @@ vocabulary (hub model openai-community/gpt2), which preset frontier reads.
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. Shards
-of 200 MB go into data/fineweb10B. The vocabulary of 1 MB goes into data. The last line of the output is a
-command that trains on the shards.
+A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. A
+downloaded shard is compared with the hub's SHA-256. Shards of 200 MB go into data/fineweb10B. The vocabulary
+of 1 MB goes into data. The last line of the output is a command that trains on the shards.
 """
 
 import glob
+import hashlib
 import json
 import shlex
 import sys
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from records.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
 
 with require_packages():
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from tqdm import tqdm
 
@@ -41,11 +42,12 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def download(name: str, folder: Path, repository: dict) -> None:
-    """RecordError if the hub cannot be reached."""
+def download(name: str, folder: Path, repository: dict) -> str | None:
+    """Returns the hub's checksum: SHA-256 for a shard. RecordError if the hub cannot be reached."""
     try:
         hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
                         **repository)
+        return get_hf_file_metadata(hf_hub_url(filename=name, **repository)).etag
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             shards = f". Its training shards are 1 to {NUM_SHARDS}" * (repository is REPOSITORY)
@@ -60,9 +62,17 @@ def download(name: str, folder: Path, repository: dict) -> None:
 
 def fetch(name: str, folder: Path) -> None:
     """Download a shard unless it is complete. An error if the hub fails or sends another file."""
-    if not is_whole(folder / name):
-        download(name, folder, REPOSITORY)
-        gpt.read_shard_header(str(folder / name))
+    path = folder / name
+    if is_whole(path):
+        return
+    expected = download(name, folder, REPOSITORY)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        path.unlink()  # the next call would keep it if its size is right
+        raise RecordError(f"{name} has SHA-256 {found}, but the hub has {expected}: the file is removed. "
+                          "Repeat the command, which downloads it again")
+    gpt.read_shard_header(str(path))
 
 
 def fetch_vocabulary(folder: Path) -> None:

@@ -4,29 +4,36 @@
     python data/text.py                                   # the PyTorch source -> data/torch_source
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
     python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
+    python data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.csv' --exclude='old/*'
 
-The last line of the output is a command that trains on the shards. One file in sixteen, chosen by the hash
-of its path, is for validation. With few files it is one document in sixteen. Hidden files, hidden folders
-and node_modules are skipped. DIR/corpus.json describes the corpus and lists its shards. Another call with
---out=DIR replaces these shards. A DIR with unlisted shards is refused.
+A text is a file, or the key "text" of a line in a .jsonl file. Files that end with .gz are unpacked. Long
+texts are cut into documents. Equal documents of several texts count once. Validation gets 5 to 10 % of the
+tokens: whole texts, chosen by the hash of their names, or the end of the longest text. Hidden files, hidden
+folders, node_modules, Jupyter notebooks and files with NUL bytes are skipped.
+
+The last line of the output is a command that trains on the shards. DIR/corpus.json describes the corpus and
+lists its shards. Another call with --out=DIR replaces these shards. A DIR with unlisted shards is refused.
 """
 
 import glob
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import shlex
 import shutil
-import stat
 import sys
 import tempfile
+import zlib
 from argparse import ArgumentTypeError
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NamedTuple
 
 try:
     import fcntl
@@ -45,112 +52,103 @@ EMBEDDED_CORPUS = "data/torch_source"
 BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 SHARD_HEADER_BYTES = 1024
-BLOCK = 128  # sequence lengths are multiples of it
+SHARD_TOKENS = 100_000_000
+BLOCK = 128  # sequence lengths are multiples of it. Each split needs more tokens
+LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then at most 20 %
+READ_ERRORS = OSError, EOFError, zlib.error  # the last two: a damaged .gz
 # preset: tokens of its run, epochs, seq_len, val_tokens, val_seq_len. A test compares them with train_gpt.py
 PRESETS = {
     "quick": (532_480, 100, 1024, 40_960, 8192),
     "laptop": (696_320, 1, 1024, 131_072, 8192),
     "track_1": (656_670_720, 1, 49_152, 10_485_760, 262_144),
 }
+# A document: the hash that orders it, its place in the file of all tokens, the number of its text
+DOCUMENT = np.dtype([("key", "i8"), ("begin", "i8"), ("size", "i8"), ("text", "i8")])
+Text = tuple[str, Path | str, BinaryIO]  # name, source for messages, content
 
 
-def refuse_unreadable(error: OSError, path: Path | None = None) -> NoReturn:
-    raise RecordError(f"{path or error.filename} cannot be read ({error.strerror or error}): check the "
-                         "path and its permissions, or give other files") from None
+class Tokenizer(NamedTuple):
+    encode: Callable[[bytes], np.ndarray]
+    decode: Callable[[np.ndarray], bytes]
+    vocab_size: int
+    bos: int
+    doc_bytes: int  # default of the option
 
 
-def find_files(paths: list[Path], skipped: Counter) -> list[tuple[str, Path]]:
-    """(name, path) of each file in files and folders. Counts skipped entries by their reason.
+class UnusableError(Exception):
+    """A text that is skipped, and the reason."""
 
-    The name is the path inside the given folder.
-    """
-    found, files = [], {}
-    for path in sorted(paths, key=os.path.isdir):  # named files first: their content is not skipped
+
+def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
+    """Print a skipped file. RecordError if the command line names it."""
+    if source in named:
+        raise RecordError(f"{source} is not used ({reason}): convert it to UTF-8 text, or leave it out")
+    tqdm.write(f"skipped: {source} ({reason})")
+
+
+def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Path]]:
+    """(name, path) of each file in files and folders. The name is the path inside the given folder."""
+    for top in paths:
+        if os.path.isfile(top):
+            yield top.name, top
+            continue
+        for folder, folders, files in os.walk(
+                top, onerror=lambda error: skip(Path(error.filename), error.strerror, paths)):
+            entries, folders[:] = sorted(folders + files), []
+            for path in (Path(folder, entry) for entry in entries):
+                name = path.relative_to(top).as_posix()
+                if path.name[0] == "." or any(fnmatch(name, pattern) for pattern in excluded):
+                    continue
+                if os.path.isfile(path):
+                    yield name, path
+                elif os.path.isdir(path) and not path.is_symlink():
+                    folders += {path.name} - {"node_modules"}
+                else:  # a pipe may have no end
+                    skip(path, "no regular file or folder", paths)
+
+
+def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
+    """The texts of files (name, path). The caller reads each file to its end before the next text."""
+    for name, path in files:
+        suffix = Path(name.removesuffix(".gz")).suffix
         try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            refuse_unreadable(error, path)
-        if stat.S_ISREG(mode):
-            found.append((path.name, path))
-        elif not stat.S_ISDIR(mode):
-            raise RecordError(f"{path} is neither a file nor a folder: give files or folders of text")
-        for folder, folders, names in os.walk(path, onerror=refuse_unreadable) if stat.S_ISDIR(mode) else ():
-            hidden = {name for name in (*folders, *names) if name[0] == "." or name == "node_modules"}
-            skipped["hidden or node_modules"] += len(hidden)
-            folders[:] = sorted({*folders} - hidden)
-            skipped["links to folders"] += sum(os.path.islink(Path(folder, name)) for name in folders)
-            inside = [Path(folder, name) for name in sorted({*names} - hidden)]
-            found += [(file.relative_to(path).as_posix(), file) for file in inside]
-    for name, file in found:
-        status = file.stat() if os.path.isfile(file) else None
-        if status is None:  # a broken link, or a pipe or device, whose content may have no end
-            skipped["not regular"] += 1
-        elif (status.st_dev, status.st_ino) in files:
-            skipped["given twice"] += 1
-        else:
-            files[status.st_dev, status.st_ino] = name, file
-    return list(files.values())
+            if suffix == ".ipynb":
+                raise UnusableError("a Jupyter notebook")
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                if suffix != ".jsonl":
+                    yield name, path, file
+                    continue
+                for number, line in enumerate(file, 1):
+                    try:
+                        text = json.loads(line)["text"].encode()
+                    except (ValueError, LookupError, TypeError, AttributeError):
+                        raise UnusableError(f'line {number} and the rest: no JSON with a "text"') from None
+                    yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)
+        except (UnusableError, *READ_ERRORS) as error:
+            skip(path, error, named)
 
 
-def read_files(files: list[Path], label: str) -> Iterator[bytes]:
-    """The contents of files, with a progress bar that counts bytes."""
-    total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=None) as bar:
-        for file in files:
-            try:
-                content = file.read_bytes()
-            except OSError as error:
-                refuse_unreadable(error, file)
-            bar.update(len(content))
-            yield content
-
-
-def read_texts(paths: list[Path], skipped: Counter, foreign: Counter) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each text file in files and folders. Counts skipped entries by their reason.
-    Counts bytes that are not UTF-8 by their file.
-
-    A file with a NUL byte is not UTF-8 text. It is skipped in a folder and refused if paths has it.
-    """
-    files, is_empty = find_files(paths, skipped), True
-    for (name, file), content in zip(files, read_files([file for _, file in files], "read")):
-        if not content:
-            skipped["empty"] += 1
-        elif b"\0" not in content:
-            is_empty = False
-            if number := count_foreign(content):
-                foreign[file] = number
-            yield name, content
-        elif file in paths:
-            raise RecordError(f"{file} has a NUL byte, so it is not UTF-8 text: convert it (for example "
-                                 "with iconv) or leave it out")
-        else:
-            skipped["with a NUL byte"] += 1
-    if is_empty:
-        reason = format_skipped(skipped) or "no files"
-        raise RecordError(f"{' '.join(map(str, paths))} has no text ({reason}): give files or folders of "
-                             "UTF-8 text")
-
-
-def count_foreign(content: bytes) -> int:
-    """The number of bytes that are not UTF-8."""
+def split_text(text: bytes | BinaryIO, limit: int) -> Iterator[bytes]:
+    """Cut a text at line ends into pieces of at most `limit` bytes, and longer lines between characters."""
+    file, rest = io.BytesIO(text) if isinstance(text, bytes) else text, b""
     try:
-        content.decode()
-    except UnicodeDecodeError:
-        return len(content) - len(content.decode(errors="ignore").encode())
-    return 0
+        while rest := rest + file.read(limit + 1 - len(rest)):
+            end = find_cut(rest, 0, limit) if len(rest) > limit else len(rest)
+            yield rest[:end]
+            rest = rest[end:]
+    except READ_ERRORS as error:
+        raise UnusableError(error) from None
 
 
-def format_foreign(foreign: Counter, is_kept: bool) -> str:
-    """A line that names the first file, the number of further ones, and all of their bytes."""
-    more, number = len(foreign) - 1, sum(foreign.values())
-    files = f"{next(iter(foreign))}{f' and {more} more' * bool(more)}"
-    return (f"{files}: {number:,} byte{'s are' if number > 1 else ' is'} not UTF-8 and "
-            f"{'kept' if is_kept else 'replaced by U+FFFD'}. iconv converts a file of another encoding")
+def find_cut(text: bytes, first: int, last: int) -> int:
+    """The last line end in text[first:last]. Without one, the last end of a UTF-8 character."""
+    ends = (end for end in range(last, max(last - 4, 0), -1) if text[end] & 0xC0 != 0x80)
+    return text.rfind(b"\n", first, last) + 1 or next(ends, last)
 
 
-def format_skipped(skipped: Counter) -> str:
-    numbers = ", ".join(f"{number} {reason}" for reason, number in skipped.items() if number)
-    return numbers and f"files and folders skipped: {numbers}"
+def hash_bytes(content: bytes) -> int:
+    """The first 63 bits of the SHA-256."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
 
 
 def read_listing(out: Path) -> dict:
@@ -228,10 +226,10 @@ def wait_for_lock(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
-                 encode: Callable[[bytes], np.ndarray], vocab_size: int, bos: int,
-                 shard_tokens: int = 100_000_000, doc_bytes: int = 2047) -> dict:
-    """Write (name, text) pairs as train_*.bin and val_*.bin shards. Returns the content of corpus.json.
+def write_corpus(texts: Iterable[Text], named: Container[Path], out: Path, source: str,
+                 tokenizer: Tokenizer, doc_bytes: int | None = None, shard_tokens: int = SHARD_TOKENS,
+                 keeps_copies: bool = False) -> dict:
+    """Write texts as train_*.bin and val_*.bin shards. Returns the content of corpus.json.
 
     Replaces the shards of an earlier corpus after all new ones are written. Refuses a folder with other
     shards. Documents are ordered by a hash, which mixes folders. Equal texts give equal bytes. The caller
@@ -245,26 +243,22 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
         problem = f"{out}/corpus.json is in the way: it does not describe a corpus"
     if problem:
         raise RecordError(f"{problem}, so it is not replaced: choose another folder, or move it away")
-    splits = split_documents(texts, encode, bos, doc_bytes)
-    sizes = {split: sum(map(len, documents)) for split, documents in splits.items()}
-    if min(sizes.values()) <= BLOCK:
-        needed = 2 * doc_bytes + 4 * BLOCK
-        smaller = min(doc_bytes - 1, (sum(sizes.values()) - 4 * BLOCK) // 2)  # this text suffices for it
-        raise RecordError(
-            f"{source} has {sum(sizes.values())} tokens, too few for training and validation with documents "
-            f"of {doc_bytes} byte{'s' * (doc_bytes > 1)}: give more text "
-            f"({needed} tokens always suffice){f' or --doc_bytes={smaller}' if smaller > 0 else ''}")
-    info = dict(source=source, vocab_size=vocab_size, documents=sum(map(len, splits.values())), tokens=sizes,
-                files=[], fingerprint="")
     with tempfile.TemporaryDirectory(dir=out, suffix=".partial") as folder:
-        for split, documents in splits.items():
-            stream = np.concatenate(documents)
-            begins = [begin for begin in range(0, len(stream), shard_tokens)
-                      if bos in stream[begin : begin + shard_tokens]]  # each shard needs a BOS
-            for number, tokens in enumerate(np.split(stream, begins[1:])):
-                info["files"].append(f"{split}_{number:06d}.bin")
-                write_shard(Path(folder, info["files"][-1]), tokens, vocab_size, bos)
-        info["fingerprint"] = hash_shards(Path(folder, name) for name in info["files"])
+        with open(Path(folder, "tokens"), "w+b") as store:
+            documents, keys, num_bytes = encode_texts(texts, named, tokenizer, store,
+                                                      doc_bytes or tokenizer.doc_bytes, keeps_copies)
+            num_tokens = documents["size"].sum()
+            if num_bytes < LEAST_BYTES or num_tokens < LEAST_TOKENS:
+                raise RecordError(f"{source} has {num_bytes:,} bytes of text, {num_tokens:,} tokens: give "
+                                  f"more, at least {LEAST_BYTES:,} bytes and {LEAST_TOKENS:,} tokens")
+            splits = split_documents(documents, keys, tokenizer, store)
+            sha256 = {}
+            for split, rows in splits.items():
+                sha256 |= write_shards(Path(folder), split, rows, tokenizer, store, shard_tokens)
+        fingerprint = hashlib.sha256("".join(sha256.values()).encode()).hexdigest()[:16]
+        info = dict(source=source, vocab_size=tokenizer.vocab_size, documents=sum(map(len, splits.values())),
+                    tokens={split: int(rows["size"].sum()) for split, rows in splits.items()},
+                    files=[*sha256], fingerprint=fingerprint, sha256=sha256)
         # From here on corpus.json lists all shards that may be in the folder, so an interrupted call can be
         # repeated
         listed = sorted({*info["files"], *(path.name for path in own)})
@@ -278,17 +272,127 @@ def write_corpus(texts: Iterable[tuple[str, bytes]], out: Path, source: str,
     return info
 
 
+def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Tokenizer, store: BinaryIO,
+                 doc_bytes: int, keeps_copies: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """Write the tokens of all documents to store, without documents that an earlier text has.
+
+    Returns the DOCUMENT rows, a hash of the name of each text, and the number of bytes.
+    """
+    rows, keys, seen, num_bytes, copies = array("q"), array("q"), set(), 0, 0
+    with tqdm(desc="read", unit="B", unit_scale=True, disable=None) as bar:
+        for name, source, file in texts:
+            begin, first, size, own, is_utf8 = store.tell(), len(rows), 0, set(), True
+            try:
+                for number, piece in enumerate(split_text(file, doc_bytes)):
+                    if b"\0" in piece:
+                        raise UnusableError("NUL bytes: no UTF-8 text")
+                    is_utf8 = is_utf8 and piece.decode(errors="ignore").encode() == piece
+                    bar.update(len(piece))
+                    if not keeps_copies:
+                        own.add(content := hash_bytes(piece))
+                        if content in seen:
+                            copies += 1
+                            continue
+                    place = append_document(store, tokenizer, piece)
+                    rows.extend((hash_bytes(os.fsencode(f"{number} {name}")), *place, len(keys)))
+                    size += len(piece)
+            except UnusableError as error:
+                skip(source, error, named)
+                del rows[first:]
+                store.seek(begin)
+                continue
+            keys.append(hash_bytes(os.fsencode(name)))
+            seen |= own
+            num_bytes += size
+            if not is_utf8:
+                tqdm.write(f"not UTF-8: {source} (iconv converts a file of another encoding)")
+    if copies:
+        print(f"documents with the content of another one: {copies:,}. Equal documents count once")
+    return np.array(rows).view(DOCUMENT), np.array(keys), num_bytes
+
+
+def append_document(store: BinaryIO, tokenizer: Tokenizer, piece: bytes) -> tuple[int, int]:
+    """Write BOS and the tokens of a piece of text. Returns its place and its number of tokens."""
+    begin, tokens = store.tell() // 2, np.append(np.uint16(tokenizer.bos), tokenizer.encode(piece))
+    store.write(tokens.astype("<u2").tobytes())
+    return begin, len(tokens)
+
+
+def split_documents(documents: np.ndarray, keys: np.ndarray, tokenizer: Tokenizer,
+                    store: BinaryIO) -> dict[str, np.ndarray]:
+    """The documents for training and for validation, which has 5 to 10 % of the tokens and at least a block.
+
+    Validation takes one text in sixteen by the hash of its name, more if these are short, and no text that
+    is too long. If this is not enough, it also takes the end of the longest other text.
+    """
+    sizes = np.bincount(documents["text"], documents["size"], len(keys)).astype(int)
+    low, high = max(-(-sizes.sum() // 20), BLOCK + 1), max(sizes.sum() // 10, 2 * BLOCK)
+    chosen, num_val = np.zeros(len(sizes), bool), 0
+    for text in np.argsort(keys, kind="stable"):
+        if num_val + sizes[text] <= high and (num_val < low or keys[text] < 2**59):
+            chosen[text] = True
+            num_val += sizes[text]
+    is_val = chosen[documents["text"]]
+    if num_val < low:
+        rows = np.flatnonzero(documents["text"] == np.argmax(np.where(chosen, 0, sizes)))[::-1]
+        ends = num_val + np.cumsum(documents["size"][rows])
+        last = np.searchsorted(ends, low)
+        is_val[rows[: last + 1]] = True
+        if ends[last] > high:
+            rest = ends[last] - documents["size"][rows[last]]
+            halves = cut_document(documents[rows[last]], low - rest, high - rest, tokenizer, store)
+            documents[rows[last]] = halves[1]
+            documents, is_val = np.append(documents, halves[0]), np.append(is_val, False)
+    return dict(train=documents[~is_val], val=documents[is_val])
+
+
+def cut_document(document: np.void, low: int, high: int, tokenizer: Tokenizer,
+                 store: BinaryIO) -> np.ndarray:
+    """Cut a document so that the second half has low to high tokens. Appends both halves to store."""
+    tokens = read_tokens(store, [document])[1:]
+    # the middle quarter of the range, because a cut can change the tokens around it
+    first, last = (len(tokenizer.decode(tokens[: len(tokens) - size]))
+                   for size in ((3 * low + 5 * high) // 8, (5 * low + 3 * high) // 8))
+    text, halves = tokenizer.decode(tokens), np.repeat(document, 2)
+    cut = find_cut(text, first, last)
+    store.seek(0, os.SEEK_END)
+    for half, piece in zip(halves, (text[:cut], text[cut:])):
+        half["begin"], half["size"] = append_document(store, tokenizer, piece)
+    return halves
+
+
+def read_tokens(store: BinaryIO, documents: Iterable[np.void]) -> np.ndarray:
+    tokens = bytearray()
+    for document in documents:
+        store.seek(2 * int(document["begin"]))
+        tokens += store.read(2 * int(document["size"]))
+    return np.frombuffer(tokens, "<u2")
+
+
+def write_shards(folder: Path, split: str, documents: np.ndarray, tokenizer: Tokenizer, store: BinaryIO,
+                 shard_tokens: int) -> dict[str, str]:
+    """Write documents in the order of their hash. A shard has at most shard_tokens, or one document.
+
+    Returns the SHA-256 of the tokens by shard.
+    """
+    documents, sha256 = documents[np.argsort(documents["key"], kind="stable")], {}
+    while len(documents):
+        number = max(1, np.searchsorted(np.cumsum(documents["size"]), shard_tokens, side="right"))
+        name = f"{split}_{len(sha256):06d}.bin"
+        tokens = read_tokens(store, documents[:number])
+        write_shard(folder / name, tokens, tokenizer.vocab_size, tokenizer.bos)
+        sha256[name] = hashlib.sha256(tokens).hexdigest()
+        documents = documents[number:]
+    return sha256
+
+
 def write_shard(path: Path, tokens: np.ndarray, vocab_size: int, bos: int) -> None:
     """Write tokens (uint16, beginning with BOS) to a shard. data/README.md describes the format."""
     header = np.zeros(SHARD_HEADER_BYTES // 4, dtype="<i4")
     header[:5] = 20240520, 1, len(tokens), vocab_size, bos  # magic, version
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-
-
-def hash_shards(paths: Iterable[Path]) -> str:
-    """The fingerprint of a corpus: SHA-256 of the SHA-256 of each shard's tokens."""
-    hashes = [hashlib.sha256(path.read_bytes()[SHARD_HEADER_BYTES:]).hexdigest() for path in paths]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+    with path.open("wb") as file:
+        file.write(header)
+        file.write(np.ascontiguousarray(tokens, dtype="<u2"))
 
 
 def replace_json(path: Path, content: dict) -> None:
@@ -298,94 +402,59 @@ def replace_json(path: Path, content: dict) -> None:
     os.replace(partial, path)
 
 
-def split_documents(texts: Iterable[tuple[str, bytes]], encode: Callable[[bytes], np.ndarray], bos: int,
-                    doc_bytes: int) -> dict[str, list[np.ndarray]]:
-    """The documents for training and for validation, each behind BOS, in the order of a hash.
-
-    One file in sixteen, by the hash of its name, is for validation. If one split then has less than an
-    attention block, validation takes the first sixteenth of all documents, and at least a block.
-    """
-    entries: list[tuple[bytes, str, np.ndarray]] = []
-    for name, text in texts:
-        split = "val" if hashlib.sha256(os.fsencode(name)).digest()[0] < 16 else "train"
-        for number, piece in enumerate(split_text(text, doc_bytes)):
-            tokens = np.concatenate([np.array([bos], dtype=np.uint16), encode(piece)])
-            entries.append((hashlib.sha256(os.fsencode(f"{number} {name}")).digest(), split, tokens))
-    entries.sort(key=lambda entry: entry[0])
-    splits = {split: [tokens for _, place, tokens in entries if place == split]
-              for split in ("train", "val")}
-    if min(sum(map(len, documents)) for documents in splits.values()) <= BLOCK:
-        documents = [tokens for _, _, tokens in entries]
-        ends = np.cumsum([len(tokens) for tokens in documents])
-        cut = 1 + np.searchsorted(ends, max(BLOCK + 1, ends.max(initial=0) // 16))
-        splits = dict(train=documents[cut:], val=documents[:cut])
-    return splits
-
-
-def split_text(text: bytes, limit: int) -> Iterator[bytes]:
-    """Cut a text at line ends into pieces of at most `limit` bytes. A longer line is cut at the limit."""
-    begin = 0
-    while begin < len(text):
-        end = begin + limit
-        if end < len(text):
-            end = text.rfind(b"\n", begin, end) + 1 or end
-        yield text[begin:end]
-        begin = end
-
-
-def encode_bytes(text: bytes) -> np.ndarray:
-    return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
-
 def torch_source_name() -> str:
     """The source of the embedded corpus. CPU and CUDA builds of a version have equal Python files."""
     return f"torch {torch.__version__.partition('+')[0]}"
 
 
-def read_torch_source() -> Iterator[tuple[str, bytes]]:
-    """(path, content) of the installed PyTorch's Python files, without those that differ between builds."""
+def find_torch_source() -> list[tuple[str, Path]]:
+    """(name, path) of the installed PyTorch's Python files, without those that differ between builds."""
     root = Path(torch.__file__).parent
     left_out = {"version.py", "testing/_internal/generated/annotated_fn_args.py"}
     names = sorted({path.relative_to(root).as_posix() for path in root.rglob("*.py")} - left_out)
-    yield from zip(names, read_files([root / name for name in names], "read the PyTorch source"))
+    return [(name, root / name) for name in names]
 
 
-def make_embedded_corpus() -> None:
+def make_embedded_corpus(is_forced: bool = False) -> None:
     """Make the corpus of the small presets, unless it is complete. RecordError if the folder has a corpus of
     other text."""
     out, source = Path(EMBEDDED_CORPUS), torch_source_name()
     found = read_corpus(out)[0]
-    if found == source:  # also on a disk that cannot be written
+    if found == source and not is_forced:  # also on a disk that cannot be written
         return
     if found and not found.startswith("torch "):
         raise RecordError(f"{out} has a corpus with source {found[:100]!r}, but this folder is "
                           "for the PyTorch source: move the files, and set --train_files and --val_files")
     with lock_folder(out):
-        if read_corpus(out)[0] != source:
-            write_corpus(read_torch_source(), out, source, encode_bytes, BYTE_VOCAB_SIZE, BYTE_BOS)
+        if read_corpus(out)[0] != source or is_forced:
+            files = find_torch_source()
+            named = {path for _, path in files}  # an unreadable one is an error
+            write_corpus(read_texts(files, named), named, out, source, choose_tokenizer("bytes"),
+                         keeps_copies=True)
 
 
-def choose_tokenizer(name: str) -> tuple[Callable[[bytes], np.ndarray], int, int]:
-    """(encode, vocabulary size, BOS)."""
+def choose_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
-        return encode_bytes, BYTE_VOCAB_SIZE, BYTE_BOS
+        return Tokenizer(lambda text: np.frombuffer(text, np.uint8).astype(np.uint16),
+                         lambda tokens: tokens.astype(np.uint8).tobytes(), BYTE_VOCAB_SIZE, BYTE_BOS, 2047)
     try:
         import tiktoken
     except ImportError:
         raise RecordError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
-                             "or use --tokenizer=bytes") from None
+                          "or use --tokenizer=bytes") from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # the download of the vocabulary raises errors of several libraries
         raise RecordError(f"tiktoken cannot load the GPT-2 vocabulary ({type(error).__name__}): connect "
-                             "to the network for the first use, or use --tokenizer=bytes") from None
-    encode = lambda text: np.array(encoding.encode_ordinary(text.decode("utf-8", "replace")), np.uint16)  # noqa: E731
-    return encode, GPT2_VOCAB_SIZE, GPT2_BOS
+                          "to the network for the first use, or use --tokenizer=bytes") from None
+    return Tokenizer(
+        lambda text: np.array(encoding.encode_ordinary(text.decode(errors="replace")), np.uint16),
+        lambda tokens: encoding.decode_bytes(tokens.tolist()), GPT2_VOCAB_SIZE, GPT2_BOS, doc_bytes=16_384)
 
 
-def parse_path(text: str) -> Path:
-    if not text:  # Path("") is the current folder
-        raise ArgumentTypeError("the path is empty: name a file or a folder")
+def parse_input(text: str) -> Path:
+    if not os.path.isfile(text) and not os.path.isdir(text):
+        raise ArgumentTypeError(f"{text or 'the empty path'} is no file and no folder: check the path")
     return Path(text)
 
 
@@ -394,72 +463,79 @@ def check_out(out: Path, paths: list[Path]) -> None:
     place = os.path.realpath(out)
     if place in (os.path.realpath(EMBEDDED_CORPUS), os.path.realpath(ROOT / EMBEDDED_CORPUS)):
         raise RecordError(f"--out={out} is for the PyTorch source, and a run may replace its shards: "
-                             "name another folder, as in --out data/mine")
+                          "name another folder, as in --out data/mine")
     listing = Path(place, "corpus.json")
     for path in paths:
         if Path(os.path.realpath(path)) in (listing, *listing.parents):
             raise RecordError(f"--out={out} lies in {path}, so the next call would read its corpus.json "
-                                 "as text: name a folder outside of the given ones")
+                              "as text: name a folder outside of the given ones")
+
+
+def print_command(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
+    """Print the command that trains on these shards."""
+    preset = "quick" if tokens["train"] < 2_000_000 else "laptop"
+    if tokens["train"] >= PRESETS["track_1"][0]:
+        preset = "track_1"
+    run_tokens, most_epochs, full_len, val_tokens, val_len = PRESETS[preset]
+    seq_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
+    val_tokens = min(val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
+    train_len = full_len
+    while train_len >= tokens["train"]:  # a step stays a whole number of packed sequences
+        train_len //= 2
+    sequences = (tokens["train"] - 1) // train_len  # of one epoch
+    epochs = -(-run_tokens // (sequences * train_len))
+    more = f"--seq_len={train_len} " if train_len < full_len else ""
+    more += f"--epochs={epochs} " if epochs > most_epochs else ""
+    if epochs > most_epochs:
+        print(f"this text is short: preset {preset} repeats it {epochs} times and learns it by heart")
+    # A step of a small preset has too few sequences for several ranks
+    launcher = find_launcher(is_alone=preset != "track_1")
+    files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
+                     for split in tokens)
+    print(f"train on it: {launcher} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
+          f"--val_tokens={val_tokens} {more}{files}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = Parser(__doc__)
-    parser.add_argument("paths", nargs="*", type=parse_path,
+    parser.add_argument("paths", nargs="*", type=parse_input,
                         help="files and folders (default: the source of the installed PyTorch)")
-    parser.add_argument("--out", type=parse_path,
-                        help=f"folder for the shards (default without paths: {EMBEDDED_CORPUS})")
+    parser.add_argument("--out", help="folder for the shards")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
-    parser.add_argument("--shard_tokens", type=at_least(20_000), default=100_000_000,
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
+                        help="skip matching paths inside a given folder, as in '*.csv'. May be repeated")
+    parser.add_argument("--shard_tokens", type=at_least(20_000), default=SHARD_TOKENS,
                         help="tokens per shard (default %(default)s)")
-    parser.add_argument("--doc_bytes", type=at_least(1),
+    parser.add_argument("--doc_bytes", type=at_least(4),
                         help="cut longer texts into documents of at most this many bytes (default: 2047 for "
                              "bytes, 16384 for gpt2)")
+    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
 
     def body() -> int:
-        if args.paths and not args.out:
-            raise RecordError("--out is missing: name a folder for the shards, as in --out data/mine")
-        if args.paths:
-            check_out(args.out, args.paths)
-        encode, vocab_size, bos = choose_tokenizer(args.tokenizer)
-        skipped, foreign = Counter(), Counter()
-        texts = read_texts(args.paths, skipped, foreign) if args.paths else read_torch_source()
-        source = " ".join(map(str, args.paths)) or torch_source_name()
-        out = args.out or Path(EMBEDDED_CORPUS)
-        with lock_folder(out):
-            info = write_corpus(texts, out, source, encode, vocab_size, bos, args.shard_tokens,
-                                args.doc_bytes or (2047 if args.tokenizer == "bytes" else 16384))
-        tokens = info["tokens"]
-        if any(skipped.values()):
-            print(format_skipped(skipped))
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
-        if foreign:
-            print(format_foreign(foreign, is_kept=args.tokenizer == "bytes"))
+        out = Path(args.out or EMBEDDED_CORPUS)
+        if not args.paths:
+            if argv:
+                raise RecordError(f"{argv[0]} needs a path: give files or folders, or no option for "
+                                  f"{EMBEDDED_CORPUS}")
+            make_embedded_corpus(is_forced=True)
+        else:
+            if not args.out:
+                raise RecordError("--out is missing: name a folder for the shards, as in --out data/mine")
+            check_out(out, args.paths)
+            texts = read_texts(find_files(args.paths, args.exclude), args.paths)
+            tokenizer = choose_tokenizer(args.tokenizer)
+            with lock_folder(out):
+                write_corpus(texts, args.paths, out, " ".join(map(str, args.paths)), tokenizer,
+                             args.doc_bytes, args.shard_tokens)
+        info = read_listing(out)
+        tokens = info["tokens"]
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
-        needed = PRESETS["track_1"][0]
-        preset = ("quick" if tokens["train"] < 2_000_000 else "laptop" if tokens["train"] < needed else
-                  "track_1")
-        run_tokens, most_epochs, full_len, val_tokens, val_len = PRESETS[preset]
-        seq_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
-        val_tokens = min(val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-        train_len = full_len
-        while train_len >= tokens["train"]:  # a step stays a whole number of packed sequences
-            train_len //= 2
-        sequences = (tokens["train"] - 1) // train_len  # of one epoch
-        epochs = -(-run_tokens // (sequences * train_len))
-        more = f"--seq_len={train_len} " if train_len < full_len else ""
-        more += f"--epochs={epochs} " if epochs > most_epochs else ""
-        if epochs > most_epochs:
-            print(f"this text is short: preset {preset} repeats it {epochs} times and learns it by heart")
-        # A step of a small preset has too few sequences for several ranks
-        launcher = find_launcher(is_alone=preset != "track_1")
-        files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
-                         for split in tokens)
-        print(f"train on it: {launcher} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
-              f"--val_tokens={val_tokens} {more}{files}")
+        print_command(out, info["vocab_size"], tokens)
         return 0
 
     return run_guarded(body)

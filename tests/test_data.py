@@ -1,11 +1,14 @@
 """Shards, packed sequences, batches, prefetch, downloads. Ranks do not change the tokens of a step."""
 
 import dataclasses
+import hashlib
 import re
 import shlex
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -278,12 +281,48 @@ def test_a_repeated_command_keeps_complete_files(tmp_path, fetch, monkeypatch):
         if filename == vocabulary:
             Path(local_dir, filename).write_text("{}")
         else:
-            write_raw(Path(local_dir, filename), (20240520, 1, 3), [50256, 1, 2])
+            write_raw(path := Path(local_dir, filename), (20240520, 1, 3), [50256, 1, 2])
+            metadata.etag = hashlib.sha256(path.read_bytes()).hexdigest()
 
+    metadata = SimpleNamespace(etag=None)
+    monkeypatch.setattr(cached_fineweb10B, "get_hf_file_metadata", lambda url: metadata)
     monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", answer)
     assert [fetch("1", "--out", tmp_path / "shards")[0] for _ in range(3)] == [2, 2, 0]
     assert asked == [val, train, train, vocabulary, vocabulary]
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {val, train, "gpt2_vocab.json"}
+
+
+def test_a_shard_is_compared_with_the_checksum_of_the_hub(tmp_path, fetch, monkeypatch):
+    """A local hub sends a wrong byte in the second shard, once. That shard is removed and downloaded again."""
+    right = Path(write_raw(tmp_path / "right.bin", (20240520, 1, 3), [50256, 1, 2])).read_bytes()
+    wrong, is_wrong = right[:-1] + b"\1", True
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = b"{}" if self.path.endswith("vocab.json") else right
+            self.send_response(200)
+            self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(wrong if is_wrong and "train_000001" in self.path else body)
+
+        do_HEAD, log_message = do_GET, lambda *_: None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                        f"{constants.ENDPOINT}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
+    status, _, said = fetch("1", "--out", tmp_path / "shards")
+    assert status == 2 and "fineweb_train_000001.bin has SHA-256 " + hashlib.sha256(wrong).hexdigest() in said
+    assert [path.name for path in (tmp_path / "shards").glob("*.bin")] == ["fineweb_val_000000.bin"]
+    is_wrong = False
+    assert fetch("1", "--out", tmp_path / "shards")[0] == 0
+    assert (tmp_path / "shards/fineweb_train_000001.bin").read_bytes() == right
+    server.shutdown()
 
 
 def test_only_training_documents_have_pieces(shards):

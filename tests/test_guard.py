@@ -1,6 +1,5 @@
 """The guard: faults in real runs, which recover and end within 2 % of the loss without a fault."""
 
-import itertools
 import json
 import math
 import re
@@ -36,9 +35,8 @@ FAULT = 102  # the step of the fault, counted from 1
 def text(tmp_path_factory) -> Path:
     """Real text. On the progressions of other tests the loss is nearly 0, and its noise is larger than its mean."""
     folder = tmp_path_factory.mktemp("text")
-    files = itertools.islice(text_tool.read_torch_source(), 0, None, 8)
-    encoding = text_tool.encode_bytes, text_tool.BYTE_VOCAB_SIZE, text_tool.BYTE_BOS
-    text_tool.write_corpus(files, folder, "every eighth file", *encoding)
+    texts = text_tool.read_texts(text_tool.find_torch_source()[::8], ())
+    text_tool.write_corpus(texts, (), folder, "every eighth file", text_tool.choose_tokenizer("bytes"))
     return folder
 
 

@@ -1,13 +1,17 @@
 """data/text.py: text becomes shards, files are skipped, shards are replaced, and bad input is refused."""
 
+import gzip
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,53 +68,194 @@ def documents(folder, split: str) -> list[bytes]:
     return [bytes(part[1:].astype(np.uint8)) for part in np.split(stream, np.flatnonzero(stream == BOS))[1:]]
 
 
+@pytest.fixture(name="gpt2")
+def fake_tiktoken(monkeypatch):
+    """Up to four letters are a token, and so is every other character. Returns the function that decodes."""
+    ids = {}
+    encode = lambda content: [ids.setdefault(part, len(ids)) for part in re.findall("[a-z]{1,4}|.", content, re.DOTALL)]
+
+    def decode(tokens) -> bytes:
+        parts = [*ids]
+        return "".join(parts[token] for token in tokens).encode()
+
+    encoding = SimpleNamespace(encode_ordinary=encode, decode_bytes=decode)
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=lambda name: encoding))
+    return decode
+
+
 def test_text_becomes_shards_with_every_byte_in_order(tmp_path, capsys):
-    """Files are divided by the hash of their name, and documents are in the order of a hash."""
-    texts, out, expected = make_texts(tmp_path / "texts"), tmp_path / "mine", {"train": [], "val": []}
+    """Texts are divided by the hash of their name, and documents are in the order of a hash."""
+    texts, out, found = make_texts(tmp_path / "texts"), tmp_path / "mine", {}
     said = make(capsys, texts, "--out", out, "--shard_tokens", "50000")
     info = read_info(out)
     assert info["fingerprint"] in said and sorted(info["files"]) == sorted(read_shards(out))
     assert len(list(out.glob("train_*"))) > 1
+    hashes = {name: gpt.open_shard(str(out / name), VOCAB).sha256 for name in info["files"]}
+    assert info["sha256"] == hashes
     for file in (texts / "sub").iterdir():
-        name = f"sub/{file.name}"
-        split = "val" if hashlib.sha256(name.encode()).digest()[0] < 16 else "train"
         for number, piece in enumerate(text.split_text(file.read_bytes(), 2047)):
-            expected[split].append((hashlib.sha256(f"{number} {name}".encode()).digest(), piece))
-    for split, pieces in expected.items():
-        assert documents(out, split) == [piece for _, piece in sorted(pieces)] and len(pieces) > 1
-        assert info["tokens"][split] == sum(len(piece) + 1 for _, piece in pieces)
+            name = f"sub/{file.name}"
+            found[piece] = hashlib.sha256(f"{number} {name}".encode()).digest(), name
+    names = []
+    for split, tokens in info["tokens"].items():
+        pieces = documents(out, split)
+        assert pieces == sorted(pieces, key=lambda piece: found[piece][0])
+        assert tokens == sum(len(piece) + 1 for piece in pieces)
+        names += {found[piece][1] for piece in pieces}
+    assert len(names) == len({*names}) == 61  # each text is on one side
 
 
-def test_a_shard_without_a_bos_is_joined_to_the_previous_one(tmp_path, capsys):
-    """Documents of 30,001 tokens in shards of 20,000: every second shard would have no BOS."""
+def test_a_shard_has_whole_documents(tmp_path, capsys):
+    """Documents of 15,001 tokens in shards of 20,000, and of 30,001 tokens, which exceed a shard."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
-    make(capsys, book, "--out", out, "--shard_tokens", "20000", "--doc_bytes", "30000")
+    for size in (15_000, 30_000):
+        make(capsys, book, "--out", out, "--shard_tokens", "20000", "--doc_bytes", size)
+        shards = [gpt.open_shard(str(path), VOCAB) for path in sorted(out.glob("train_*"))]
+        assert [len(shard.bounds) for shard in shards] == [2] * len(shards) and len(shards) > 5
+        assert all(shard.tokens[0] == BOS for shard in shards)
+    assert sum(map(len, documents(out, "train") + documents(out, "val"))) == 200_000
+
+
+SIZES = {"a long and a short text": [237_438, 3_002], "one": [243_000], "five": [5_000] * 5, "just enough": [2_000],
+         "nineteen": [9_999] * 19, "small": [3_000], "tiny ones": [90] * 400, "three and tiny ones": [90] * 200 + [9_000] * 3,
+         "a few tiny ones": [50] * 100, "one in sixteen is too long": [60] * 400 + [30_000] * 8}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+@pytest.mark.parametrize("doc_bytes", [100, 2047, 30_000])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_validation_has_5_to_10_percent(sizes, doc_bytes, tokenizer, tmp_path, capsys, gpt2):
+    """At most 20 % of less than 20 kB. Both splits have more than a block, and every byte is in one of them."""
+    (tmp_path / "texts").mkdir()
+    for number, size in enumerate(sizes):
+        lines = "".join(f"text {number}: {i} times {i} is {i * i}.\n" for i in range(size // 10))
+        (tmp_path / f"texts/{number}.txt").write_text(lines[:size])
+    out = tmp_path / "mine"
+    make(capsys, tmp_path / "texts", "--out", out, f"--doc_bytes={doc_bytes}", f"--tokenizer={tokenizer}")
+    tokens = read_info(out)["tokens"]
+    share = tokens["val"] / sum(tokens.values())
+    assert 0.05 <= share <= (0.1 if sum(sizes) > 20_000 else 0.2)
+    assert min(tokens.values()) > gpt.BLOCK
+    if tokenizer == "bytes":
+        assert sum(map(len, documents(out, "train") + documents(out, "val"))) == sum(sizes)
+
+
+def test_one_text_in_sixteen_is_for_validation(tmp_path, capsys):
+    """1,000 lines of JSON, by the hash of the file's name and the line's number."""
+    rows = [f"{number:03d}" * 30 for number in range(1000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    make(capsys, tmp_path / "a.jsonl", "--out", tmp_path / "mine")
+    hashes = [hashlib.sha256(f"a.jsonl:{number}".encode()).digest() for number in range(1, 1001)]
+    expected = {row.encode() for row, key in zip(rows, hashes) if key[0] < 16}
+    assert {*documents(tmp_path / "mine", "val")} == expected and len(expected) == 57
+
+
+def test_the_cut_of_a_long_text_counts_tokens(tmp_path, capsys, gpt2):
+    """The last part has four times as many tokens per byte. Validation is the end of the text."""
+    content = "abcd" * 25_000 + "12345" * 4_000
+    (tmp_path / "a.txt").write_text(content)
+    make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine", "--tokenizer=gpt2", "--doc_bytes=200000")
+    tokens = read_info(tmp_path / "mine")["tokens"]
+    assert 0.05 < tokens["val"] / sum(tokens.values()) < 0.1
+    stream = gpt.open_shard(str(tmp_path / "mine/val_000000.bin"), text.GPT2_VOCAB_SIZE).tokens
+    assert content.endswith(gpt2(stream[1:]).decode())
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+@pytest.mark.parametrize("doc_bytes", [4, 100, 2047])
+def test_characters_are_not_cut(tokenizer, doc_bytes, tmp_path, capsys, gpt2):
+    """One line of 60 kB in Japanese: every document is UTF-8, and together they are the text."""
+    content = "".join(chr(0x3041 + i * i % 83) for i in range(20_000))
+    (tmp_path / "a.txt").write_text(content)
+    out = tmp_path / "mine"
+    make(capsys, tmp_path / "a.txt", "--out", out, f"--doc_bytes={doc_bytes}", f"--tokenizer={tokenizer}")
+    pieces, bos, decode = [], BOS, bytes
+    if tokenizer == "gpt2":
+        bos, decode = text.GPT2_BOS, gpt2
+    for path in out.glob("*.bin"):
+        stream = np.fromfile(path, "<u2")[512:]
+        pieces += [decode(part[1:].tolist()).decode() for part in np.split(stream, np.flatnonzero(stream == bos))[1:]]
+    assert sorted("".join(pieces)) == sorted(content)
+    assert all(piece in content for piece in pieces) and max(len(piece.encode()) for piece in pieces) <= doc_bytes
+
+
+def test_equal_documents_count_once(tmp_path, capsys):
+    """40 copies of each of 50 texts, under two names, in a list of JSON and as a link."""
+    texts, contents = tmp_path / "texts", [f"{i} is a number. ".encode() * 30 for i in range(50)]
+    for number in range(39):
+        (texts / str(number)).mkdir(parents=True)
+        for i, content in enumerate(contents):
+            (texts / f"{number}/{i}.txt").write_bytes(content)
+    (texts / "link.txt").symlink_to("0/0.txt")
+    rows = "".join(json.dumps({"text": content.decode()}) + "\n" for content in contents)
+    (texts / "a.jsonl").write_text(rows)
+    (tmp_path / "versions").mkdir()
+    said = make(capsys, texts, texts / "3/7.txt", "--out", tmp_path / "mine")
+    assert f"documents with the content of another one: {39 * 50 + 2:,}. Equal documents count once\n" in said
+    found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
+    assert sorted(found) == sorted(contents)
+    for number in range(40):  # versions of one file, each with one more line
+        write_book(tmp_path / f"versions/{number}.txt", 9_000 + 50 * number)
+    make(capsys, tmp_path / "versions", "--out", tmp_path / "mine")
+    assert not {*documents(tmp_path / "mine", "train")} & {*documents(tmp_path / "mine", "val")}
+    found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
+    assert len({*found}) == len(found) > 40
+
+
+def test_formats(tmp_path, capsys):
+    """Packed files, lists of JSON and plain files. What is no text is skipped with a line."""
+    texts, out = tmp_path / "texts", tmp_path / "mine"
+    texts.mkdir()
+    rows = [f"{i}\u00e9\n" * 400 for i in range(8)]
+    lines = ["".join(json.dumps({"id": 1, "text": row}) + "\n" for row in part) for part in (rows[:4], rows[4:])]
+    (texts / "a.jsonl").write_text(lines[0])
+    (texts / "b.jsonl.gz").write_bytes(gzip.compress(lines[1].encode()))
+    (texts / "c.txt.gz").write_bytes(gzip.compress(b"packed\n" * 100))
+    (texts / "d.jsonl").write_text('{"text": "first"}\n{"content": "second"}\n{"text": "third"}\n')
+    (texts / "nul.txt").write_bytes(b"words " * 900 + b"\0")
+    (texts / "damaged.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
+    (texts / "table.csv").write_text("1,2\n")
+    (texts / "notes.ipynb").write_text('{"cells": []}')
+    (texts / "old/er").mkdir(parents=True)
+    (texts / "old/er/x.txt").write_text("old text")
+    said = make(capsys, texts, "--out", out, "--exclude=*.csv", "--exclude=old/*")
+    skipped = [line for line in said.splitlines() if line.startswith("skipped: ")]
+    names = [re.search(r"texts/(\S+) \(", line)[1] for line in skipped]
+    assert sorted(names) == ["d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
+    assert 'd.jsonl (line 2 and the rest: no JSON with a "text")' in said
     found = documents(out, "train") + documents(out, "val")
-    assert sum(map(len, found)) == 200_000 and max(map(len, found)) > 29_900
-    assert len(list(out.glob("train_*"))) == 6
+    assert {b"first", b"packed\n" * 100} < {*found}
+    assert len(b"".join(found)) == 5 + 700 + len("".join(rows).encode())
+    for name in ("nul.txt", "damaged.gz", "d.jsonl", "notes.ipynb"):  # named files are not skipped
+        said = make(capsys, texts, texts / name, "--out", tmp_path / "new", status=2)
+        assert f"texts/{name} is not used (" in said and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("size, doc_bytes", [(2 * 2047 + 512, 2047), (9_000, 2047), (712, 100)])
-def test_the_size_that_always_suffices_fits_every_name(size, doc_bytes):
-    """Both splits have an attention block under 300 names, also if a small second file is all of the validation."""
-    content = ((b"x" * 58 + b"\n") * (size // 59 + 1))[:size]
-    for number in range(300):
-        for texts in ([(f"book{number}", content)], [(f"book{number}", content), ("1.txt", b"short")]):
-            splits = text.split_documents(texts, text.encode_bytes, BOS, doc_bytes)
-            assert min(sum(map(len, docs)) for docs in splits.values()) > gpt.BLOCK
-    assert hashlib.sha256(b"1.txt").digest()[0] < 16
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """2 MB in one file and 1 MB in a list of JSON, in shards of 100 kB."""
+    write_book(tmp_path / "a.txt", 2_000_000)
+    row = json.dumps({"text": "word " * 200}) + "\n"
+    (tmp_path / "b.jsonl").write_text("".join(row.replace("w", str(i)) for i in range(1000)))
+    (out := tmp_path / "mine").mkdir()
+    tracemalloc.start()
+    files = [(path.name, path) for path in sorted(tmp_path.glob("*.*"))]
+    info = text.write_corpus(text.read_texts(files, ()), (), out, "x", text.choose_tokenizer("bytes"),
+                             shard_tokens=50_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(info["tokens"].values()) > 3_000_000 and peak < 1_000_000
 
 
 @pytest.mark.parametrize("size, epochs, doc_bytes", [
-    (60_000, 100, 2047), (5_000, 260, 2047), (3_000, 520, 2047), (600, 2080, 44)])
+    (60_000, 100, 2047), (5_000, 130, 2047), (3_000, 260, 2047), (2_000, 520, 44)])
 def test_the_printed_command_trains(size, epochs, doc_bytes, here, capsys):
-    """5,000 bytes leave 2,953 training tokens: two sequences per epoch. Of fewer tokens sequences are shorter."""
+    """5,000 bytes leave four sequences for training, 3,000 bytes leave two, and 2,000 bytes one."""
     said = make(capsys, write_book(here / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
     cfg = gpt.make_config(gpt.parse_argv(command))
     sequences = gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences
     assert cfg.epochs == epochs and len(sequences) == 520 * 1024 // cfg.seq_len  # enough for the whole run
-    if size == 600:
+    if size == 2_000:
         assert gpt.main([*command, "--num_iterations=2", "--device=cpu"]) == 0
         assert "step:2/2 val_loss" in capsys.readouterr().out
 
@@ -122,13 +267,14 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
 
 
 def test_what_is_skipped(tmp_path, capsys):
-    """Hidden files, pipes, links, NUL bytes, a file given twice. Bytes that are not UTF-8 are kept."""
+    """Hidden files, pipes, links, NUL bytes. Bytes that are not UTF-8 are kept, and each file is named."""
     texts = tmp_path / ".texts"
     for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_text("password\n" * 1000)
     book = write_book(texts / "sub" / "book.txt", 20_000)
     (texts / "latin.txt").write_bytes(b"caf\xe9 na\xefve")
+    (texts / "sub/latin.txt").write_bytes(b"na\xefve")
     (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
     (texts / "empty.txt").touch()
     (book.parent / "again.txt").symlink_to("book.txt")
@@ -136,17 +282,22 @@ def test_what_is_skipped(tmp_path, capsys):
     (texts / "folder").symlink_to(tmp_path)
     os.mkfifo(texts / "pipe")
     with at_most(300):
-        said = make(capsys, texts, book, "--out", tmp_path / "mine")
-    assert said.startswith("files and folders skipped: 5 hidden or node_modules, 1 links to folders, "
-                           "2 not regular, 2 given twice, 1 empty, 1 with a NUL byte\n")
-    assert "latin.txt: 2 bytes are not UTF-8 and kept" in said
+        lines = make(capsys, texts, book, "--out", tmp_path / "mine").splitlines()
+    assert lines[:-2] == [
+        *(f"skipped: {texts}/{name} (no regular file or folder)" for name in ("broken", "folder")),
+        f"not UTF-8: {texts}/latin.txt (iconv converts a file of another encoding)",
+        f"skipped: {texts}/other.txt (NUL bytes: no UTF-8 text)",
+        f"skipped: {texts}/pipe (no regular file or folder)",
+        f"not UTF-8: {texts}/sub/latin.txt (iconv converts a file of another encoding)",
+        "documents with the content of another one: 20. Equal documents count once"]
     found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
-    assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10
+    assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10 + 5
 
 
 @pytest.mark.parametrize("args", [
     "missing_folder --out=x", "pipe --out=x", "nul.txt --out=x", "short.txt --out=x", "empty --out=x",
     f"book.txt --out={'a' * 300}", ".", ". --out=", ". '' --out=x", ".. --out=x --shard_tokens=5",
+    "--tokenizer=gpt2", "--doc_bytes=500", "--out=x", "--exclude=x", "--shard_tokens=90000", "book.txt --out=x --doc_bytes=3",
     ". --out=x --doc_bytes=some", ". --out=x --tokenizer=words", f"book.txt --out={gpt.EMBEDDED_CORPUS}",
     f"book.txt --out={ROOT / gpt.EMBEDDED_CORPUS}", "book.txt --out=notes", "texts --out=texts",
     "texts --out=texts/../texts/sub/shards", "texts --out=link/shards", "texts --out=texts/.shards",
@@ -157,7 +308,7 @@ def test_text_tool_refuses_in_one_line(here, args, capsys):
     make_texts(here / "texts")
     (here / "link").symlink_to("texts/sub")
     (here / "nul.txt").write_bytes(b"a\0" * 9000)
-    (here / "short.txt").write_text("one line\n" * 9)
+    (here / "short.txt").write_text("one line\n" * 211)
     for name in ("empty", "notes"):
         (here / name).mkdir()
     (here / "notes/corpus.json").write_text('{"my": "notes"}')
@@ -169,6 +320,15 @@ def test_text_tool_refuses_in_one_line(here, args, capsys):
     assert (here / "notes/corpus.json").read_text() == '{"my": "notes"}'
 
 
+def test_what_a_refusal_names(here, capsys):
+    """A missing file before a missing --out, the missing text: 2,000 bytes suffice. Git ignores shards in data."""
+    assert "data/*.bin" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "argument paths: nosuch.txt is no file and no folder" in make(capsys, "nosuch.txt", status=2)
+    said = make(capsys, write_book(here / "a.txt", 1_999), "--out=x", status=2)
+    assert "has 1,999 bytes of text, 2,000 tokens: give more, at least 2,000 bytes and 1,280 tokens" in said
+    make(capsys, write_book(here / "a.txt", 2_000), "--out=x")
+
+
 def test_only_what_corpus_json_lists_is_replaced(tmp_path, capsys):
     """A folder with another shard is refused before any text is read, and stays unchanged."""
     book, out = write_book(tmp_path / "book.txt", 200_000), tmp_path / "mine"
@@ -176,10 +336,11 @@ def test_only_what_corpus_json_lists_is_replaced(tmp_path, capsys):
     assert len(read_shards(out)) == 5
     make(capsys, book, "--out", out)  # removes the shards that it does not replace
     assert sorted(read_shards(out)) == sorted(read_info(out)["files"]) == TWO_SHARDS
+    (tmp_path / "nul.txt").write_bytes(b"\0")
     for name in ("train_notes.bin", "val_000001.bin"):
         (out / name).write_text("a user's own")
         before = read_shards(out), read_info(out)
-        said = make(capsys, tmp_path / "missing", "--out", out, status=2)
+        said = make(capsys, tmp_path / "nul.txt", "--out", out, status=2)
         assert f"{out}/{name} is in the way" in said and "choose another folder, or move it away" in said
         assert (read_shards(out), read_info(out)) == before
         (out / name).unlink()
@@ -216,7 +377,7 @@ def test_an_interrupted_call_can_be_repeated(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
-        text.write_corpus([("a", book.read_bytes() * 2)], out, "x", text.encode_bytes, VOCAB, BOS, 200_000)
+        text.write_corpus(text.read_texts([("a", book)], ()), (), out, "x", text.choose_tokenizer("bytes"))
     monkeypatch.undo()
     assert text.read_corpus(out)[0] is None and read_info(out)["files"] == sorted(read_shards(out))
     assert len(read_shards(out)) > 10
@@ -248,7 +409,7 @@ def test_a_second_call_waits_for_the_first(tmp_path, capfd):
 
 
 def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
-    names = dict(text.read_torch_source())
+    names = dict(text.find_torch_source())
     assert "nn/functional.py" in names and "version.py" not in names and list(names) == sorted(names)
     assert "+" not in text.torch_source_name()
 
