@@ -344,11 +344,9 @@ GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled 
 
 
 def build_layers(num_layers: int):
-    """The layers of record 32 at any depth. Layer 0 has no MLP.
-
-    Four evenly spaced layers have long windows, except the third, which has no attention. The upper half
-    adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first.
-    """
+    """The layers of record 32 at any depth. Layer 0 has no MLP. Four evenly spaced layers have long windows,
+    except the third, which has no attention. The upper half adds outputs of the lower half in reverse order.
+    The last layers reuse value embeddings of the first."""
     last = num_layers - 1
     num_values = min(3, num_layers // 2)  # tables of value embeddings
     long_layers = {round(i * last / 3) for i in range(4)}
@@ -784,11 +782,9 @@ class GPT(nn.Module):
         return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
     def run_layers(self, batch, step_inputs, ops):
-        """T tokens -> final normalized activations (T, D).
-
-        Look-ups in tables are not compiled, because Inductor would add the gradients of a row atomically, in
-        a float32 copy of the table. PyTorch's kernel sums them in a fixed order. Source: record 32.
-        """
+        """T tokens -> final normalized activations (T, D). Look-ups in tables are not compiled, because
+        Inductor would add the gradients of a row atomically, in a float32 copy of the table. PyTorch's
+        kernel sums them in a fixed order. Source: record 32."""
         self.wait_for(0)
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
@@ -1314,11 +1310,9 @@ def join_bits(param, low_bits):
 
 
 def muon(weight, grad, state, args):
-    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update.
-
-    Tall matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) divides the rows of
-    the update by their running RMS. MuonH and NorMuonH move on a sphere, and lr is the rotation angle.
-    """
+    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update. Tall
+    matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) divides the rows of the
+    update by their running RMS. MuonH and NorMuonH move on a sphere, and lr is the rotation angle."""
     # Nesterov momentum
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
@@ -1371,11 +1365,9 @@ def adamw(weight, grad, state, args):
 
 
 def row_adam(weight, grad, state, args):
-    """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment.
-
-    A row without a finite gradient does not change. At its next gradient its second moment also decays for
-    the updates that it missed. Source: record 92.
-    """
+    """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment. A row
+    without a finite gradient does not change. At its next gradient its second moment also decays for the
+    updates that it missed. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
     is_read = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
@@ -2105,11 +2097,9 @@ class TrainData:
         return np.stack([self.read_tokens(index) for index in indices])
 
     def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
-        """This rank's micro-batches of steps start..end-1.
-
-        The sequences of a step are divided among the ranks in order: the first ones belong to rank 0. The
-        sweeps through the classes begin at step sweep_from (None: start).
-        """
+        """This rank's micro-batches of steps start..end-1. The sequences of a step are divided among the
+        ranks in order: the first ones belong to rank 0. The sweeps through the classes begin at step
+        sweep_from (None: start)."""
         cfg = self.cfg
         sweep = sweep_classes(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
@@ -2152,11 +2142,9 @@ def sweep_classes(data, first_step: int):
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
-    """Classes of one sequence, sorted, from a sweep that starts at offset.
-
-    It draws more classes than it needs, and the next call starts after them. If it draws too few, it takes
-    evenly spaced ones. Returns (classes (C,), new offset).
-    """
+    """Classes of one sequence, sorted, from a sweep that starts at offset. It draws more classes than it
+    needs, and the next call starts after them. If it draws too few, it takes evenly spaced ones. Returns
+    (classes (C,), new offset)."""
     is_target = np.zeros(vocab_size, dtype=bool)
     is_target[targets] = True
     num_missing = num_classes - int(is_target.sum())
@@ -2661,11 +2649,9 @@ def compile_flex_attention():
 
 
 def build_dense_mask(doc_ids, window):
-    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf.
-
-    A block of queries reads its own block of keys and the M - 1 blocks before it. All blocks share one mask
-    for causality and window. A table look-up hides the keys before the query's document.
-    """
+    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf. A block
+    of queries reads its own block of keys and the M - 1 blocks before it. All blocks share one mask for
+    causality and window. A table look-up hides the keys before the query's document."""
     num_tokens, window = doc_ids.size(0), int(window)
     size = math.gcd(num_tokens, DENSE_BLOCK)
     num_blocks = 1 + -(-window // size)
@@ -2861,12 +2847,9 @@ def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None
 
 def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
                              use_kernel: bool = False):
-    """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V).
-
-    A target of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the
-    gradient exceeds 1 / grad_scale.
-    Source: the fused kernel of 2026-01-16.
-    """
+    """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V). A target
+    of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the gradient
+    exceeds 1 / grad_scale. Source: the fused kernel of 2026-01-16."""
     if use_kernel:
         losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
         grads = torch.empty_like(logits, dtype=grad_dtype)
@@ -2930,11 +2913,9 @@ class FusedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
-        """x (T, D), up and down (D, M) -> (T, D).
-
-        hidden_scale (), pre_grad_scale (): of the hidden activation, and of the gradient of x @ up, or None.
-        Backward returns the amax of these two tensors as the gradients of their scales.
-        """
+        """x (T, D), up and down (D, M) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
+        activation, and of the gradient of x @ up, or None. Backward returns the amax of these two tensors as
+        the gradients of their scales."""
         dtype = None if hidden_scale is None else E4M3
         scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         up, down = quantize(up, dtype), quantize(down, dtype)
@@ -2967,12 +2948,9 @@ def fused_relu2_mlp(x, up, down, scales: tuple | None, use_kernel: bool = True, 
 
 def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: bool,
                  hidden: Scaled | None = None):
-    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden).
-
-    The second form is the gradient of backward, if x is the gradient of the output and hidden is the first
-    form's result. dtype: of the product x w without the kernel. Returns the result, its transpose (M, T),
-    and in FP8 its amax ().
-    """
+    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden). The second form is the
+    gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
+    the product x w without the kernel. Returns the result, its transpose (M, T), and in FP8 its amax ()."""
     is_fp8, is_backward = out_scale is not None, hidden is not None
     if not use_kernel:
         y = matmul(x, transpose(w), dtype, fast=not is_backward).float()
@@ -3149,10 +3127,8 @@ if triton is not None:
                              WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, IS_APPROXIMATE: tl.constexpr,
                              BLOCK: tl.constexpr):
         """Loss of one token and d loss / d logits. Capped logits are 0 to CAP, so softmax needs no maximum.
-
         With t = tanh((logit + SHIFT) / (2 WIDTH)) the capped logit is CAP / 2 (1 + t), and its derivative is
-        CAP / (4 WIDTH) (1 - t^2). The gradients of the targets are corrected at the end.
-        """
+        CAP / (4 WIDTH) (1 - t^2). The gradients of the targets are corrected at the end."""
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * V
         grads_ptr += row * V
@@ -4416,11 +4392,9 @@ def find_key_folder(cfg, run: dict):
 
 
 def find_start(cfg, run: dict, rt):
-    """Find the checkpoint to continue from. Returns (its folder, metadata, log line).
-
-    It is the newest step, of the newest run with this key, whose files are whole on all ranks. That run goes
-    on. Without one it is --resume=PATH, or None. All ranks must call it.
-    """
+    """Find the checkpoint to continue from. Returns (its folder, metadata, log line). It is the newest step,
+    of the newest run with this key, whose files are whole on all ranks. That run goes on. Without one it is
+    --resume=PATH, or None. All ranks must call it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
@@ -4703,11 +4677,9 @@ def lower_precision(trainer, run: dict):
 
 
 class Guard:
-    """Restores an earlier state and raises the precision if a step's loss or gradient is out of range.
-
-    Step and data go on. All ranks decide from all-reduced sums, so they agree. The sums are read one step
-    late, so that no GPU waits.
-    """
+    """Restores an earlier state and raises the precision if a step's loss or gradient is out of range. Step
+    and data go on. All ranks decide from all-reduced sums, so they agree. The sums are read one step late,
+    so that no GPU waits."""
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
     MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
