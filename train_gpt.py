@@ -59,7 +59,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,8 +112,9 @@ class LayerSpec:
     paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
-    gate: bool = False  # per-token scale of each head's output
-    gates_from: int | None = None  # layer whose input feeds the token gates. None: learned scalars
+    gate: bool = False  # scale of each head's output, from gates_from. --attention_gate_dim is another gate
+    gates_from: int | None = None  # layer whose input feeds per-token scales of gate, xsa, skip and
+    #   embeddings. None: they are learned scalars of group mix
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -143,9 +144,9 @@ class Stage:
     lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
     seq_len: int | None = None  # None: --seq_len
     loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
-    prefix_weight: tuple[float, ...] = ()  # loss weights of the longest token that is a prefix of the next
-    #   token, in equal parts of the stage. Empty: this target is not used
-    num_classes: int | None = None  # classes in the loss of a sequence. None: all
+    prefix_weight: tuple[float, ...] = ()  # loss weights of one more target, one for each equal part of the
+    #   stage: the longest token that is a prefix of the next token. (): not used
+    num_classes: int | None = None  # classes in the sampled softmax of a packed sequence. None: all
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class Config:
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
-    init_std: float = option(0.5, "initial standard deviation of matrices, multiplied by sqrt(fan-in)", 0.0)
+    init_std: float = option(0.5, "sqrt(fan-in) * standard deviation of initial matrices", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
@@ -261,7 +262,7 @@ class Config:
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
     x0_mix: str = option("before", "where the normalized embedding is added: before attention, or after it",
                          choices=("off", "before", "after_attention"), off="off")
-    residual_init: float = option(0.0, "initial value of learned residual scales. 0: none", 0, off=0.0)
+    residual_init: float = option(0.0, "initial learned residual scale. 0: none, nor of outputs", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
@@ -383,7 +384,7 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # stages end a step early, see Schedule: durations add up to 1,175 and make 1,174 steps
+FRONTIER_STAGES = (  # durations add up to scheduled_steps + 1, so the fifth stage has one step less
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -614,8 +615,8 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     token. Integers wrap around. Source: record 92.
     """
     size = num_rows // (order - 1)
-    first = tokens.int().masked_fill(is_sequence_start, size - 1)
-    bigrams = mix_tokens(first, is_sequence_start, 36313, 27191)
+    bigram_tokens = tokens.int().masked_fill(is_sequence_start, size - 1)
+    bigrams = mix_tokens(bigram_tokens, is_sequence_start, 36313, 27191)
     trigrams = mix_tokens(tokens, is_sequence_start, 17351, 60961, 45259)
     rows = torch.stack((bigrams, trigrams))[: order - 1] % (size - 1)
     rows = rows.masked_fill(find_cut_ngrams(is_sequence_start, order), size - 1)
@@ -759,7 +760,7 @@ class GPT(nn.Module):
                 self.scalars[group] = parameter(torch.tensor(init), group)
         self.gates_scale = None  # learned for the gates of all layers, constant for MUDD (record 92)
         if any(block.gates is not None for block in self.blocks):
-            self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", 0.1, 0.0)
+            self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", lr_mul=0.1, wd_mul=0.0)
 
         self.head = Head(cfg)
         self.is_tied = cfg.tie_head  # until Optimizer.untie()
@@ -785,7 +786,7 @@ class GPT(nn.Module):
         """T tokens -> final normalized activations (T, D). Look-ups in tables are not compiled, because
         Inductor would add the gradients of a row atomically, in a float32 copy of the table. PyTorch's
         kernel sums them in a fixed order. Source: record 32."""
-        self.wait_for(0)
+        self.wait_for(0)  # the embedding and the tables. The loop below repeats it for layer 0
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
         acts, scalars, ngrams = {}, {}, None
@@ -877,7 +878,7 @@ class Block(nn.Module):
         self.smear_gate = None
         if layer == 0 and cfg.smear:
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
-            self.smear_gate = parameter(weight, "gate", 0.01, 0.0)
+            self.smear_gate = parameter(weight, "gate", lr_mul=0.01, wd_mul=0.0)
 
     def forward(self, x, acts, s, mask, step_inputs, ops):
         """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
@@ -946,8 +947,8 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # Values with HL < D channels are updated like (D, D) matrices with padding: a second moment per row
-        # of v, and a factor that cancels the one of a tall matrix (D, HL) in muon()
+        # If HL < D, both are updated as if they were padded to (D, D): v has a second moment per row, and
+        # lr_mul of proj cancels muon()'s factor of a tall matrix
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
@@ -986,9 +987,9 @@ class Attention(nn.Module):
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
-        # 3. Attention. A paired layer divides its heads twice, as published. Of four heads RoPE gives heads
-        # 0 and 2 the position 2t, and heads 1 and 3 the position 2t + 1. Attention joins heads 0 and 2, and
-        # 1 and 3, as two positions of one head, so that they see each other's keys
+        # 3. Attention. A paired layer divides its heads twice, as published. RoPE pairs heads h and h + 1:
+        # even ones have the position 2t, odd ones 2t + 1. Attention joins heads h and h + H/2 as two
+        # positions of one head, so that they see each other's keys
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -1018,7 +1019,7 @@ class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
-        fan_in = dim if cfg.has_output_gain else hidden  # MuonH begins with equal matrices
+        fan_in = dim if cfg.has_output_gain else hidden  # with gains both start with one std, as in MuonH
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
         self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
@@ -1041,6 +1042,7 @@ class TokenGates(nn.Module):
         super().__init__()
         self.outputs = outputs
         self.num_groups = num_groups
+        # Arguments of parameter(): group, lr_mul, wd_mul
         init = [value / self.SCALE for s in outputs for value in s.init]
         hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
         self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
@@ -1084,7 +1086,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])
+            columns.append(self.prefix_tokens[targets])  # a target of -1 reads the padding, which is -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1145,6 +1147,7 @@ def layer_scalars(cfg, layer: int):
     if cfg.x0_mix == "before":
         add("resid", learned, 1.0)
     if spec.x0 and cfg.x0_mix != "off":
+        # As published, a layer with MUDD adds the first layer's input, which is also one of its mudd_in
         add("x_in" if has_mudd and is_after else "x0", embeddings, 0.0)
     if spec.ngram and cfg.ngram_rows:
         add("ngram_in" if is_after and layer == 0 else "ngram", embeddings, 0.05)
@@ -1163,12 +1166,13 @@ def layer_scalars(cfg, layer: int):
         elif spec.value_embed is not None and not cfg.value_gate_dim:
             add("ve_scale", learned, 0.5)
 
-    # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix
+    # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix. As
+    # published, the projection has two: proj_scale in group scalar, and proj_out
     if cfg.residual_init:
         if has_attention:
             add("proj_scale", learned, 1.0)
             add("attn_out" if has_mudd else "proj_out", mix, 1.0)
-        if has_attention or spec.x0 or spec.ngram:
+        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp directly follows
             add("resid_attn", resid, cfg.residual_init)
         add("resid_mlp", resid, cfg.residual_init)
         if spec.mlp:
@@ -1189,7 +1193,7 @@ def layer_scalars(cfg, layer: int):
         add("mudd_v", resid, *[0.0] * num_sources)
     if has_mudd:
         add("mudd_x", resid, *[0.0] * num_sources)
-    if spec.mudd_out:
+    if spec.mudd_out:  # as published, attention's source starts at -0.5
         add("mudd_out", ("mudd_out", layer), *(
             -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
     return scalars
@@ -1366,8 +1370,8 @@ def adamw(weight, grad, state, args):
 
 def row_adam(weight, grad, state, args):
     """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment. A row
-    without a finite gradient does not change. At its next gradient its second moment also decays for the
-    updates that it missed. Source: record 92."""
+    whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
+    for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
     is_read = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
@@ -1429,7 +1433,7 @@ def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul
     x = x / (norm * factor + addend).to(x.dtype)
     for a, b, c in POLYNOMIALS[polynomial]:
         gram = matmul(x)  # (M, short, short)
-        gram = matmul(gram, gram, c, b)
+        gram = matmul(gram, gram, c, b)  # c gram gram^T + b gram
         x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
     if is_tall:
         x = x.mT
@@ -1632,7 +1636,7 @@ class Average(typing.NamedTuple):
     kinds: tuple[str, ...]  # of the parameters
     start: float  # fraction of the run before the first counted step
     every: int  # steps from one counted step to the next
-    rate: float  # weight of a new value if the run has AVERAGES_STEPS steps, else inversely proportional
+    rate: float  # weight of a new value, times AVERAGES_STEPS / num_iterations
     weight: float  # 1: the average replaces the parameter
     last_rate: float | None = None  # of the run's last step. None: rate
     num_last: int = 1  # final steps that always count
@@ -1666,7 +1670,7 @@ class Optimizer:
     def __init__(self, model, cfg, rt, matmul: Callable = symmetric_matmul):
         """matmul: symmetric_matmul() or its fast form."""
         self.model, self.cfg, self.comm, self.matmul = model, cfg, rt.comm, matmul
-        self.step_count = 0
+        self.step_count = 0  # finished steps. Comments count steps from 0, so after step k this is k + 1
         self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg):
@@ -1681,8 +1685,9 @@ class Optimizer:
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
-        for key, _, bucket in list_averages(self.buckets) if cfg.averages else ():
-            bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
+        if cfg.averages:
+            for key, _, bucket in list_averages(self.buckets):
+                bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
         for bucket in self.buckets:
             bucket.add_hooks()
         model.wait_for = self.wait_for
@@ -1758,7 +1763,7 @@ class Optimizer:
             lr=lr, weight_decay=lr * bucket.wd_mul * state.weight_decay[name] * ratio,
             momentum=scalar(state.momentum), fast_beta=scalar(state.fast_beta),
             fast_weight=scalar(state.fast_weight),
-            grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # equal in all stages
+            grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # as published, not the stage's tokens
             bias_correction1=scalar(1 - beta1**num_updates), bias_correction2=scalar(1 - beta2**num_updates),
             betas=(scalar(beta1), scalar(beta2)), decay_time=scalar(decay_time), eps=cfg.adam_eps,
             dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious",
@@ -1776,7 +1781,8 @@ class Optimizer:
         for key, average, bucket in list_averages(self.updated):
             first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
             is_final = step > num_steps - average.num_last
-            if step < first or (step - first) % average.every and not is_final:
+            is_counted = is_final or (step - first) % average.every == 0
+            if step < first or not is_counted:
                 continue
             rate = average.last_rate if step == num_steps and average.last_rate else average.rate
             mean = bucket.state[key]
@@ -1816,8 +1822,8 @@ class Optimizer:
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
-# To add a schedule, add a method to Schedule and a field to StepState, and pass the field on in
-# Trainer.train_step(). Source: record 32.
+# To add a schedule, add a field to StepState and compute it in Schedule.at(). Optimizer.make_args() and
+# Trainer.train_step() pass the values on. Source: record 32.
 
 ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
 
@@ -1849,8 +1855,8 @@ class Schedule:
         self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
-        # First step after each stage, by the published rule: the first one where step + 1 exceeds its share.
-        # The extension is the last stage. stage_ranges() cuts the last end to num_iterations
+        # First step after each stage, as published: the first one where step / (scheduled_steps + 1) reaches
+        # the stage's share. The extension is the last stage. stage_ranges() cuts the last end
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1877,7 +1883,7 @@ class Schedule:
         old_window = None
         settings = []
         for window in windows:
-            window = min(window, self.cfg.yarn_max_window) or 1  # 1 in all stages: no YaRN
+            window = min(window, self.cfg.yarn_max_window) or 1  # yarn_max_window=0: 1 in all stages
             old_window = old_window or window
             rotations = old_window * frequencies / (2 * math.pi)
             keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
@@ -1933,7 +1939,7 @@ class Schedule:
         if step >= self.slow_momentum_step:
             fast_beta, fast_weight = FAST_BETA, FAST_WEIGHT
 
-        # Weights of the targets: linear in the fraction of the stage. The prefix target's are steps
+        # Weights of the targets: linear in the fraction of the stage, or constant in its parts (prefix)
         loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
         if stage.prefix_weight:
             num_parts = len(stage.prefix_weight)
@@ -2067,7 +2073,7 @@ class TrainData:
     def __init__(self, cfg, schedule):
         """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
         self.cfg, self.schedule = cfg, schedule
-        self.shards: list[Shard] = []
+        self.shards: list[Shard] = []  # scan_shards() appends to it
         plan = plan_sequences(schedule, scan_shards(cfg, self.shards), cfg.sequence_start == "anywhere")
         self.sequences = list(plan)
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
@@ -2103,13 +2109,13 @@ class TrainData:
         cfg = self.cfg
         sweep = sweep_classes(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
-            classes = next(classes for number, classes in sweep if number == step)
+            classes = next(chosen for number, chosen in sweep if number == step)  # skips earlier steps
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = sequences_per_rank(
                 cfg, comm.world_size, stage.tokens_per_step, stage.seq_len)
             first = self.count_sequences(step)
             for i in range(num_micro_batches):
-                tokens = []  # of each rank
+                tokens = []  # of each rank, for add_plans()
                 for rank in range(comm.world_size):
                     index = first + (rank * num_micro_batches + i) * size
                     tokens.append(self.read_batch(range(index, index + size)))
@@ -2173,7 +2179,7 @@ def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
         place = np.arange(inputs.shape[1])
         place = place - np.maximum.accumulate(np.where(is_start, place, 0), axis=1)  # within the document
         is_start |= place % max_attention_len == 0
-    doc_ids = is_start.cumsum(dtype=np.int32)
+    doc_ids = is_start.cumsum(dtype=np.int32)  # (T,) over all sequences
     inputs = inputs.ravel().astype(np.int32)
     return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
 
@@ -2377,8 +2383,9 @@ def train(cfg, argv: list[str]):
         print0(f"{result} is the result of this run: nothing to do", rt)
         return
 
-    # Model: dtype, compiler and fast forms are chosen for this machine
-    kept = {name: value for name, value in saved.get("choices", {}).items()  # those of this run's checkpoint
+    # Model: dtype, compiler and fast forms are chosen for this machine. A resumed run keeps all choices. One
+    # that begins with another run's checkpoint keeps those of options that are auto
+    kept = {name: value for name, value in saved.get("choices", {}).items()
             if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",))}
     rt = choose_precision(change_options(cfg, kept), rt)
     run["choices"] = describe_choices(rt)
@@ -3522,7 +3529,7 @@ def record_event(device):
     return event
 
 
-class Stop:
+class Stop(AbstractContextManager):
     """A request to stop, which all ranks follow after the same step. With several ranks the answer is one
     step old, so that no rank waits."""
 
@@ -3530,9 +3537,6 @@ class Stop:
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
         self.old_handlers: dict = {}
-
-    def __enter__(self):
-        return self
 
     def catch_signals(self):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
@@ -4462,7 +4466,7 @@ def load_state(trainer, step: Path, metadata: dict):
     trainer.progress.resumed_at.append(trainer.progress.step)
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager):
     """Writes a checkpoint file per rank in the background, and keeps the two newest steps of this run."""
 
     KEPT = 2
@@ -4473,9 +4477,6 @@ class Checkpoints:
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.copies: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.executor.shutdown()
