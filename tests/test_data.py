@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import re
 import shlex
 import sys
@@ -47,6 +48,18 @@ def test_a_header_without_vocabulary_means_gpt2(tmp_path):
     path = write_raw(tmp_path / "fineweb.bin", (20240520, 1, 3), [50256, 1, 2])
     shard = gpt.open_shard(path, 50257)
     assert shard.bos == 50256 and shard.bounds.tolist() == [0, len(shard.tokens)]
+
+
+def test_a_shard_that_changed_is_refused(tmp_path):
+    """corpus.json has the SHA-256 of its tokens. A listing of an older data/text.py has none."""
+    path = write_raw(tmp_path / "train_000000.bin", (20240520, 1, 4, VOCAB, BOS), [BOS, 1, 2, 3])
+    listing = dict(files=["train_000000.bin"])
+    for listed in (listing, listing | dict(sha256={"train_000000.bin": gpt.open_shard(path, VOCAB).sha256})):
+        (tmp_path / "corpus.json").write_text(json.dumps(listed))
+        assert gpt.open_shard(path, VOCAB).tokens.tolist() == [BOS, 1, 2, 3]
+    write_raw(tmp_path / "train_000000.bin", (20240520, 1, 4, VOCAB, BOS), [BOS, 1, 2, 4])
+    with pytest.raises(gpt.RunError, match="train_000000.bin has changed"):
+        gpt.open_shard(path, VOCAB)
 
 
 def all_sequences(cfg):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import SCRIPT, STEP_LINE, TINY, VAL_LINE, at_step, data_args, gpt, run_script, smoke_run
@@ -91,6 +92,24 @@ def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch,
     record(shards, "--seed=1", "--telemetry_every=3", "--checkpoint_every=2")
     runs = [json.loads(path.read_text()) for path in here.glob("records/*/*/*.json")]
     assert sorted(run["seed"] for run in runs) == [0, 1] and len({run["key"] for run in runs}) == 2
+    assert "seed 1 already" not in capsys.readouterr().out
+    record(shards, "--seed=1")
+    assert "--record=mine has seed 1 already: records/" in capsys.readouterr().out
+
+
+def test_a_file_for_training_and_validation_is_refused(shards, here, capsys):
+    files = [f"--train_files={shards}/*.bin", f"--val_files={shards}"]
+    assert gpt.main([*TINY, *files]) == 2
+    assert f"{shards}/val_0.bin is in --train_files=" in capsys.readouterr().err and not list(here.rglob("*.txt"))
+
+
+def test_the_printed_loss_is_the_mean_of_the_last_steps(shards, here):
+    """A line for each twentieth of the run, 20 steps."""
+    result = smoke_run(shards, here, "--num_iterations=40", "--val_loss_every=0")
+    losses, said = dict(result["train_points"]), result["stdout"]
+    for step in (4, 38):
+        mean = np.mean([losses[i] for i in range(max(1, step - 19), step + 1)])
+        assert f"step {step}/40: loss {mean:.4f}, " in said
 
 
 def test_a_record_is_not_continued_on_other_hardware(shards, here, monkeypatch, capsys):
