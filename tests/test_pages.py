@@ -77,6 +77,15 @@ def test_commands_are_valid(monkeypatch):
         gpt.make_config({name: value for name, value in values.items() if value is not True})
 
 
+def test_pages_have_the_numbers_of_the_presets():
+    """Numbers outside of generated blocks."""
+    frontier = gpt.load_preset("frontier")
+    options, resume, inside = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("options", "resume", "inside"))
+    assert f"| {frontier.ngram_rows:,} |" in options and f"{frontier.ngram_rows:,} rows" in resume
+    steps = f"{frontier.num_iterations:,} steps"
+    assert f"after {steps} |" in options and f"all {steps}" in inside
+
+
 def test_names_in_the_table_of_mechanisms_exist():
     text = (ROOT / "docs" / "inside.md").read_text().partition("| `--without` |")[2].partition("## How")[0]
     rows = [line.split("|")[2:4] for line in text.splitlines() if line.startswith("| ")]
