@@ -2,7 +2,7 @@
 """Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
 
 Launch
-    python train_gpt.py                                            # CUDA: track_1. CPU: laptop, 30 s
+    python train_gpt.py                                            # CUDA: track_1. CPU: laptop
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
@@ -22,10 +22,11 @@ Part two, the same mathematics, faster. A check at startup compares it with part
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-Names tell types: cfg is a Config, rt a Runtime, comm a Comm, ops are Operations, args UpdateArgs, state is a
-    StepState, and x without an annotation a tensor, whose docstring has its shape.
-Shapes: T tokens, D model_dim, H num_heads, K head_dim, V padded vocabulary, N ranks, M matrices or elements
-    of a bucket. A date in a source names a record of the modded-nanogpt benchmark.
+Names tell types: cfg is a Config, rt a Runtime, comm a Comm, ops are Operations, args UpdateArgs. state is a
+    StepState, or the state of a rule: a dict of tensors. Others without an annotation are tensors.
+Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
+    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
+    record of the modded-nanogpt benchmark.
 """
 from __future__ import annotations
 
@@ -47,6 +48,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -84,10 +86,10 @@ except ImportError:  # CPU builds of PyTorch
 # ############################## PART ONE: THE RECIPE #######################################################
 
 # ==== CONFIG ===============================================================================================
-# Every option has one line: name, default, meaning, range. The defaults are preset track_1, which is record
+# Every option has one entry: name, default, meaning, range. The defaults are preset track_1, which is record
 # 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
-# rows of data, so the code has no special case for a middle layer. To add an option, add a line here. The
-# command line, its help, its checks and --without follow from that line.
+# rows of data, so the code has no special case for a middle layer. To add an option, add it here. The
+# command line, its help, its checks and --without follow from it.
 
 AUTO = ("auto", "on", "off")
 
@@ -113,13 +115,13 @@ class LayerSpec:
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # scale of each head's output, from gates_from. --attention_gate_dim is another gate
-    gates_from: int | None = None  # layer whose input feeds per-token scales of gate, xsa, skip and
-    #   embeddings. None: they are learned scalars of group mix
+    gates_from: int | None = None  # layer whose input feeds per-token scales: of gate, xsa, skip_from, and
+    #   embeddings that are added after attention. None: gate and xsa have learned scalars
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
     def inputs(self):
-        """Names of activations that this layer reads besides its input: ve<table>, h<layer> or x_in."""
+        """Names of activations that this layer reads, except its input, x0 and n-grams."""
         names = {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
         if self.skip_from is not None:
             names.add(f"h{self.skip_from}")
@@ -127,7 +129,7 @@ class LayerSpec:
             names.add(f"h{self.attention_from}")
         if self.value_embed is not None:
             names.add(f"ve{self.value_embed}")
-        if self.mudd_in:
+        if self.mudd_in:  # see layer_scalars()
             names.add("x_in")
         return names
 
@@ -155,7 +157,7 @@ class Group:
     rule: str = option("adamw", "update rule")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
                                         0.9999)
-    weight_decay: float = option(0.0, "weight decay. 0: none", 0.0)
+    weight_decay: float = option(0.0, "weight decay, which each update multiplies by the learning rate", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
     late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
 
@@ -179,10 +181,10 @@ TRACK_1_GROUPS = dict(
     value_embed=Group(lr=0.6),
     ngram=Group(lr=0.6),  # n-gram embedding
     head=Group(lr=0.008),  # also trains the embedding while they are tied
-    scalar=Group(lr=0.04),  # learned scalars
-    residual=Group(lr=0.04, betas=(0.9, 0.95)),  # scales of the residual stream
-    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of the terms added to the residual stream
-    gate=Group(lr=0.008, betas=(0.9, 0.99)),  # weights of the gates
+    scalar=Group(lr=0.04),  # learned scalars. The next three groups are empty in record 32
+    residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # residual_init's scales of outputs
+    gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
     gain=Group(lr=0.1),  # gains of norms and outputs
 )
 
@@ -215,14 +217,14 @@ class Config:
     micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
     sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
                                  choices=("document", "anywhere"), off="anywhere")
-    max_doc_len: int = option(2048, "training documents are cut to this many tokens", 2)
+    max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
     max_attention_len: int = option(0, "longest piece of a training document in attention. 0: all", 0, off=0)
     stages: tuple[Stage, ...] = option((
         Stage(duration=1, window_long=384, window_short=128),
         Stage(duration=1, window_long=896, window_short=384),
         Stage(duration=1, window_long=1408, window_short=640)), "stages as JSON, or a .json file")
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
-    warmup_iterations: int = option(3, "untimed warmup steps per stage. Their updates are reverted", 0)
+    warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
@@ -253,8 +255,8 @@ class Config:
                                     choices=("norm", "output"))
     qk_norm: bool = option(True, "normalize each head's queries and keys", off=False)
     qk_group_heads: int = option(0, "heads per matrix of queries and keys in Muon. 0: all", 0, off=0)
-    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale of long layers, and of "
-                                                  "short ones with short_qk_dim", 0.0)
+    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale. The second: of short "
+                                                  "layers if short_qk_dim > 0", 0.0)
     short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
                                "YaRN follows the short window. 0: head_dim", 0, 4096, off=0)
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
@@ -262,7 +264,7 @@ class Config:
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
     x0_mix: str = option("before", "where the normalized embedding is added: before attention, or after it",
                          choices=("off", "before", "after_attention"), off="off")
-    residual_init: float = option(0.0, "initial learned residual scale. 0: none, nor of outputs", 0, off=0.0)
+    residual_init: float = option(0.0, "initial learned scale of the residual stream. 0: none", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
@@ -294,8 +296,8 @@ class Config:
     averages: bool = option(False, "in the end, move weights towards their running averages", off=False)
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
     grad_grid: float = option(0.0, "debug: round gradients to multiples, for exact sums. 0: off", 0.0)
-    lr_warmup_frac: float = option(0.0, "fraction of the run in which learning rates rise", 0.0, 1.0)
-    cooldown_frac: float = option(0.5, "fraction of the run in which learning rates fall", 0.0, 1.0, off=0.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the schedule with rising lr", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the schedule with falling lr", 0.0, 1.0, off=0.0)
     matrix_cooldown_frac: float = option(-1.0, "of matrices. -1: cooldown_frac", -1.0, 1.0, off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
     groups: dict[str, Group] = dataclasses.field(
@@ -399,7 +401,7 @@ FRONTIER_STAGES = (  # durations add up to scheduled_steps + 1, so the fifth sta
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps
+# 1, 3, 5, ..., with the gradients of two steps. Decays contain an lr, as published: they follow lr^2
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -462,7 +464,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(duration=1, window_long=256, window_short=64),
             Stage(duration=1, window_long=512, window_short=64),
             Stage(duration=1, window_long=1024, window_short=128)))),
-    "quick": ("laptop", "preset laptop cut to half a minute. Fits a small text", dict(
+    "quick": ("laptop", "preset laptop with fewer steps. Fits a small text", dict(
         track="try", num_iterations=260, epochs=100, val_tokens=40_960, val_loss_every=0)),
     "smoke": ("track_1", "record 32 in seconds on any machine, for tests", dict(
         track="try", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
@@ -544,8 +546,8 @@ def rms_norm(x):
 
 
 def relu2_mlp(x, up, down, _scales: tuple | None = None):
-    """relu(x up)^2 down^T. x (T, D), up and down (D, M) -> (T, D). _scales: for a fast form."""
-    hidden = F.relu(x @ up).square()  # (T, M)
+    """relu(x up)^2 down^T. x (T, D), up and down (D, F) -> (T, D). _scales: for a fast form."""
+    hidden = F.relu(x @ up).square()  # (T, F)
     return hidden @ down.T
 
 
@@ -611,7 +613,7 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. As published, the bigram of the second token has this row's number in place of the first
+    their part. As published, the bigram of the second token is hashed with this row's number for the first
     token. Integers wrap around. Source: record 92.
     """
     size = num_rows // (order - 1)
@@ -684,7 +686,7 @@ def head_loss(x, weight, targets, target_weights, softcap):
 
 
 def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
-    """alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
+    """x x^T, or alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
     if add is None:
         return torch.bmm(x, x.mT)
     return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
@@ -724,9 +726,9 @@ class Operations(typing.NamedTuple):
 # ==== MODEL ================================================================================================
 # A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
 # are stored as (outputs, inputs), except in the MLP. ops holds the operations of the section above, or their
-# fast forms. acts maps the names of LayerSpec to the activations that later layers read. Every multiplier of
-# a layer is a row of layer_scalars(). Its values s[name] are learned (n,), or computed per token (T, n). To
-# add a multiplier, add a row there and use it in Block or Attention.
+# fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of a
+# layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n). To
+# add a scalar, add a row there and use it in Block or Attention.
 
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
@@ -896,7 +898,7 @@ class Block(nn.Module):
         if self.x0_mix != "after_attention":
             x = add_embeddings(scale(x, s.get("resid")), acts, s)
 
-        # Dense connections (MUDD, 2026-04-22): earlier activations enter values and residual stream
+        # Dense connections (MUDD, 2026-04-22): earlier activations, and x as it is here, enter values and x
         mudd_v = None
         if spec.mudd_in:
             sources = [*(acts[name] for name in spec.mudd_in), x]
@@ -915,7 +917,7 @@ class Block(nn.Module):
         if self.x0_mix == "after_attention":
             x = add_embeddings(x, acts, s)
 
-        # MLP
+        # MLP. Sublayers read x before its residual scale
         source, x = x, scale(x, s.get("resid_mlp"))
         if self.mlp is not None:
             acts["mlp_in"] = scale(rms_norm(source), self.mlp_gain_in)
@@ -954,7 +956,7 @@ class Attention(nn.Module):
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
         self.proj = parameter(proj, "matrix", (H * L / D) ** 0.5, kind="vo")  # (D, HL)
         self.head_gate_weight = self.ve_gate_weight = None
-        if cfg.attention_gate_dim:  # initialized to zero, so a norm-preserving rule could not train it
+        if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
             self.head_gate_weight = parameter(
                 torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
@@ -1014,14 +1016,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices (D, M), stacked for the optimizer."""
+    """Two matrices (D, F), stacked for the optimizer."""
 
     def __init__(self, cfg):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
         fan_in = dim if cfg.has_output_gain else hidden  # with gains both start with one std, as in MuonH
         matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
-        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, M)
+        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, F)
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
@@ -1042,9 +1044,9 @@ class TokenGates(nn.Module):
         super().__init__()
         self.outputs = outputs
         self.num_groups = num_groups
-        # Arguments of parameter(): group, lr_mul, wd_mul
         init = [value / self.SCALE for s in outputs for value in s.init]
         hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        # parameter(values, group, lr_mul, wd_mul)
         self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
@@ -1086,7 +1088,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # a target of -1 reads the padding, which is -1
+            columns.append(self.prefix_tokens[targets])  # -1 reads the last row, which is -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1131,7 +1133,8 @@ def layer_scalars(cfg, layer: int):
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Sources of the scales. embeddings: of x0 and n-grams. resid: of the residual stream. mix: of outputs
+    # Sources of the scales. embeddings: of x0 and n-grams. resid: of residual_init's scales of the residual
+    # stream. mix: of outputs. With MUDD resid and mix come from the layer's token gates
     learned = ("scalar", None)
     gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
     resid = ("mudd", layer) if has_mudd else ("residual", None)
@@ -1144,7 +1147,7 @@ def layer_scalars(cfg, layer: int):
         scalars.append(Scalar(layer, name, source, init))
 
     # Embeddings that enter the residual stream, before attention or after it
-    if cfg.x0_mix == "before":
+    if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
         add("resid", learned, 1.0)
     if spec.x0 and cfg.x0_mix != "off":
         # As published, a layer with MUDD adds the first layer's input, which is also one of its mudd_in
@@ -1219,7 +1222,7 @@ class ParamSpec(typing.NamedTuple):
     group: str
     lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
     wd_mul: float = 1.0
-    kind: str = ""  # several kinds are never updated together
+    kind: str = ""  # matrices of several kinds are never updated together
     is_table: bool = False  # a value or n-gram embedding, see TABLES
     by_row: bool = False  # a wide matrix with one second moment per row
 
@@ -1316,7 +1319,7 @@ def join_bits(param, low_bits):
 def muon(weight, grad, state, args):
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update. Tall
     matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) divides the rows of the
-    update by their running RMS. MuonH and NorMuonH move on a sphere, and lr is the rotation angle."""
+    update by their running RMS. MuonH and NorMuonH move on a sphere, see sphere_step()."""
     # Nesterov momentum
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
@@ -1705,8 +1708,8 @@ class Optimizer:
         head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
         head.finish()
         embed.values.copy_(head.values)
-        for key, state in embed.state.items():
-            state.copy_(head.state[key])
+        for key, tensor in embed.state.items():
+            tensor.copy_(head.state[key])
         self.set_tied(False)
 
     def list_due(self):
@@ -1770,6 +1773,7 @@ class Optimizer:
             symmetric_matmul=self.matmul)
 
     def finish(self):
+        """Wait for all new values. A tied embedding equals the head, for checkpoints and samples."""
         for bucket in self.buckets:
             bucket.finish()
         if self.model.is_tied:
@@ -1777,7 +1781,7 @@ class Optimizer:
 
     def update_averages(self):
         """Add the parameters after this step to their averages. A tied embedding has none."""
-        step, num_steps = self.step_count, self.cfg.num_iterations
+        step, num_steps = self.step_count, self.cfg.num_iterations  # step is counted from 1
         for key, average, bucket in list_averages(self.updated):
             first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
             is_final = step > num_steps - average.num_last
@@ -1791,7 +1795,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply_averages(self):
-        """After the last step: move parameters towards their averages, with the norms that they had."""
+        """After the last step: move parameters towards their averages. KEEPS_NORM keep their joint norms."""
         self.finish()  # an all-gather of the last step reads the shards
         if not self.cfg.averages:
             return
@@ -1856,7 +1860,7 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # First step after each stage, as published: the first one where step / (scheduled_steps + 1) reaches
-        # the stage's share. The extension is the last stage. stage_ranges() cuts the last end
+        # the summed share of stages so far. The extension begins at scheduled_steps
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1994,10 +1998,10 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
                       has_prefix_target=bool(state.stage.prefix_weight))
 
 # ==== DATA =================================================================================================
-# Shards become packed sequences, which become batches. Documents are cut to max_doc_len tokens. A packed
-# sequence has seq_len inputs and one more token, the last target. A run plans all sequences before its first
-# step. Ranks and micro-batches divide this plan, so their number does not change the loss. To change the
-# packing, change plan_sequences(). Source: record 32. data/README.md describes the shard files.
+# Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
+# token, the last target: of documents that are cut to max_doc_len, or of any place in the token stream. A run
+# plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
+# not change the loss. To change the packing, change plan_sequences(). Source: record 32.
 
 class Batch(typing.NamedTuple):
     """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
@@ -2078,9 +2082,11 @@ class TrainData:
         self.sequences = list(plan)
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
-            raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
-                           "more files, raise --epochs, or lower --num_iterations", 2)
+            wanted, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
+            raise RunError(
+                f"--train_files={cfg.train_files} is {wanted - found} tokens short of this run: get more "
+                f"files, raise --epochs to {math.ceil(cfg.epochs * wanted / max(1, found)) + 1}, or lower "
+                "--num_iterations", 2)
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
@@ -2198,8 +2204,10 @@ class ValData:
         self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
         missing = cfg.val_tokens + 1 - len(self.tokens)
         if missing:
-            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
-                           f"{cfg.val_tokens} and one more target: lower --val_tokens", 2)
+            raise RunError(
+                f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                f"{cfg.val_tokens} and one more target: give at most "
+                f"{len(self.tokens[1:]) // cfg.val_seq_len} times --val_seq_len={cfg.val_seq_len}", 2)
 
     def read_batch(self, index: int):
         """Sequences (sequences, val_seq_len + 1), uint16."""
@@ -2272,7 +2280,7 @@ MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatte
 
 def split_layers(num_layers: int, num_ranks: int):
     """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on. The
-    first segment then has one layer, which hides the all-gathers of later ones. The rest are equal."""
+    first segment then has one layer, which hides the all-gathers of later ones. The rest are about equal."""
     num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
     if num_ranks == 1 or num_rest == 0:
         return [range(num_layers)]
@@ -2406,7 +2414,7 @@ def train(cfg, argv: list[str]):
         gc.freeze()  # the garbage collector ignores all objects of the setup
         setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
         if cfg.telemetry_every:
-            Telemetry(trainer, log)
+            Telemetry(trainer, log)  # wraps trainer.train_step
         guard = Guard(trainer, log) if cfg.guard else None
         stop.catch_signals()
         rt.comm.barrier()
@@ -3686,7 +3694,7 @@ def share_problem(problem: str, rt):
 # Token files: reading and checking. data/README.md describes the format.
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-SHARD_REMEDY = "fetch or build it again (data/README.md)"
+SHARD_REMEDY = "fetch or build it again, or change the options (data/README.md)"
 
 
 @dataclass(frozen=True)
@@ -3721,13 +3729,15 @@ def open_shard(path: str, vocab_size: int):
     sha256, listing = hashlib.sha256(tokens).hexdigest(), Path(path).with_name("corpus.json")
     listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
     if shard_vocab != vocab_size:
-        problem = f"was made for vocabulary size {shard_vocab}, but --vocab_size={vocab_size}"
+        problem = f"is for --vocab_size={shard_vocab}, but this run has --vocab_size={vocab_size}"
     elif tokens.max() >= vocab_size:
         problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
     elif len(bounds) == 1:
         problem = f"has no BOS (token {bos})"
     elif listed.get(os.path.basename(path), sha256) != sha256:
         problem = f"has changed since data/text.py wrote it: {listing} has another SHA-256"
+    elif missing := [name for name in listed if not listing.with_name(name).exists()]:
+        problem = f"is of a corpus that lacks {missing[0]}"
     if problem:
         raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
     return Shard(np.asarray(tokens), bounds, bos, sha256)
@@ -3855,7 +3865,8 @@ def change_options(cfg, values: dict):
                 row = row if isinstance(row, dict) else vars(row)
                 groups[group] = convert({**vars(groups[group]), **row}, Group)
         except (KeyError, ValueError, TypeError, OSError) as error:
-            raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
+            raise RunError(f"--{name}={str(value)[:100]}: "
+                           f"{'unknown name ' * isinstance(error, KeyError)}{error}", 2) from None
     return dataclasses.replace(cfg, **changed, groups=groups)
 
 
@@ -4107,8 +4118,8 @@ def describe_machine(rt):
                     threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
     with suppress(OSError):
-        names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        hardware["cpu"] = names[0] if names else hardware["cpu"]
+        for name in re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            hardware["cpu"] = name
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
@@ -4419,8 +4430,9 @@ def find_start(cfg, run: dict, rt):
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
     others = sorted(folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*"), key=os.path.getmtime)
-    newest = next((step for step in reversed(others) if is_whole(step, rt)), None)
-    hint = f". The newest one of another script or config is --resume={newest}" if newest else ""
+    newest = next((step for step in reversed(others)
+                   if int(step.name[5:]) <= cfg.num_iterations and is_whole(step, rt)), None)
+    hint = f". The newest one of another script, config or data is --resume={newest}" if newest else ""
     return None, {}, f"starting anew: no whole checkpoint in {folder}{hint}"
 
 
@@ -4561,7 +4573,7 @@ class Checkpoints(AbstractContextManager):
             path.parent.mkdir(parents=True, exist_ok=True)
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            print0(f"sample:          records/sample.py {path} --prompt=...", self.rt)
+            print0(f"sample:          records/sample.py {shlex.quote(str(path))} --prompt=...", self.rt)
 
 
 def list_tensors(trainer):
@@ -4774,7 +4786,6 @@ def main(argv: list[str] | None = None):
         if status:  # a shutdown would wait for other ranks
             os._exit(status)
         dist.destroy_process_group()
-    gc.unfreeze()
     return status
 
 

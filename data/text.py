@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -82,12 +83,16 @@ class UnusableError(Exception):
 def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
-        raise RecordError(f"{source} is not used ({reason}): convert it to UTF-8 text, or leave it out")
+        raise RecordError(f"{source} is not used ({reason}): use UTF-8 text or JSON lines, or leave it out")
     tqdm.write(f"skipped: {source} ({reason})")
 
 
 def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of each file in files and folders. The name is the path inside the given folder."""
+    """(name, path) of each file in files and folders. The name is the path inside the given folder.
+
+    RecordError at the end if a pattern has excluded nothing: its files would be in the corpus.
+    """
+    unused = {*excluded}
     for top in paths:
         if os.path.isfile(top):
             yield top.name, top
@@ -97,7 +102,9 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
             entries, folders[:] = sorted(folders + files), []
             for path in (Path(folder, entry) for entry in entries):
                 name = path.relative_to(top).as_posix()
-                if path.name[0] == "." or any(fnmatch(name, pattern) for pattern in excluded):
+                matching = {pattern for pattern in excluded if fnmatch(name, pattern)}
+                unused -= matching
+                if path.name[0] == "." or matching:
                     continue
                 if os.path.isfile(path):
                     yield name, path
@@ -105,6 +112,8 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                     folders += {path.name} - {"node_modules"}
                 else:  # a pipe may have no end
                     skip(path, "no regular file or folder", paths)
+    for pattern in unused:
+        raise RecordError(f"--exclude={pattern} matches nothing: give a path inside a folder, as in 'old/*'")
 
 
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
@@ -119,6 +128,8 @@ def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Ite
                     yield name, path, file
                     continue
                 for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
                     try:
                         text = json.loads(line)["text"].encode()
                     except (ValueError, LookupError, TypeError, AttributeError):
@@ -542,4 +553,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

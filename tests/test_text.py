@@ -211,7 +211,7 @@ def test_formats(tmp_path, capsys):
     (texts / "a.jsonl").write_text(lines[0])
     (texts / "b.jsonl.gz").write_bytes(gzip.compress(lines[1].encode()))
     (texts / "c.txt.gz").write_bytes(gzip.compress(b"packed\n" * 100))
-    (texts / "d.jsonl").write_text('{"text": "first"}\n{"content": "second"}\n{"text": "third"}\n')
+    (texts / "d.jsonl").write_text('{"text": "first"}\n\n{"content": "second"}\n{"text": "third"}\n')
     (texts / "nul.txt").write_bytes(b"words " * 900 + b"\0")
     (texts / "damaged.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
     (texts / "table.csv").write_text("1,2\n")
@@ -222,7 +222,7 @@ def test_formats(tmp_path, capsys):
     skipped = [line for line in said.splitlines() if line.startswith("skipped: ")]
     names = [re.search(r"texts/(\S+) \(", line)[1] for line in skipped]
     assert sorted(names) == ["d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
-    assert 'd.jsonl (line 2 and the rest: no JSON with a "text")' in said
+    assert 'd.jsonl (line 3 and the rest: no JSON with a "text")' in said
     found = documents(out, "train") + documents(out, "val")
     assert {b"first", b"packed\n" * 100} < {*found}
     assert len(b"".join(found)) == 5 + 700 + len("".join(rows).encode())
@@ -292,6 +292,22 @@ def test_what_is_skipped(tmp_path, capsys):
         "documents with the content of another one: 20. Equal documents count once"]
     found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
     assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10 + 5
+
+
+def test_an_exclude_that_matches_nothing_is_refused(capsys, tmp_path):
+    """Its files would be in the corpus."""
+    texts, out = make_texts(tmp_path / "texts"), tmp_path / "out"
+    for pattern in ("sub/", f"{texts}/sub/*", "*.csv"):
+        assert f"--exclude={pattern} matches nothing" in make(capsys, texts, "--out", out, f"--exclude={pattern}", status=2)
+    assert not out.exists()
+
+
+def test_the_example_of_the_readme(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "records/laptop/2026-11-25_long_windows/train_gpt.py"
+    said, page = make(capsys, path, "--out=data/mine"), (ROOT / "README.md").read_text()
+    facts, command = said.strip().split("\n")
+    assert facts in page and command.partition(" --train_files")[0].partition("run.sh")[2] in page
 
 
 @pytest.mark.parametrize("args", [
