@@ -1999,7 +1999,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
-# token, the last target: of documents that are cut to max_doc_len, or of any place in the token stream. A run
+# token, the last target: of documents cut to max_doc_len, or of any place in the token stream. A run
 # plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
 # not change the loss. To change the packing, change plan_sequences(). Source: record 32.
 
