@@ -116,7 +116,7 @@ class LayerSpec:
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # scale of each head's output, from gates_from. --attention_gate_dim is another gate
     gates_from: int | None = None  # layer whose input feeds per-token scales: of gate, xsa, skip_from, and
-    #   embeddings that are added after attention. None: gate and xsa have learned scalars
+    #   embeddings that are added after attention. None: learned scalars of group mix, but no scale of skips
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -146,8 +146,8 @@ class Stage:
     lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
     seq_len: int | None = None  # None: --seq_len
     loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
-    prefix_weight: tuple[float, ...] = ()  # loss weights of one more target, one for each equal part of the
-    #   stage: the longest token that is a prefix of the next token. (): not used
+    prefix_weight: tuple[float, ...] = ()  # loss weights of one more target, the longest token that is a
+    #   prefix of the next token. One weight for each equal part of the stage. (): no such target
     num_classes: int | None = None  # classes in the sampled softmax of a packed sequence. None: all
 
 
@@ -157,7 +157,7 @@ class Group:
     rule: str = option("adamw", "update rule")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
                                         0.9999)
-    weight_decay: float = option(0.0, "weight decay, which each update multiplies by the learning rate", 0.0)
+    weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
     late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
 
@@ -183,7 +183,7 @@ TRACK_1_GROUPS = dict(
     head=Group(lr=0.008),  # also trains the embedding while they are tied
     scalar=Group(lr=0.04),  # learned scalars. The next three groups are empty in record 32
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
-    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # residual_init's scales of outputs
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those without gates_from
     gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
     gain=Group(lr=0.1),  # gains of norms and outputs
 )
@@ -247,7 +247,7 @@ class Config:
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
-    init_std: float = option(0.5, "sqrt(fan-in) * standard deviation of initial matrices", 0.0)
+    init_std: float = option(0.5, "std of initial matrices, times sqrt(their fan-in, or model_dim)", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
@@ -401,7 +401,7 @@ FRONTIER_STAGES = (  # durations add up to scheduled_steps + 1, so the fifth sta
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. Decays contain an lr, as published: they follow lr^2
+# 1, 3, 5, ..., with the gradients of two steps. The first factor of a decay is the lr, as published
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -613,8 +613,8 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. As published, the bigram of the second token is hashed with this row's number for the first
-    token. Integers wrap around. Source: record 92.
+    their part. As published, size - 1 replaces the first token in the bigram of the second token.
+    Integers wrap around. Source: record 92.
     """
     size = num_rows // (order - 1)
     bigram_tokens = tokens.int().masked_fill(is_sequence_start, size - 1)
@@ -725,10 +725,10 @@ class Operations(typing.NamedTuple):
 
 # ==== MODEL ================================================================================================
 # A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
-# are stored as (outputs, inputs), except in the MLP. ops holds the operations of the section above, or their
-# fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of a
-# layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n). To
-# add a scalar, add a row there and use it in Block or Attention.
+# are stored as (outputs, inputs), except the MLP's first one. ops holds the operations of the section above,
+# or their fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of
+# a layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n).
+# To add a scalar, add a row there and use it in Block or Attention.
 
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
@@ -949,8 +949,8 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both are updated as if they were padded to (D, D): v has a second moment per row, and
-        # lr_mul of proj cancels muon()'s factor of a tall matrix
+        # If HL < D, both are updated as if they were padded to (D, D): v has a second moment per row, as a
+        # square matrix has, and lr_mul of proj cancels the factor of a tall matrix in muon() and anvil()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
@@ -1133,8 +1133,8 @@ def layer_scalars(cfg, layer: int):
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Sources of the scales. embeddings: of x0 and n-grams. resid: of residual_init's scales of the residual
-    # stream. mix: of outputs. With MUDD resid and mix come from the layer's token gates
+    # Sources of the scales. embeddings: of x0 and n-grams. gates: of per-head scales. resid: of
+    # residual_init's scales of the residual stream. mix: of outputs. With MUDD these two come from its gates
     learned = ("scalar", None)
     gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
     resid = ("mudd", layer) if has_mudd else ("residual", None)
@@ -1278,7 +1278,7 @@ class Rule:
 
     function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
     moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
-    whole_matrix: bool = False  # whether the rule needs whole matrices. Otherwise it is elementwise
+    whole_matrix: bool = False  # whether the rule needs whole matrices. Else elements, or rows of a table
     row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
     row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
@@ -1421,7 +1421,7 @@ POLYNOMIALS = {
         (2.256537145403, -2.166840097229, 0.929501253245)),
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
-FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil, from slow_momentum_start on
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The first two act from slow_momentum_start on
 
 
 def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
@@ -1617,7 +1617,7 @@ class Bucket:
             param.grad = None
 
     def owned(self):
-        """Yield (parameter, its first unit of this rank, part of the shard) for this rank's shard."""
+        """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
         start = self.comm.rank * len(self.shard)
         for name, part in self.slices.items():
             low, high = max(part.start, start), min(part.stop, start + len(self.shard))
@@ -1647,7 +1647,7 @@ class Average(typing.NamedTuple):
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
 # rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
-# step 896 in place of 895, but the head changes in odd steps only.
+# steps 896, 898, ..., this file 895, 897, ...: the values are equal, as the head changes in odd steps only.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -1835,7 +1835,7 @@ ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
 class RopeSetting(typing.NamedTuple):
     """RoPE of one kind of layers in one stage."""
 
-    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per token. 0: no rotation
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per position. 0: no rotation
     softmax_scale: float
 
 
@@ -1860,7 +1860,8 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # First step after each stage, as published: the first one where step / (scheduled_steps + 1) reaches
-        # the summed share of stages so far. The extension begins at scheduled_steps
+        # the summed share of stages so far. The extension begins at scheduled_steps. Without one the last
+        # end is num_iterations + 1, and those who read it take at most num_iterations
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -2138,7 +2139,7 @@ def sweep_classes(data, first_step: int):
     Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
     a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. The
     first sequences of all steps share a sweep, so do the second ones, and so on. So a sweep is equal for any
-    number of ranks, and a resumed run reads all targets again. Source: record 92.
+    number of ranks. It depends on all earlier targets, which a resumed run reads again. Source: record 92.
     """
     schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
     num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
@@ -2289,7 +2290,7 @@ def split_layers(num_layers: int, num_ranks: int):
 
 
 class Trainer:
-    """Model, optimizer and schedule of a run. Methods for one step and for the timed loop."""
+    """Model, optimizer and schedule of a run. One step, validation and the warm-up."""
 
     def __init__(self, cfg, rt):
         if not supports_bfloat16(rt.device):
