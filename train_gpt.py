@@ -1421,7 +1421,7 @@ POLYNOMIALS = {
         (2.256537145403, -2.166840097229, 0.929501253245)),
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
-FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. Two act after slow_momentum_start
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. Two from slow_momentum_start on
 
 
 def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
@@ -3636,7 +3636,7 @@ class Comm:
             return sent, None
         received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
         work = dist.all_to_all_single(received.view(torch.uint8), sent.contiguous().view(torch.uint8),
-                                      list(receive_counts), list(send_counts), async_op=True)
+                                      receive_counts, send_counts, async_op=True)
         return received, work
 
     def all_reduce(self, tensor, operation=dist.ReduceOp.SUM):
@@ -4116,7 +4116,7 @@ def describe_machine(rt):
     """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size,
-                    threads=torch.get_num_threads(), cpu=platform.processor() or platform.machine(),
+                    threads=torch.get_num_threads(), cpu=platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
     with suppress(OSError):
         for name in re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
@@ -4702,7 +4702,7 @@ class Guard:
 
     def __init__(self, trainer, log):
         self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=False)
-        self.pending: list[tuple] = []  # (step, its sums on the CPU, event), not checked yet
+        self.pending = []  # (step, its sums on the CPU, event), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
     def end_step(self, loss, state, must_wait: bool):
@@ -4779,9 +4779,8 @@ def main(argv: list[str] | None = None):
     except Exception:
         status = 1
         traceback.print_exc()
-    if rank and line and status < 128:  # rank 0 prints what all ranks see, and torchrun then ends this rank
-        time.sleep(3)
     if line and (rank == 0 or status < 128):
+        time.sleep(3 if rank else 0)  # rank 0 prints what all ranks see, and torchrun then ends this rank
         print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         if status:  # a shutdown would wait for other ranks

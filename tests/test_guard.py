@@ -104,9 +104,9 @@ def poison_batch(patch):
 
 
 def overflow_fp8(patch):
-    """Activations of the head are 1000 times too large for their static scale, and they do not saturate."""
+    """Activations and weights of the head are 100,000 times too large for their static scales."""
     real = gpt.quantize
-    large = lambda x, dtype, scale=None: gpt.Scaled((1000 * x / scale).to(dtype), torch.tensor(scale))
+    large = lambda x, dtype, scale=None: gpt.Scaled((1e5 * x / scale).to(dtype), torch.tensor(scale))
     change_steps(patch, [FAULT], lambda _: patch.setattr(gpt, "quantize", large),
                  lambda _, loss: patch.setattr(gpt, "quantize", real) or loss)  # fmt: skip
 
