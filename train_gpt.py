@@ -2083,11 +2083,10 @@ class TrainData:
         self.sequences = list(plan)
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            wanted, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
-            raise RunError(
-                f"--train_files={cfg.train_files} is {wanted - found} tokens short of this run: get more "
-                f"files, raise --epochs to {math.ceil(cfg.epochs * wanted / max(1, found)) + 1}, or lower "
-                "--num_iterations", 2)
+            missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
+            raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
+                           "more files, raise --epochs, lower --num_iterations or --seq_len, or give "
+                           "--sequence_start=anywhere, which uses all tokens of long documents", 2)
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
@@ -2205,10 +2204,9 @@ class ValData:
         self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
         missing = cfg.val_tokens + 1 - len(self.tokens)
         if missing:
-            raise RunError(
-                f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
-                f"{cfg.val_tokens} and one more target: give at most "
-                f"{len(self.tokens[1:]) // cfg.val_seq_len} times --val_seq_len={cfg.val_seq_len}", 2)
+            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                           f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
+                           f"{cfg.val_seq_len}, which divides it", 2)
 
     def read_batch(self, index: int):
         """Sequences (sequences, val_seq_len + 1), uint16."""
@@ -3545,7 +3543,7 @@ class Stop(AbstractContextManager):
     def __init__(self, rt):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
-        self.old_handlers: dict = {}
+        self.old_handlers = {}
 
     def catch_signals(self):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
@@ -3883,12 +3881,16 @@ def load_preset(name: str):
         if path is None:
             raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
                            "records/presets, or a .json file", 2)
-        content = json.loads(path.read_text())
-        if "config" in content:
-            if "key" not in content:
-                raise RunError(f"--preset={name} is of an older script: run the script beside it", 2)
-            return dataclasses.replace(config_from_dict(content["config"]), record="", resume="", out=".")
-        parent, changes, name = content["parent"], content["options"], path.stem
+        try:
+            content = json.loads(path.read_text())
+            if "config" in content:
+                if "key" not in content:
+                    raise RunError(f"--preset={name} is of an older script: run the script beside it", 2)
+                cfg = config_from_dict(content["config"])
+                return dataclasses.replace(cfg, record="", resume="", out=".")
+            parent, changes, name = content["parent"], content["options"], path.stem
+        except (ValueError, KeyError, TypeError):
+            raise RunError(f"{path} is no result, and no preset with parent and options", 2) from None
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
 
@@ -3979,6 +3981,7 @@ def check(cfg):
 
 def find_problems(cfg):
     """Yield (condition, error line). A condition may rely on the ones before it."""
+    yield not cfg.stages, "--stages is empty: give at least one"
     units = dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK, val_tokens="val_seq_len",
                  num_heads="qk_group_heads", model_dim="mudd_groups")
     for name, unit in units.items():
@@ -4204,7 +4207,7 @@ class RunLog:
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
         self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
         self.bar = self.tracker = None
-        self.files: dict[str, typing.BinaryIO] = {}  # by suffix, open from __enter__() on
+        self.files = {}  # by suffix, open from __enter__() on
         self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
         self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
         self.waiting = []  # (step, loss of this rank, seconds on the clock)
@@ -4489,7 +4492,7 @@ class Checkpoints(AbstractContextManager):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.copies: dict[str, Tensor] = {}  # CPU memory that all checkpoints reuse
+        self.copies = {}  # CPU memory that all checkpoints reuse
 
     def __exit__(self, *_):
         self.executor.shutdown()
@@ -4786,6 +4789,7 @@ def main(argv: list[str] | None = None):
         if status:  # a shutdown would wait for other ranks
             os._exit(status)
         dist.destroy_process_group()
+    gc.unfreeze()
     return status
 
 

@@ -131,7 +131,7 @@ def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Ite
                     if not line.strip():
                         continue
                     try:
-                        text = json.loads(line)["text"].encode()
+                        text = json.loads(line)["text"].encode(errors="replace")  # halves of surrogates
                     except (ValueError, LookupError, TypeError, AttributeError):
                         raise UnusableError(f'line {number} and the rest: no JSON with a "text"') from None
                     yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)

@@ -175,6 +175,7 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (["--val_tokens=1000"], "1000"),
         (["--micro_batch_tokens=256"], "256"),
         (["--stages=none.json"], "none.json"),
+        (["--stages=[]"], "--stages is empty"),
         (['--stages=[{"duration":1}]'], "window_long"),
         ([f'--stages=[{{{STAGE},"tokens_per_step":700}}]'], "700"),
         (["--layers=[{}]"], "--num_layers=4"),
@@ -237,3 +238,11 @@ def test_sequences_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
     assert gpt.sequences_per_rank(cfg, world_size, cfg.tokens_per_step, cfg.seq_len) == expected
     assert gpt.check_world_size(cfg, world_size) == expected
+
+
+@pytest.mark.parametrize("content", ['{"parent": "smoke", "num_iterations": 5}', '{"num_iterations": 5', "[]", "{}"])
+def test_a_file_that_is_no_preset_is_refused_in_one_line(tmp_path, capsys, content):
+    (tmp_path / "mine.json").write_text(content)
+    assert gpt.main([f"--preset={tmp_path / 'mine.json'}", "--print_config"]) == 2
+    errors = capsys.readouterr().err
+    assert "mine.json is no result, and no preset" in errors and errors.count("\n") == 1

@@ -104,9 +104,13 @@ def poison_batch(patch):
 
 
 def overflow_fp8(patch):
-    """Activations and weights of the head are 100,000 times too large for their static scales."""
+    """Activations of the head are 1000 times too large for their static scale, and what exceeds it becomes NaN."""
     real = gpt.quantize
-    large = lambda x, dtype, scale=None: gpt.Scaled((1e5 * x / scale).to(dtype), torch.tensor(scale))
+
+    def large(x, dtype, scale):
+        scaled = 1000 * x / scale
+        return gpt.Scaled(scaled.masked_fill(scaled.abs() > 448, math.nan).to(dtype), torch.tensor(scale))
+
     change_steps(patch, [FAULT], lambda _: patch.setattr(gpt, "quantize", large),
                  lambda _, loss: patch.setattr(gpt, "quantize", real) or loss)  # fmt: skip
 
