@@ -1735,12 +1735,10 @@ class Optimizer:
         for bucket in due:
             if bucket.grad is None:
                 bucket.start_reduce()
-        # 2. Update this rank's shards in the order in which their gradients arrive
+        # 2. In the order in which gradients arrive: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
             bucket.update(self.updates[bucket.group.rule], self.make_args(bucket, state))
-        # 3. Send new values in the order in which forward reads them
-        for bucket in due:
             bucket.start_gather()
         if self.cfg.averages:
             self.update_averages()

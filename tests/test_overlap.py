@@ -41,8 +41,8 @@ def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset())
 
 def test_messages_leave_early_and_are_awaited_late(shards):
     """Backward reduces buckets in reverse order of their segments: the head, then the last segment, and so on.
-    They are updated in this order, too, and gathered in reading order. When the first block starts, its parameters
-    are gathered, and all-gathers of the last block and of the head are pending."""
+    They are updated and gathered in this order, too. When the first block starts, its parameters are gathered, and
+    all-gathers of the last block and of the head are not awaited yet."""
     events, optimizer = record_steps(smoke_config(shards, tokens_per_step=1024, num_layers=3), 3)
     segments = {bucket.name: bucket.segment for bucket in optimizer.buckets if bucket not in optimizer.tables}
 
@@ -56,7 +56,7 @@ def test_messages_leave_early_and_are_awaited_late(shards):
     assert places("send reduce", 0, end) == places("send reduce") == sorted(segments.values(), reverse=True)
     assert set(places("wait gather", 0, begin)) == {0} and places("wait gather", begin) == sorted(
         place for place in segments.values() if place)
-    assert places("send gather") == sorted(segments.values())
+    assert places("send gather") == sorted(segments.values(), reverse=True)
     updates, tables = places("update"), {table.name for table in optimizer.tables}
     assert updates == sorted(segments.values(), reverse=True)
     for table in tables:  # fetched before the first block, and their gradients have left before the end of backward
