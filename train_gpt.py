@@ -22,8 +22,8 @@ Part two, the same mathematics, faster. A check at startup compares it with part
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-Names tell types: cfg is a Config, rt a Runtime, comm a Comm, ops are Operations, args UpdateArgs. state is a
-    StepState, or the state of a rule: a dict of tensors. Others without an annotation are tensors.
+A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, spec a LayerSpec, and so
+    on. state is a StepState, or in UPDATE RULES a dict of tensors. x, y and other data are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
     record of the modded-nanogpt benchmark.
@@ -116,7 +116,7 @@ class LayerSpec:
     xsa: bool = False  # exclusive self attention: subtract the token's value from the output
     gate: bool = False  # scale of each head's output, from gates_from. --attention_gate_dim is another gate
     gates_from: int | None = None  # layer whose input feeds per-token scales: of gate, xsa, skip_from, and
-    #   embeddings that are added after attention. None: learned scalars of group mix, but no scale of skips
+    #   embeddings that are added after attention. None: learned (group mix), and no more than sigmoid(skip)
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -386,7 +386,7 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # durations add up to scheduled_steps + 1, so the fifth stage has one step less
+FRONTIER_STAGES = (  # the first five durations add up to scheduled_steps + 1, the fifth has one step less
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -479,8 +479,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 # ==== OPERATIONS ===========================================================================================
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
-# startup it compares a model of both, and a fast form with other results is switched off. So an edit of an
-# equation takes effect.
+# startup it compares a model of both. A fast form whose results differ by more than 1 % is switched off, so
+# an edit of an equation takes effect. Long sequences need FlexAttention: edit attend_flex() for them, too.
 
 class Rope(typing.NamedTuple):
     """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
@@ -504,7 +504,7 @@ class StepInputs(typing.NamedTuple):
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
 NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
-LOGITS_CHUNK = 24_576  # tokens whose logits are in memory at once
+LOGITS_CHUNK = 24_576  # tokens whose logits are computed at once
 
 
 def at_least_fp32(x):
@@ -613,8 +613,8 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. As published, size - 1 replaces the first token in the bigram of the second token.
-    Integers wrap around. Source: record 92.
+    their part. As published, the bigram of a sequence's second token is hashed as if its first token
+    were size - 1. Integers wrap around. Source: record 92.
     """
     size = num_rows // (order - 1)
     bigram_tokens = tokens.int().masked_fill(is_sequence_start, size - 1)
@@ -1088,7 +1088,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # -1 reads the last row, which is -1
+            columns.append(self.prefix_tokens[targets])  # a target of -1 reads the last row, -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1135,13 +1135,13 @@ def layer_scalars(cfg, layer: int):
 
     # Sources of the scales. embeddings: of x0 and n-grams. gates: of per-head scales. resid: of
     # residual_init's scales of the residual stream. mix: of outputs. With MUDD these two come from its gates
-    learned = ("scalar", None)
+    learned, mudd = ("scalar", None), ("mudd", layer)
     gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
-    resid = ("mudd", layer) if has_mudd else ("residual", None)
-    mix = ("mudd", layer) if has_mudd else ("mix", None)
+    resid = mudd if has_mudd else ("residual", None)
+    mix = mudd if has_mudd else ("mix", None)
     embeddings = learned
     if is_after:
-        embeddings = resid if has_mudd else gates
+        embeddings = mudd if has_mudd else gates
 
     def add(name: str, source: tuple[str, int | None], *init: float):
         scalars.append(Scalar(layer, name, source, init))
@@ -1163,9 +1163,10 @@ def layer_scalars(cfg, layer: int):
 
     # Values and value embeddings
     if has_attention:
+        # As published: record 32 scales the values, record 92 the matrix of queries, keys and values
         add("qkv_scale" if cfg.residual_init else "v_scale", learned, 0.5)
         if spec.value_embed is not None and has_mudd:
-            add("ve_gate", resid, 2.0, 2.0)
+            add("ve_gate", mudd, 2.0, 2.0)
         elif spec.value_embed is not None and not cfg.value_gate_dim:
             add("ve_scale", learned, 0.5)
 
@@ -1193,9 +1194,9 @@ def layer_scalars(cfg, layer: int):
     # Dense connections
     num_sources = 1 + len(spec.mudd_in)
     if has_attention and has_mudd:
-        add("mudd_v", resid, *[0.0] * num_sources)
+        add("mudd_v", mudd, *[0.0] * num_sources)
     if has_mudd:
-        add("mudd_x", resid, *[0.0] * num_sources)
+        add("mudd_x", mudd, *[0.0] * num_sources)
     if spec.mudd_out:  # as published, attention's source starts at -0.5
         add("mudd_out", ("mudd_out", layer), *(
             -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
@@ -1421,7 +1422,7 @@ POLYNOMIALS = {
         (2.256537145403, -2.166840097229, 0.929501253245)),
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
-FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. Two from slow_momentum_start on
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. 0.02 acts in all steps
 
 
 def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
@@ -1470,7 +1471,7 @@ def matrix_norm(x):
 # A bucket is one tensor. Its views are parameters of one segment and group. Each rank updates a shard of
 # every bucket. A hook counts the gradients of a bucket, and the last one starts its reduce-scatter, while
 # backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
-# segment. Sources: records 23, 24, 32.
+# segment. The buckets of TABLES send rows instead. Sources: records 23, 24, 32.
 
 LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
@@ -1647,7 +1648,7 @@ class Average(typing.NamedTuple):
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
 # rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
-# steps 896, 898, ..., this file 895, 897, ...: the values are equal, as the head changes in odd steps only.
+# steps 896, 898, ..., this file 895, 897, ..., all from 0: equal, as the head changes in odd steps only.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -1701,7 +1702,7 @@ class Optimizer:
         self.model.is_tied = is_tied
         head.segment = find_segment("head.weight", self.model)
         self.updated = sorted((bucket for bucket in self.buckets if not (is_tied and bucket is embed)),
-                              key=lambda bucket: bucket.segment)  # in the order in which forward reads them
+                              key=lambda bucket: bucket.segment)  # forward reads the segments in this order
 
     def untie(self):
         """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
@@ -1735,7 +1736,7 @@ class Optimizer:
         for bucket in due:
             if bucket.grad is None:
                 bucket.start_reduce()
-        # 2. In the order in which gradients arrive: update this rank's shard, and send the new values
+        # 2. Last segment first, as gradients arrive: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
             bucket.update(self.updates[bucket.group.rule], self.make_args(bucket, state))
@@ -1779,7 +1780,7 @@ class Optimizer:
 
     def update_averages(self):
         """Add the parameters after this step to their averages. A tied embedding has none."""
-        step, num_steps = self.step_count, self.cfg.num_iterations  # step is counted from 1
+        step, num_steps = self.step_count, self.cfg.num_iterations  # step and first are counted from 1
         for key, average, bucket in list_averages(self.updated):
             first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
             is_final = step > num_steps - average.num_last
@@ -1858,8 +1859,8 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # First step after each stage, as published: the first one where step / (scheduled_steps + 1) reaches
-        # the summed share of stages so far. The extension begins at scheduled_steps. Without one the last
-        # end is num_iterations + 1, and those who read it take at most num_iterations
+        # the summed share of stages so far. With extension_steps the stage before the last one ends at
+        # scheduled_steps. Without them the last end is num_iterations + 1, and readers clip it
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1990,6 +1991,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
             torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
+    # Of layers with the long RoPE. Short ones with short_qk_dim rotate all channels, so have no key offset
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
@@ -1998,7 +2000,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
-# token, the last target: of documents cut to max_doc_len, or of any place in the token stream. A run
+# token, the last target. They come from documents cut to max_doc_len, or from any place in the stream. A run
 # plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
 # not change the loss. To change the packing, change plan_sequences(). Source: record 32.
 
@@ -2134,9 +2136,9 @@ def sweep_classes(data, first_step: int):
     """Yield (step, classes (C,) of each of its sequences) from first_step on. No classes: all.
 
     Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
-    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. The
-    first sequences of all steps share a sweep, so do the second ones, and so on. So a sweep is equal for any
-    number of ranks. It depends on all earlier targets, which a resumed run reads again. Source: record 92.
+    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Slot
+    i is the i-th sequence of every step, and each slot has its own sweep. So a sweep is equal for any number
+    of ranks. It depends on all earlier targets, which a resumed run reads again. Source: record 92.
     """
     schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
     num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
@@ -2401,7 +2403,7 @@ def train(cfg, argv: list[str]):
     if saved:
         load_state(trainer, step, saved)
 
-    # Off the clock: memory for checkpoints, which also locks the run, and the warm-up
+    # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
     if cfg.checkpoint_every or cfg.resume:
         checkpoints.start(trainer)
@@ -4748,6 +4750,7 @@ class Guard:
             self.snapshots.pop()
         made, snapshot = self.snapshots[-1]
         snapshot.restore()
+        trainer.optimizer.step_count = progress.step  # the schedule goes on, so updates do, too
         self.pending = []
         progress.num_actions += 1
         trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
@@ -4781,7 +4784,8 @@ def main(argv: list[str] | None = None):
         status = 1
         traceback.print_exc()
     if line and (rank == 0 or status < 128):
-        time.sleep(3 if rank else 0)  # rank 0 prints what all ranks see, and torchrun then ends this rank
+        if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
+            time.sleep(3)
         print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         if status:  # a shutdown would wait for other ranks
