@@ -208,7 +208,7 @@ class Config:
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
     val_tokens: int = option(10_485_760, "validation tokens", 1)
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
-    val_windows: tuple[int, ...] = option((1664, 768), "final validation: long,short. (): last stage's", 1)
+    val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end. (): last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
     num_iterations: int = option(1670, "optimizer steps", 1)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
@@ -284,7 +284,7 @@ class Config:
                         choices=("decoupled", "cautious"), off="decoupled")
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
-    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at first, later", 0.0, 0.9999)
+    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at step 0, later", 0.0, 0.9999)
     momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0, off=0)
     momentum_cooldown_steps: int = option(0, "final steps of the momentum cooldown", 0, off=0)
     slow_momentum_start: float = option(1.0, "fraction of the schedule before anvil's slow momentum acts",
@@ -298,7 +298,8 @@ class Config:
     grad_grid: float = option(0.0, "debug: round gradients to multiples, for exact sums. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the schedule with rising lr", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the schedule with falling lr", 0.0, 1.0, off=0.0)
-    matrix_cooldown_frac: float = option(-1.0, "of matrices. -1: cooldown_frac", -1.0, 1.0, off=-1.0)
+    matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
+                                         off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
     groups: dict[str, Group] = dataclasses.field(
         default_factory=lambda: dict(TRACK_1_GROUPS),
@@ -1422,7 +1423,7 @@ POLYNOMIALS = {
         (2.256537145403, -2.166840097229, 0.929501253245)),
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
-FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. 0.02 acts in all steps
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
 
 
 def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
