@@ -151,7 +151,7 @@ def compare(first: Subject, second: Subject) -> dict:
 
 def list_forms(is_gpu: bool, *kernels: str) -> str:
     """A value of --fast: these TRITON_FORMS, and the other forms that a run would choose."""
-    return ",".join(("flex_attention" if is_gpu else "block_attention", "head_loss", *kernels))
+    return ",".join(("rms_norm", "flex_attention" if is_gpu else "block_attention", "head_loss", *kernels))
 
 
 def count_graphs() -> int:

@@ -132,7 +132,7 @@ def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Ite
                         continue
                     try:
                         text = json.loads(line)["text"].encode(errors="replace")  # halves of surrogates
-                    except (ValueError, LookupError, TypeError, AttributeError):
+                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                         raise UnusableError(f'line {number} and the rest: no JSON with a "text"') from None
                     yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)
         except (UnusableError, *READ_ERRORS) as error:
@@ -451,8 +451,8 @@ def choose_tokenizer(name: str) -> Tokenizer:
     try:
         import tiktoken
     except ImportError:
-        raise RecordError("--tokenizer=gpt2 needs tiktoken, which is optional: pip install tiktoken, "
-                          "or use --tokenizer=bytes") from None
+        install = f"{shlex.quote(sys.executable)} -m pip install tiktoken"
+        raise RecordError(f"--tokenizer=gpt2 needs tiktoken: {install}, or use --tokenizer=bytes") from None
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # the download of the vocabulary raises errors of several libraries

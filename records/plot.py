@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, require_packages, run_guarded, warn
+from records.common import Parser, RecordError, output_file, require_packages, run_guarded, warn
 
 with require_packages():
     import matplotlib
@@ -261,7 +261,7 @@ def main() -> None:
     """Draw folders or runs."""
     parser = Parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
-    parser.add_argument("--out", type=Path, default=Path("curves"), help="path of the pictures")
+    parser.add_argument("--out", type=output_file, default=Path("curves"), help="path of the pictures")
     args = parser.parse_args()
     if not args.out.name:
         raise RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")

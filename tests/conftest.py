@@ -147,7 +147,7 @@ def smoke_run(shards: Path, cwd: Path, *args: str, nproc: int = 1) -> dict:
 TIMES = r"train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
 VAL_LINE = re.compile(rf"^step:(\d+)/(\d+) val_loss:(\d+\.\d{{4}}) {TIMES}$", re.M)
 STEP_LINE = re.compile(rf"^step:(\d+)/(\d+) {TIMES} train_loss:(\d+\.\d{{4}}|nan)$", re.M)
-CPU_FORMS = frozenset({"block_attention", "head_loss"})  # those that a CPU chooses
+CPU_FORMS = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
 TINY = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--tokens_per_step=512", "--warmup_iterations=0"]
 TINY += ["--val_tokens=1024"]
 AT_THE_END = "--val_loss_every=0"  # the only validation

@@ -70,7 +70,7 @@ def equality(out: str, cases: str, num_threads: str = "1") -> None:
     torch.set_num_threads(int(num_threads))
     cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
     rt, results, gpt.GPT = gpt.start_runtime(next(iter(cfgs.values()))), {}, OtherModel
-    forms = frozenset({"block_attention", "head_loss"})  # those that a CPU chooses
+    forms = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
     for name, cfg in cfgs.items():
         steps = cfg.num_iterations // 2
         trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms))

@@ -131,7 +131,7 @@ def test_the_gpu_day_is_rehearsed(tmp_path):
     assert parts["tests"]["counts"]["skipped"] >= 10
     first, second = parts["kernels"]["runs"]
     assert first["seconds_per_token"] > 0
-    assert second["flags"].endswith("--fast=block_attention,head_loss")
+    assert second["flags"].endswith("--fast=rms_norm,block_attention,head_loss")
     assert parts["frontier"]["runs"][0]["flags"].endswith("--preset=smoke_frontier")
     assert parts["train"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # no Triton kernels on a CPU
     verdicts = [row["verdict"] for row in parts["tune"]["tuned"]["alternatives"]]

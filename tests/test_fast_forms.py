@@ -87,6 +87,10 @@ def test_right_forms_pass_the_check(config, names):
 
 
 FAULTS = {  # (form, config): lines of code, and the same lines with a fault
+    ("rms_norm", "frontier"): [
+        # 2 % too large, and without the second term of the gradient
+        ("x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
+        ("return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale")],
     ("block_attention", "smoke"): [
         # a window of one block less, and one block more
         ("num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
@@ -195,14 +199,14 @@ def test_an_edited_plain_form_switches_its_fast_form_off(edit, load_copy):
             assert getattr(ours, field) is getattr(plain, field)
 
 
-def test_edited_attention_of_long_sequences_is_an_error(load_copy):
-    """Its T x T masks would not fit. The line says so before anything is allocated."""
+def test_long_sequences_need_a_fast_form_of_attention(load_copy):
+    """The T x T masks of an edited attention() would not fit. A line says that it does not run."""
     copy = load_copy("return (scores.softmax(-1) @ v)", "return ((scores * 0.9).softmax(-1) @ v)")
     for length, num_tokens in ((16_384, 8192), (8192, 16_384)):  # sequences of a micro-batch share one mask
         cfg = smoke_config(val_seq_len=length, val_tokens=length, micro_batch_tokens=num_tokens, **ONE)
-        with pytest.raises(copy.RunError, match="16384 x 16384 tokens.*--seq_len") as error:
-            copy.choose_fast_forms(cfg, copy.Runtime())
-        assert error.value.status == 2
+        chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime())
+        assert "block_attention" in chosen and "block_attention: off (" in lines[1]
+        assert lines[2] == "attention() needs masks of 16384 x 16384 tokens: block_attention replaces it"
     chosen, lines = copy.choose_fast_forms(replace(cfg, micro_batch_tokens=8192), copy.Runtime())
     assert "block_attention" not in chosen and "block_attention: off (" in lines[1]
 
@@ -235,7 +239,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("reason", WRONG)
-@pytest.mark.parametrize("fast", ["auto", "block_attention,head_loss"])
+@pytest.mark.parametrize("fast", ["auto", "rms_norm,block_attention,head_loss"])
 def test_a_wrong_form_is_off_with_one_line(fast, reason, monkeypatch):
     """The others stay on, whether a user names them or not."""
     name, field, wrap = WRONG[reason]
@@ -246,7 +250,7 @@ def test_a_wrong_form_is_off_with_one_line(fast, reason, monkeypatch):
     assert lines[0] == f"fast forms: {', '.join(form for form in gpt.FORMS if form in chosen)}"
 
 
-ON_A_GPU = {"qkv_kernel", "flex_attention", "cross_entropy", "symmetric_matmul"}
+ON_A_GPU = {"rms_norm", "qkv_kernel", "flex_attention", "cross_entropy", "symmetric_matmul"}
 FP8_LAYERS = {"fp8_mlp", "fp8_qkv"}
 PARTS = dict(fp8_parts="head,mlp,qkv")
 WIDE = dict(num_heads=2, head_dim=64, model_dim=128, **PARTS)
@@ -260,7 +264,7 @@ CHOICES = [  # capability (None: a CPU), changes of the runtime, changes of the 
     ((9, 0), {}, dict(without="softcap"), ON_A_GPU - {"cross_entropy"} | {"head_loss"}),
     ((10, 0), {}, {}, ON_A_GPU),  # the MLP's kernel was measured on Hopper only
     ((8, 0), {}, {}, ON_A_GPU),
-    ((7, 5), {}, {}, {"flex_attention", "head_loss"}),  # too few registers for our kernels
+    ((7, 5), {}, {}, {"rms_norm", "flex_attention", "head_loss"}),  # too few registers for our kernels
     ((6, 1), {}, {}, CPU_FORMS),
     ((9, 0), BF16, WIDE, {*ON_A_GPU, "relu2_mlp", "fp8_head", *FP8_LAYERS}),
     ((9, 0), BF16, dict(fp8="off"), ON_A_GPU),
@@ -291,14 +295,12 @@ def test_which_forms_auto_takes(capability, runtime, changes, expected, monkeypa
 
 
 def test_flex_attention_of_long_sequences_runs_on_a_gpu_after_an_edit(monkeypatch):
-    """T x T masks would not fit. A named list of forms ends with an error instead."""
+    """T x T masks would not fit."""
     use_results(monkeypatch, (9, 0), lambda names, *_: "wrong" if "flex_attention" in names else "")
     cfg, rt = smoke_config(val_seq_len=16_384, val_tokens=16_384), gpt.Runtime(GPU)
     chosen, (_, line, _) = gpt.choose_fast_forms(cfg, rt)
     assert "flex_attention" in chosen and line == "fast form flex_attention: off (wrong)"
     assert "flex_attention" not in gpt.choose_fast_forms(smoke_config(), rt)[0]
-    with pytest.raises(gpt.RunError, match="16384 x 16384"):
-        gpt.choose_fast_forms(replace(cfg, fast=("flex_attention",)), rt)
 
 
 FIELDS = dict(flex_attention={"make_mask", "attention"}, block_attention={"make_mask", "attention"},
@@ -312,7 +314,7 @@ def test_a_named_form_replaces_its_operations_alone(name):
     plain, ops = gpt.Operations(), make(name)
     changed = {field for field in ops._fields if getattr(ops, field) is not getattr(plain, field)}
     assert changed == FIELDS.get(name, {name}) and make() == plain
-    assert make(name, "fp8_head").head_loss.keywords["use_kernel"] == (name == "cross_entropy")
+    assert make(name, "fp8_head").head_loss.args[0] == (name == "cross_entropy")
     assert make(name, "fp8_mlp").relu2_mlp.keywords["use_kernel"] == (name == "relu2_mlp")
 
 
@@ -320,7 +322,7 @@ def test_a_run_in_plain_forms_is_a_run_in_fast_forms(shards, tmp_path):
     args = ["--preset=smoke_frontier", "--num_iterations=4", "--warmup_iterations=0", "--val_loss_every=0"]
     args.append("--val_tokens=1024")
     results = [smoke_run(shards, tmp_path, *args, f"--fast={fast}") for fast in ("off", "auto")]
-    for result, names in zip(results, ("none", "block_attention, head_loss")):
+    for result, names in zip(results, ("none", "rms_norm, block_attention, head_loss")):
         assert f"fast forms: {names}\n" in result["stdout"]
     plain, fast = (torch.tensor([*r["train_points"], r["val_points"][0][:2]])[:, 1] for r in results)
     assert torch.allclose(plain, fast, rtol=0, atol=1e-3) and not torch.equal(plain, fast)

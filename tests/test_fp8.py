@@ -24,7 +24,7 @@ def test_loss_and_gradients_are_within_fp8_rounding():
     exact.backward()
     x8, w8 = x.detach().bfloat16().requires_grad_(), w.detach().bfloat16().requires_grad_()
     scales = gpt.HeadScales(x=128**0.5 / 448, weight=0.875 / 448, grad=1 / 448)
-    loss = gpt.fused_head_loss(x8, w8, targets[:, None], torch.ones(1), CAP, scales=scales)
+    loss = gpt.FusedHeadLoss.apply(False, scales, x8, w8, targets[:, None], torch.ones(1), CAP)
     loss.backward()
     assert (loss.dtype, x8.grad.dtype, w8.grad.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
     assert 1e-5 < abs(loss.item() / exact.item() - 1) < 0.01
@@ -82,7 +82,7 @@ def test_queries_keys_and_values_in_fp8():
     grad = torch.randn(150, 192, device=device) * 0.1
 
     def run(make_qkv, x, **options):
-        outputs = make_qkv(x, w, rope, heads, inputs, **options)
+        outputs = make_qkv(x, w, rope, heads, inputs, gpt.Operations(), **options)
         return torch.cat([y.flatten(1) for y in outputs], 1)
 
     exact, ours = run(gpt.make_qkv, x), run(gpt.fused_qkv, x, use_fp8=True)
@@ -127,7 +127,7 @@ def test_logits_in_fp8():
     scales = gpt.head_fp8_scales(gpt.make_config({"preset": "frontier"}))
     assert scales.logits_dtype == E4M3 and gpt.head_fp8_scales(smoke_config()).logits_dtype is None
     both = scales, scales._replace(logits_dtype=None)
-    losses = [gpt.fused_head_loss(x, w, targets, torch.ones(1), CAP, scales=s) for s in both]
+    losses = [gpt.FusedHeadLoss.apply(False, s, x, w, targets, torch.ones(1), CAP) for s in both]
     (x8, _), (w8, _) = gpt.quantize(x, E4M3, scales.x), gpt.quantize(w, E4M3, scales.weight)
     logits = (x8.float() * scales.x @ (w8.float() * scales.weight).T).to(E4M3).float()
     exact = torch.nn.functional.cross_entropy(CAP(logits), targets[:, 0], reduction="sum")

@@ -154,7 +154,7 @@ def test_fp8_head_points_where_bfloat16_does():
     targets, one, results = torch.randint(50_257, (4096, 1), device=CUDA), torch.ones(1, device=CUDA), []
     for scales in (None, FP8_SCALES):
         a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = compiled(gpt.fused_head_loss)(a, b, targets, one, CAPS[0], True, scales)
+        loss = compiled(gpt.FusedHeadLoss.apply)(True, scales, a, b, targets, one, CAPS[0])
         results.append((loss.item(), *torch.autograd.grad(loss, (a, b))))
     (plain, *plain_grads), (fp8, *fp8_grads) = results
     assert fp8 == pytest.approx(plain, rel=2e-3)
@@ -195,7 +195,7 @@ def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    ["--compile=off"], ["--fast=off"], ["--fast=flex_attention,head_loss"],
+    ["--compile=off"], ["--fast=off"], ["--fast=rms_norm,flex_attention,head_loss"],
     ["--dtype=bfloat16"]], ids=str)
 def test_other_forms_learn_equally(shards, gpu_run, tmp_path, options):
     """Eager, plain forms, no Triton kernels of ours, bfloat16 with an FP8 head if the GPU has FP8."""
@@ -229,7 +229,7 @@ def test_a_validation_sequence_of_262144_tokens_is_the_sum_of_its_documents():
     cfg = smoke_config(num_layers=4, num_heads=2, head_dim=64, model_dim=128,
                        stages=(gpt.Stage(1, 1664, 768),))
     torch.manual_seed(0)
-    ops = gpt.make_operations(cfg, {"flex_attention"}, choose_dtype())
+    ops = gpt.make_operations(cfg, {"rms_norm", "flex_attention"}, choose_dtype())
     model = gpt.GPT(cfg)
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)

@@ -89,7 +89,7 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     grads = [torch.randn(*shape, device=DEVICE) for shape in ((T, H, K), (T, H, K), (T, H * L))]
     for make_qkv in (gpt.make_qkv, gpt.fused_qkv):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        outputs = make_qkv(*leaves, rope, heads, step_inputs)
+        outputs = make_qkv(*leaves, rope, heads, step_inputs, gpt.Operations())
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     for plain, ours in zip(*results):
         assert relative_error(ours, plain.double()) < (1e-6 if DEVICE == "cpu" else 1e-3)
@@ -155,8 +155,8 @@ def test_softcapped_cross_entropy(target_weights, shape, cap, use_kernel):
     assert bf16.dtype == torch.bfloat16
 
 
-HEADS = dict(plain=gpt.head_loss, fused=gpt.fused_head_loss,
-             kernel=functools.partial(gpt.fused_head_loss, use_kernel=True))  # fmt: skip
+HEADS = dict(plain=gpt.head_loss, fused=functools.partial(gpt.FusedHeadLoss.apply, False, None),
+             kernel=functools.partial(gpt.FusedHeadLoss.apply, True, None))  # fmt: skip
 
 
 @pytest.mark.parametrize("head_loss", HEADS.values(), ids=HEADS)

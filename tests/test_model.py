@@ -1,5 +1,6 @@
 """The model against a plain reading of the records, and its invariants."""
 
+import functools
 
 import pytest
 import torch
@@ -110,14 +111,15 @@ def test_the_model_is_the_recipe(step, changes, fast):
     assert example.loss(step).item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-def test_the_norm_and_its_gradient():
+@pytest.mark.parametrize("rms_norm", [gpt.rms_norm, gpt.RMSNorm.apply])
+def test_the_norm_and_its_gradient(rms_norm):
     """x / sqrt(mean(x^2) + eps), differentiated by autograd. float64, so that only the formula can differ."""
     torch.manual_seed(0)
     x = torch.randn(6, 3, 16, dtype=torch.float64).requires_grad_()
     plain = x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
     grad = torch.randn_like(x)
     (expected,) = torch.autograd.grad(plain, x, grad)
-    y = gpt.rms_norm(x)
+    y = rms_norm(x)
     assert torch.allclose(y, plain, rtol=0, atol=1e-13)
     assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, rtol=0, atol=1e-13)
 
@@ -228,7 +230,7 @@ def assert_close(ours, theirs):
     assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
-HEADS = pytest.mark.parametrize("head_loss", [gpt.head_loss, gpt.fused_head_loss], ids=["plain", "fast"])
+HEADS = pytest.mark.parametrize("head_loss", [gpt.head_loss, functools.partial(gpt.FusedHeadLoss.apply, False, None)], ids=["plain", "fast"])
 
 
 @HEADS

@@ -231,7 +231,7 @@ def test_each_action_lowers_one_precision(shards):
     trainer.optimizer.dtype, run = torch.bfloat16, dict(choices=dict(fp8="on", dtype="bfloat16"))
     assert gpt.lower_precision(trainer, run) == "matmuls no longer use FP8"
     assert not {*gpt.FP8_FORMS} & trainer.fast and run["choices"] == dict(fp8="off", dtype="bfloat16")
-    assert trainer.ops.head_loss is gpt.fused_head_loss and trainer.ops.relu2_mlp is gpt.relu2_mlp
+    assert trainer.ops.head_loss.func == gpt.FusedHeadLoss.apply and trainer.ops.relu2_mlp is gpt.relu2_mlp
     assert [gpt.lower_precision(trainer, run) for _ in range(2)] == ["activations become float32", ""]
     assert run["choices"] == dict(fp8="off", dtype="float32")
     assert trainer.ops.dtype == trainer.val_ops.dtype == trainer.optimizer.dtype == torch.float32

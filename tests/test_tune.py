@@ -154,7 +154,7 @@ def test_what_is_tried_on_gpus():
     """Our kernels one by one, and other numerics. Sequences are never cut."""
     cfg = gpt.make_config({"preset": "track_1"})
     facts = make_facts(device="cuda", compiles=True, dtype="bfloat16", fp8=["fp8_head"])
-    forms = "--fast=flex_attention,head_loss"
+    forms = "--fast=rms_norm,flex_attention,head_loss"
     found = list_words(cfg, facts)
     assert found == [
         "--micro_batch_tokens=98304", "--micro_batch_tokens=196608", f"{forms},qkv_kernel",

@@ -6,7 +6,7 @@ from test_cuda_compile import SMALL, compile_for, compile_kinds
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
-WITHOUT_KERNELS = ["--fast=flex_attention,head_loss"]  # no Triton kernels of ours
+WITHOUT_KERNELS = ["--fast=rms_norm,flex_attention,head_loss"]  # no Triton kernels of ours
 
 
 @pytest.mark.cards
