@@ -106,17 +106,17 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding
+    x0: bool = True  # add the normalized embedding, or with MUDD after attention the first layer's input
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
     paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
     key_offset: bool = False  # half of each key's channels come from the previous token
-    xsa: bool = False  # exclusive self attention: subtract the token's value from the output
-    gate: bool = False  # scale of each head's output, from gates_from. --attention_gate_dim is another gate
+    xsa: bool = False  # exclusive self attention: subtract a part along the token's value
+    gate: bool = False  # scale of each head's output, see gates_from. --attention_gate_dim is another gate
     gates_from: int | None = None  # layer whose input feeds per-token scales: of gate, xsa, skip_from, and
-    #   embeddings that are added after attention. None: learned (group mix), and no more than sigmoid(skip)
+    #   embeddings that are added after attention. None: learned (group mix), and a skip has only its sigmoid
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -155,7 +155,7 @@ class Stage:
 class Group:
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
     rule: str = option("adamw", "update rule")
-    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. normuon and anvil use the second", 0.0,
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. Row variances use the second", 0.0,
                                         0.9999)
     weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
     every: int = option(1, "steps between updates. Gradients are summed in between", 1)
@@ -181,9 +181,9 @@ TRACK_1_GROUPS = dict(
     value_embed=Group(lr=0.6),
     ngram=Group(lr=0.6),  # n-gram embedding
     head=Group(lr=0.008),  # also trains the embedding while they are tied
-    scalar=Group(lr=0.04),  # learned scalars. The next three groups are empty in record 32
+    scalar=Group(lr=0.04),  # learned scalars. In record 32 all groups below are empty
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
-    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those without gates_from
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those that gates_from would feed
     gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
     gain=Group(lr=0.1),  # gains of norms and outputs
 )
@@ -247,7 +247,7 @@ class Config:
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
-    init_std: float = option(0.5, "std of initial matrices, times sqrt(their fan-in, or model_dim)", 0.0)
+    init_std: float = option(0.5, "std of initial matrices, before / sqrt(fan-in, or model_dim)", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
@@ -262,9 +262,10 @@ class Config:
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
-    x0_mix: str = option("before", "where the normalized embedding is added: before attention, or after it",
+    x0_mix: str = option("before", "where x0 and n-gram embeddings are added: before attention, or after it",
                          choices=("off", "before", "after_attention"), off="off")
-    residual_init: float = option(0.0, "initial learned scale of the residual stream. 0: none", 0, off=0.0)
+    residual_init: float = option(0.0, "initial learned scale of the residual stream, with record 92's "
+                                  "other scales. 0: none", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
@@ -387,7 +388,7 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # the first five durations add up to scheduled_steps + 1, the fifth has one step less
+FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1, but the fifth ends one step early
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -402,7 +403,7 @@ FRONTIER_STAGES = (  # the first five durations add up to scheduled_steps + 1, t
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. The first factor of a decay is the lr, as published
+# 1, 3, 5, ..., with the gradients of two steps. As published, a decay has the square of the lr
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -480,8 +481,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 # ==== OPERATIONS ===========================================================================================
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
-# startup it compares a model of both. A fast form whose results differ by more than 1 % is switched off, so
-# an edit of an equation takes effect. Long sequences need FlexAttention: edit attend_flex() for them, too.
+# startup it compares a model of both. A form that differs by more than 1 % is off, so an edit of an equation
+# takes effect. FP8 may differ by 40 %: edit with --fp8=off. Above 8,192 tokens attention() never runs.
 
 class Rope(typing.NamedTuple):
     """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
@@ -513,7 +514,7 @@ def at_least_fp32(x):
 
 
 def linear(x, weight):
-    """x (T, D) @ weight (N, D)^T -> (T, N)."""
+    """x (T, D) @ weight (F, D)^T -> (T, F)."""
     return x @ weight.type_as(x).T
 
 
@@ -694,9 +695,9 @@ def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
 
 
 class TableRows(typing.NamedTuple):
-    """Rows of a table that are on their way."""
+    """Rows of a table that are being fetched."""
 
-    leaf: Tensor  # the fetched rows, or the whole table
+    leaf: Tensor  # of autograd: the fetched rows, or the whole table
     places: Tensor  # row of each token in it
     work: dist.Work | None = None
 
@@ -744,7 +745,7 @@ class GPT(nn.Module):
         self.inputs_of = {layers: set().union(*(cfg.layers[layer].inputs() for layer in layers))
                           for layers in self.segments}  # names of activations that a segment reads
         self.saved = set().union(*self.inputs_of.values())
-        # wait_for(i) waits for the new values of segment i. The head is the last segment
+        # wait_for(i) waits for the new values of segment i's parameters. The head is the last segment
         self.wait_for = lambda segment: None
         storage = getattr(torch, cfg.embed_dtype)
         shape = (cfg.padded_vocab_size, cfg.model_dim)
@@ -790,7 +791,7 @@ class GPT(nn.Module):
         """T tokens -> final normalized activations (T, D). Look-ups in tables are not compiled, because
         Inductor would add the gradients of a row atomically, in a float32 copy of the table. PyTorch's
         kernel sums them in a fixed order. Source: record 32."""
-        self.wait_for(0)  # the embedding and the tables. The loop below repeats it for layer 0
+        self.wait_for(0)  # the embedding and the tables. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
         acts, scalars, ngrams = {}, {}, None
@@ -819,7 +820,7 @@ class GPT(nn.Module):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
         acts = dict(acts)
         scalars = dict(scalars)
-        for group, param in self.scalars.items():
+        for group, param in self.scalars.items():  # again, else a graph has each as an input
             learned = [s for s in self.layer_scalars if s.source == (group, None)]
             scalars |= split_scalars(learned, param.to(ops.dtype))
 
@@ -840,7 +841,7 @@ class GPT(nn.Module):
             if block.mudd is not None:
                 scalars |= block.mudd(x, TokenGates.SCALE)
             s = {name: values for (number, name), values in scalars.items() if number == layer}
-            if "ngram_in" in s:
+            if "ngram_in" in s:  # as published, layer 0's n-grams follow its gates
                 x = add_scaled(x, s["ngram_in"], acts["ngram"])
             if layer == 0 and "x_in" in self.saved:
                 acts["x_in"] = x
@@ -908,7 +909,7 @@ class Block(nn.Module):
             for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, source)
 
-        # Attention
+        # Attention. Sublayers read x before its residual scale
         source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
         x = scale(x, s.get("resid_attn"))
         if self.attention is not None:
@@ -919,7 +920,7 @@ class Block(nn.Module):
         if self.x0_mix == "after_attention":
             x = add_embeddings(x, acts, s)
 
-        # MLP. Sublayers read x before its residual scale
+        # MLP
         source, x = x, scale(x, s.get("resid_mlp"))
         if self.mlp is not None:
             acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
@@ -928,7 +929,7 @@ class Block(nn.Module):
                 output = output + self.second_mlp(acts["mlp_in"], s.get("down_scale"), ops)
             x = add_scaled(x, s.get("mlp_out"), scale(output, self.mlp_gain_out))
 
-        # Dense connections into the output, with weights (T, 1) or, for groups of channels, (T, 1, n)
+        # Dense connections into the output, with weights (T, 1) or, for G groups of channels, (T, 1, G)
         if self.mudd_out is not None:
             (weights,) = self.mudd_out(x, TokenGates.SCALE).values()
             for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
@@ -991,9 +992,9 @@ class Attention(nn.Module):
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
-        # 3. Attention. A paired layer divides its heads twice, as published. RoPE pairs heads h and h + 1:
-        # even ones have the position 2t, odd ones 2t + 1. Attention joins heads h and h + H/2 as two
-        # positions of one head, so that they see each other's keys
+        # 3. Attention. In a paired layer RoPE and attention pair different heads, as published. RoPE pairs h
+        # and h + 1: even ones have the position 2t, odd ones 2t + 1. Attention joins heads h and h + H/2 as
+        # two positions of one head, so that they see each other's keys
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -1039,7 +1040,7 @@ class TokenGates(nn.Module):
     """Per-token scalars of layers, computed from an activation by a two-layer MLP. Source: multiway dynamic
     dense connections (MUDD), arXiv 2502.12170, 2026-04-22."""
 
-    SCALE, HIDDEN = 0.1, 64  # initial scale of the output, hidden channels
+    SCALE, HIDDEN = 0.1, 64  # scale of the output (of a gate at its start), hidden channels
 
     def __init__(self, cfg, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
         """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
@@ -1048,7 +1049,7 @@ class TokenGates(nn.Module):
         self.num_groups = num_groups
         init = [value / self.SCALE for s in outputs for value in s.init]
         hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
-        # parameter(values, group, lr_mul, wd_mul)
+        # parameter(values, group, lr_mul, wd_mul). As published, the decay has the square of lr_mul
         self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
@@ -1090,12 +1091,12 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # a target of -1 reads the last row, -1
+            columns.append(self.prefix_tokens[targets])  # the check's targets of -1 read the last row, -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
-        # Sampled softmax (record 92): logits of each sequence's classes only. Other targets are ignored.
+        # Sampled softmax (record 92): logits of each sequence's classes. Prefixes that are none are ignored.
         # The loss is not corrected for the missing classes.
         losses = []
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
@@ -1112,8 +1113,8 @@ class Head(nn.Module):
 
 
 class Scalar(typing.NamedTuple):
-    """A multiplier in a layer: its initial values, and its source. The source is (group, None) of learned
-    scalars, or (kind, layer) of token gates: gates, mudd or mudd_out."""
+    """A multiplier in a layer: its initial values, and its source. The source is (group, None) for learned
+    scalars, or (kind, layer) for token gates: gates, mudd or mudd_out."""
 
     layer: int
     name: str
@@ -1135,15 +1136,15 @@ def layer_scalars(cfg, layer: int):
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Sources of the scales. embeddings: of x0 and n-grams. gates: of per-head scales. resid: of
-    # residual_init's scales of the residual stream. mix: of outputs. With MUDD these two come from its gates
+    # Sources of the scales. for_embeddings: of x0 and n-grams. for_gates: of heads and skips. for_stream: of
+    # residual_init's scales. for_outputs: of sublayers. With MUDD the last two come from its gates
     learned, mudd = ("scalar", None), ("mudd", layer)
-    gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
-    resid = mudd if has_mudd else ("residual", None)
-    mix = mudd if has_mudd else ("mix", None)
-    embeddings = learned
+    for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
+    for_stream = mudd if has_mudd else ("residual", None)
+    for_outputs = mudd if has_mudd else ("mix", None)
+    for_embeddings = learned
     if is_after:
-        embeddings = mudd if has_mudd else gates
+        for_embeddings = mudd if has_mudd else for_gates
 
     def add(name: str, source: tuple[str, int | None], *init: float):
         scalars.append(Scalar(layer, name, source, init))
@@ -1152,16 +1153,16 @@ def layer_scalars(cfg, layer: int):
     if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
         add("resid", learned, 1.0)
     if spec.x0 and cfg.x0_mix != "off":
-        # As published, a layer with MUDD adds the first layer's input, which is also one of its mudd_in
-        add("x_in" if has_mudd and is_after else "x0", embeddings, 0.0)
+        # As published, a layer with MUDD adds the first layer's input, in frontier also one of its mudd_in
+        add("x_in" if has_mudd and is_after else "x0", for_embeddings, 0.0)
     if spec.ngram and cfg.ngram_rows:
-        add("ngram_in" if is_after and layer == 0 else "ngram", embeddings, 0.05)
+        add("ngram_in" if is_after and layer == 0 else "ngram", for_embeddings, 0.05)
 
     # U-Net skip. The scalar is the logit of its weight
     if spec.skip_from is not None:
         add("skip", learned, -1.5)
         if spec.gates_from is not None:
-            add("skip_gate", gates, 0.5)
+            add("skip_gate", for_gates, 0.5)
 
     # Values and value embeddings
     if has_attention:
@@ -1177,18 +1178,18 @@ def layer_scalars(cfg, layer: int):
     if cfg.residual_init:
         if has_attention:
             add("proj_scale", learned, 1.0)
-            add("attn_out" if has_mudd else "proj_out", mix, 1.0)
-        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp directly follows
-            add("resid_attn", resid, cfg.residual_init)
-        add("resid_mlp", resid, cfg.residual_init)
+            add("attn_out" if has_mudd else "proj_out", for_outputs, 1.0)
+        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp would follow it
+            add("resid_attn", for_stream, cfg.residual_init)
+        add("resid_mlp", for_stream, cfg.residual_init)
         if spec.mlp:
-            add("mlp_out" if has_mudd else "down_scale", mix, 1.0)
+            add("mlp_out" if has_mudd else "down_scale", for_outputs, 1.0)
 
     # Per-head scalars
     if has_attention and spec.xsa:
-        add("xsa", gates, *[0.0] * cfg.num_heads)
+        add("xsa", for_gates, *[0.0] * cfg.num_heads)
     if has_attention and spec.gate:
-        add("head_gate", gates, *[0.25] * cfg.num_heads)
+        add("head_gate", for_gates, *[0.25] * cfg.num_heads)
 
     if layer == 0 and cfg.smear:
         add("smear", learned, 0.0)
@@ -1256,22 +1257,23 @@ def output_std(cfg, part: str):
 # sharded, and saved in checkpoints. Other groups than matrix use adamw, or row_adam for the rows of a table.
 
 class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of one update. Variable ones are tensors: a new float would cause recompilation."""
+    """Hyperparameters of one update. Variable ones are tensors, those () on the CPU: a new float would cause
+    recompilation."""
 
     lr: Tensor  # broadcasts against the weight
     weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
-    momentum: Tensor  # (), on the CPU
+    momentum: Tensor  # ()
     grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
     bias_correction2: Tensor  # (), 1 - beta2^t
-    betas: tuple[Tensor | float, Tensor | float]  # () each, on the CPU
+    betas: tuple[Tensor | float, Tensor | float]  # () each
     eps: float
     decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
-    fast_beta: Tensor | None = None  # (), on the CPU, of anvil
-    fast_weight: Tensor | None = None  # (), on the CPU: share of anvil's fast momentum, the rest is slow
-    cautious: bool = False  # decay only weights whose sign equals the update's sign
+    fast_beta: Tensor | None = None  # (), of anvil
+    fast_weight: Tensor | None = None  # (): share of anvil's fast momentum, the rest is slow
+    cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
     symmetric_matmul: Callable = symmetric_matmul
 
 
@@ -1282,7 +1284,7 @@ class Rule:
     function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
     moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
     whole_matrix: bool = False  # whether the rule needs whole matrices. Else elements, or rows of a table
-    row_variance: bool = False  # state "second_momentum": one value per row, or per column of a wide matrix
+    row_variance: bool = False  # state "second_momentum": one value per row, or per column (see init_state)
     row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
 
@@ -1380,14 +1382,14 @@ def row_adam(weight, grad, state, args):
     for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
-    is_read = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
+    has_grad = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
     exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
     exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
     update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
     decay = choose_decay(update * weight > 0, args)
-    state["exp_avg_sq"].copy_(torch.where(is_read, exp_avg_sq, state["exp_avg_sq"]))
-    state["last_update"].copy_(torch.where(is_read, args.decay_time, state["last_update"]))
-    return torch.where(is_read, weight * (1 - decay) - update * args.lr, weight)
+    state["exp_avg_sq"].copy_(torch.where(has_grad, exp_avg_sq, state["exp_avg_sq"]))
+    state["last_update"].copy_(torch.where(has_grad, args.decay_time, state["last_update"]))
+    return torch.where(has_grad, weight * (1 - decay) - update * args.lr, weight)
 
 
 RULES = {
@@ -1402,7 +1404,7 @@ RULES = {
 
 
 def choose_decay(shrinks, args):
-    """Weight decay of each weight. With args.cautious only of those that the update shrinks."""
+    """Weight decay of each weight. With args.cautious only where `shrinks`."""
     if args.cautious:
         return args.weight_decay * shrinks
     return args.weight_decay
@@ -1447,7 +1449,7 @@ def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul
 
 
 def normalize_rows(update, state, args):
-    """Divide rows, or columns of wide matrices, by their running RMS, then restore the matrix norm."""
+    """Divide rows, or columns (see init_state), by their running RMS, then restore the matrix norm."""
     wide = update.to(at_least_fp32(update))  # (M, rows, columns)
     second_momentum = state["second_momentum"]
     mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
@@ -1539,7 +1541,7 @@ class Bucket:
         size = 0
         for name, param in self.params.items():
             self.slices[name] = slice(size, size + param.numel() // math.prod(self.unit))
-            size += -(-(self.slices[name].stop - size) // align) * align
+            size = -(-self.slices[name].stop // align) * align
         align *= self.comm.world_size  # shards of all ranks have equal size
         size = -(-size // align) * align
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
@@ -1639,17 +1641,17 @@ class Average(typing.NamedTuple):
     """A running average of some parameters over the last part of the run. At the end they move to it."""
 
     kinds: tuple[str, ...]  # of the parameters
-    start: float  # fraction of the run before the first counted step
-    every: int  # steps from one counted step to the next
+    start: float  # fraction of the run before the first averaged step
+    every: int  # steps from one averaged step to the next
     rate: float  # weight of a new value, times AVERAGES_STEPS / num_iterations
     weight: float  # 1: the average replaces the parameter
     last_rate: float | None = None  # of the run's last step. None: rate
-    num_last: int = 1  # final steps that always count
+    num_last: int = 1  # final steps that are always averaged
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
-# rate of embed and head is that of two steps at once, and the last step is a single one. The record counts
-# steps 896, 898, ..., this file 895, 897, ..., all from 0: equal, as the head changes in odd steps only.
+# rate of embed and head is that of two steps at once, and the last step is a single one. From 0 the
+# record averages step 896, then odd ones. This file takes 895: equal, as the head changes in odd steps only.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
@@ -1683,10 +1685,10 @@ class Optimizer:
             self.buckets.append(kind(named, cfg, model, rt.comm))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        self.updates = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
+        self.rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
 
-        # The embedding is untied after the head's first update in step untie_step or later. In frontier this
-        # is step 1174, the first one after 1173.5 / 1174 of the schedule, and the update is in step 1175
+        # The embedding is untied after the head's first update in step untie_step or later. In frontier
+        # untie_step is 1174, the first one after 1173.5 / 1174 of the schedule. The update is in step 1175
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
@@ -1740,7 +1742,7 @@ class Optimizer:
         # 2. Last segment first, as gradients arrive: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
-            bucket.update(self.updates[bucket.group.rule], self.make_args(bucket, state))
+            bucket.update(self.rules[bucket.group.rule], self.make_args(bucket, state))
             bucket.start_gather()
         if self.cfg.averages:
             self.update_averages()
@@ -1753,8 +1755,8 @@ class Optimizer:
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
-        # A late update covers `ratio` early ones: betas to this power. The bias correction then is about 1.
-        # exp(-decay_time) is the product of beta2 over all updates so far
+        # A late update covers `ratio` early ones: betas to this power. The bias correction, then about 1, is
+        # not exact. exp(-decay_time) is: the product of beta2 over all updates so far
         beta1, beta2 = (beta**ratio for beta in group.betas)
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
         lr = bucket.lr_mul * state.lr[name]
@@ -1785,13 +1787,14 @@ class Optimizer:
         for key, average, bucket in list_averages(self.updated):
             first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
             is_final = step > num_steps - average.num_last
-            is_counted = is_final or (step - first) % average.every == 0
-            if step < first or not is_counted:
+            is_averaged = is_final or (step - first) % average.every == 0
+            if step < first or not is_averaged:
                 continue
             rate = average.last_rate if step == num_steps and average.last_rate else average.rate
             mean = bucket.state[key]
             weight = torch.full_like(mean[:1], min(1.0, rate * AVERAGES_STEPS / num_steps))
-            mean.lerp_(bucket.read_shard(), torch.where(mean.any(), weight, 1.0))  # the first is copied
+            has_values = mean.any()  # else this is the first one, which is copied
+            mean.lerp_(bucket.read_shard(), torch.where(has_values, weight, 1.0))
 
     @torch.no_grad()
     def apply_averages(self):
@@ -1840,7 +1843,7 @@ class RopeSetting(typing.NamedTuple):
 
 
 class StepState(typing.NamedTuple):
-    setting: int  # number of the stage whose windows and RoPE are used. After the last one: final validation
+    stage_index: int  # of the stage whose windows and RoPE are used. After the last one: final validation
     stage: Stage
     windows: tuple[int, int]  # long, short
     lr: dict[str, float]  # by parameter group
@@ -1859,9 +1862,9 @@ class Schedule:
         self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
-        # First step after each stage, as published: the first one where step / (scheduled_steps + 1) reaches
-        # the summed share of stages so far. With extension_steps the stage before the last one ends at
-        # scheduled_steps. Without them the last end is num_iterations + 1, and readers clip it
+        # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
+        # share. Before an extension the end is scheduled_steps. Without one the last is num_iterations + 1,
+        # and readers clip it
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1992,7 +1995,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
             torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
-    # Of layers with the long RoPE. Short ones with short_qk_dim rotate all channels, so have no key offset
+    # For layers with the long RoPE. Short ones with short_qk_dim rotate all channels, so have no key offset
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
@@ -2040,28 +2043,28 @@ def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool
     """
     (index, shard), first = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
-        usable = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
+        token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
         for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            while (last := find_last(shard, usable, first, stage.seq_len, anywhere)) is None:
+            while (last := find_last(shard, token_sums, first, stage.seq_len, anywhere)) is None:
                 (index, shard), first = next(shards, (-1, None)), 0
                 if shard is None:
                     return
-                usable = shard.usable_tokens(stage.max_doc_len)
+                token_sums = shard.usable_tokens(stage.max_doc_len)
             yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
             first = last if anywhere else last + 1
 
 
-def find_last(shard, usable: np.ndarray, first: int, seq_len: int, anywhere: bool):
+def find_last(shard, token_sums: np.ndarray, first: int, seq_len: int, anywhere: bool):
     """Last document, or with anywhere last token, of a sequence. None if too few tokens remain."""
     if anywhere:
         last, size = first + seq_len, len(shard.tokens)
     else:
-        tokens_before = usable[first - 1] if first else 0
-        last, size = int(np.searchsorted(usable, tokens_before + seq_len + 1)), len(usable)
+        tokens_before = token_sums[first - 1] if first else 0
+        last, size = int(np.searchsorted(token_sums, tokens_before + seq_len + 1)), len(token_sums)
     return last if last < size else None
 
 
-def sequences_per_rank(cfg, world_size: int, tokens_per_step: int, seq_len: int):
+def divide_step(cfg, world_size: int, tokens_per_step: int, seq_len: int):
     """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
     num_sequences = tokens_per_step // seq_len // world_size
     per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // seq_len)
@@ -2117,7 +2120,7 @@ class TrainData:
         for step in range(start, end):
             classes = next(chosen for number, chosen in sweep if number == step)  # skips earlier steps
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
-            num_micro_batches, size = sequences_per_rank(
+            num_micro_batches, size = divide_step(
                 cfg, comm.world_size, stage.tokens_per_step, stage.seq_len)
             first = self.count_sequences(step)
             for i in range(num_micro_batches):
@@ -2154,24 +2157,24 @@ def sweep_classes(data, first_step: int):
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
-    """Classes of one sequence, sorted, from a sweep that starts at offset. It draws more classes than it
-    needs, or too few, then takes evenly spaced ones. Returns (classes (C,), offset after those drawn)."""
-    is_target = np.zeros(vocab_size, dtype=bool)
-    is_target[targets] = True
-    num_missing = num_classes - int(is_target.sum())
+    """Classes of one sequence, sorted, from a sweep that starts at offset. It draws more than it needs. If
+    too few of them are no targets, it takes evenly spaced ones. Returns (classes (C,), new offset)."""
+    is_chosen = np.zeros(vocab_size, dtype=bool)
+    is_chosen[targets] = True
+    num_missing = num_classes - int(is_chosen.sum())
     if num_missing < 0:
-        raise RunError(f"a packed sequence has {is_target.sum()} distinct targets, but its stage has "
+        raise RunError(f"a packed sequence has {is_chosen.sum()} distinct targets, but its stage has "
                        f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
     if num_missing:
         num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
         drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
         offset = (offset + num_drawn) % vocab_size
-        negatives = drawn[~is_target[drawn]]
+        negatives = drawn[~is_chosen[drawn]]
         if len(negatives) < num_missing:
-            negatives = np.flatnonzero(~is_target)
+            negatives = np.flatnonzero(~is_chosen)
             negatives = negatives[:: max(1, len(negatives) // num_missing)]
-        is_target[negatives[:num_missing]] = True
-    return np.flatnonzero(is_target), offset
+        is_chosen[negatives[:num_missing]] = True
+    return np.flatnonzero(is_chosen), offset
 
 
 def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
@@ -2277,7 +2280,7 @@ MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatte
 
 def split_layers(num_layers: int, num_ranks: int):
     """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on. The
-    first segment then has one layer, which hides the all-gathers of later ones. The rest are about equal."""
+    first segment then has one layer, so the last reduce-scatter is small. The rest are about equal."""
     num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
     if num_ranks == 1 or num_rest == 0:
         return [range(num_layers)]
@@ -2298,7 +2301,7 @@ class Trainer:
         self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
         self.choose_operations(rt.dtype, rt.fast)
         self.optimizer = Optimizer(model, cfg, rt, self.ops.symmetric_matmul)
-        self.scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
+        self.fp8_scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
         model.run_segment = rt.compile(model.run_segment)
         model.sum_ngrams = rt.compile(model.sum_ngrams)
         model.head.forward = rt.compile(model.head.forward)
@@ -2311,9 +2314,9 @@ class Trainer:
         self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
 
     def train_step(self, batches: Iterator[Batch], state):
-        """One optimizer step. Returns the mean loss of this rank's tokens, on the device."""
+        """One optimizer step. Returns this rank's weighted loss per token, on the device."""
         device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
-        num_micro_batches, size = sequences_per_rank(
+        num_micro_batches, size = divide_step(
             self.cfg, world_size, stage.tokens_per_step, stage.seq_len)
         step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
         loss_weights = torch.tensor(state.loss_weights).to(device, non_blocking=True)
@@ -2324,11 +2327,11 @@ class Trainer:
         for _ in range(num_micro_batches):
             loss = self.model(next(batches), step_inputs, self.ops, loss_weights)
             loss.backward()
-            self.scales.collect()
+            self.fp8_scales.collect()
             total_loss += loss.detach()
 
         # Update
-        self.scales.update()
+        self.fp8_scales.update()
         self.optimizer.step(state)
         return total_loss / (stage.tokens_per_step // world_size)
 
@@ -2345,10 +2348,10 @@ class Trainer:
 
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
         """The model's inputs at a schedule state, made once per stage."""
-        setting, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
-        if setting != state.setting:
+        index, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
+        if index != state.stage_index:
             step_inputs = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
-            self.step_inputs[num_tokens, seq_len] = (state.setting, step_inputs)
+            self.step_inputs[num_tokens, seq_len] = (state.stage_index, step_inputs)
         return step_inputs
 
     def warm_up(self, train_data, val_data):
@@ -2356,7 +2359,7 @@ class Trainer:
         if not self.cfg.warmup_iterations:
             return
         saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
-        for table in self.optimizer.tables:
+        for table in self.optimizer.tables:  # a snapshot has no sparse tables
             table.is_dry = True
         for _, start, end in self.schedule.stage_ranges():
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
@@ -2417,8 +2420,8 @@ def train(cfg, argv: list[str]):
         rt.comm.barrier()
         rt.comm.set_timeout(STEP_TIMEOUT)
 
-        # On the clock, as in the published runs: prefix tokens, first batches, all steps, and the blocking
-        # part of checkpoints. Validation is off the clock
+        # On the clock, as in the published runs: prefix tokens, first batches, all steps, averages, and the
+        # blocking part of checkpoints. Validation is off the clock
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
@@ -4019,13 +4022,13 @@ def find_problems(cfg):
 
 
 def check_world_size(cfg, world_size: int):
-    """Raise RunError if ranks cannot share a step. Returns sequences_per_rank() of the last stage."""
+    """Raise RunError if ranks cannot share a step. Returns divide_step() of the last stage."""
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
         if tokens // seq_len % world_size:
             raise RunError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
                            f"seq_len={seq_len}, which {world_size} ranks cannot share", 2)
-    return sequences_per_rank(cfg, world_size, tokens, seq_len)
+    return divide_step(cfg, world_size, tokens, seq_len)
 
 
 def derived_numbers(cfg, world_size: int):
@@ -4434,8 +4437,8 @@ def find_start(cfg, run: dict, rt):
     others = sorted(folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*"), key=os.path.getmtime)
     newest = next((step for step in reversed(others)
                    if int(step.name[5:]) <= cfg.num_iterations and is_whole(step, rt)), None)
-    hint = f". The newest one of another script, config or data is --resume={newest}" if newest else ""
-    return None, {}, f"starting anew: no whole checkpoint in {folder}{hint}"
+    hint = newest and f". The newest with other data or config is --resume={shlex.quote(str(newest))}"
+    return None, {}, f"starting anew: no whole checkpoint in {folder}{hint or ''}"
 
 
 def collect_rows(trainer):
@@ -4443,8 +4446,8 @@ def collect_rows(trainer):
     trainer.optimizer.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
             for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
-    if trainer.scales.leaves and trainer.rt.is_main:
-        rows["fp8/scales/0"] = trainer.scales.read()
+    if trainer.fp8_scales.leaves and trainer.rt.is_main:
+        rows["fp8/scales/0"] = trainer.fp8_scales.read()
     return rows
 
 
@@ -4473,8 +4476,8 @@ def load_state(trainer, step: Path, metadata: dict):
         bucket.start_gather()
         bucket.clear()
     optimizer.finish()
-    for _, scales in entries.get("fp8/scales", ()) if trainer.scales.leaves else ():
-        trainer.scales.set(scales)
+    for _, scales in entries.get("fp8/scales", ()) if trainer.fp8_scales.leaves else ():
+        trainer.fp8_scales.set(scales)
     for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
         setattr(trainer.progress, name, metadata["progress"][name])
     trainer.progress.resumed_at.append(trainer.progress.step)
@@ -4582,7 +4585,7 @@ def list_tensors(trainer):
     """All tensors that training changes, except of tables with sparse updates."""
     buckets = [bucket for bucket in trainer.optimizer.buckets if not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
-    return [*tensors, *trainer.scales.leaves]
+    return [*tensors, *trainer.fp8_scales.leaves]
 
 
 class Snapshot:

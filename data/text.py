@@ -119,11 +119,11 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
     """The texts of files (name, path). The caller reads each file to its end before the next text."""
     for name, path in files:
-        suffix = Path(name.removesuffix(".gz")).suffix
+        suffix, is_gzip = Path(name.lower().removesuffix(".gz")).suffix, name.lower().endswith(".gz")
         try:
             if suffix == ".ipynb":
                 raise UnusableError("a Jupyter notebook")
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            with gzip.open(path) if is_gzip else path.open("rb") as file:
                 if suffix != ".jsonl":
                     yield name, path, file
                     continue
@@ -293,6 +293,7 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
     with tqdm(desc="read", unit="B", unit_scale=True, disable=None) as bar:
         for name, source, file in texts:
             begin, first, size, own, is_utf8 = store.tell(), len(rows), 0, set(), True
+            num_repeated = 0
             try:
                 for number, piece in enumerate(split_text(file, doc_bytes)):
                     if b"\0" in piece:
@@ -302,7 +303,7 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
                     if not keeps_copies:
                         own.add(content := hash_bytes(piece))
                         if content in seen:
-                            copies += 1
+                            num_repeated += 1
                             continue
                     place = append_document(store, tokenizer, piece)
                     rows.extend((hash_bytes(os.fsencode(f"{number} {name}")), *place, len(keys)))
@@ -315,6 +316,7 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
             keys.append(hash_bytes(os.fsencode(name)))
             seen |= own
             num_bytes += size
+            copies += num_repeated
             if not is_utf8:
                 tqdm.write(f"not UTF-8: {source} (iconv converts a file of another encoding)")
     if copies:

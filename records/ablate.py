@@ -1,6 +1,6 @@
 """Measure the effect of mechanisms: a preset without each of them against the whole preset, over seeds.
 
-    python records/ablate.py --preset=laptop --mechanisms=value_embeds,softcap --seeds=5
+    python records/ablate.py --preset=laptop --mechanisms=value_embed,softcap --seeds=5
     python records/ablate.py --preset=laptop                # all, as in derived.mechanisms of --print_config
 
 Prints for each mechanism the change of the final validation loss if it is switched off, paired by seed, with

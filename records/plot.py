@@ -150,11 +150,12 @@ def plot_runs(paths: list[Path], out: Path) -> None:
             panel.sharey(start)
         measured, validations = events[path]["telemetry"], events[path]["validation"]
         steps = [event["step"] for event in measured]
-        size = min(WINDOW, len(measured))
+        size = min(WINDOW, max(1, len(measured) // 4))
         windows = [measured[end - size : end] for end in range(size, len(measured) + 1)]
         losses.plot([window[size // 2]["step"] for window in windows],
                     [statistics.mean(event["loss"] for event in window) for window in windows],
-                    color=BLUE, label=f"training, mean of {size} measured steps")
+                    "-" if len(windows) > 1 else ".", color=BLUE,
+                    label=f"training, mean of {size} measured steps" if size > 1 else "training")
         losses.plot([event["step"] for event in validations], [event["val_loss"] for event in validations],
                     ".-", color=RED, label="validation")
         for panel, key in ((norms, "grad_norm"), (ratios, "update_ratio")):

@@ -38,7 +38,7 @@ class Tokenizer(NamedTuple):
 def find_tokenizer(vocab_size: int) -> Tokenizer | None:
     """The tokenizer for a vocabulary size, or None if none is available."""
     if vocab_size == BYTE_VOCAB_SIZE:
-        return Tokenizer(lambda text: list(text.encode()), bytes)
+        return Tokenizer(lambda text: list(os.fsencode(text)), bytes)
     try:
         import tiktoken  # optional
         gpt2 = tiktoken.get_encoding("gpt2")  # from tiktoken's cache, or downloaded
@@ -46,7 +46,8 @@ def find_tokenizer(vocab_size: int) -> Tokenizer | None:
         return None
     if vocab_size != gpt2.n_vocab:
         return None
-    return Tokenizer(gpt2.encode_ordinary, gpt2.decode_bytes)
+    return Tokenizer(lambda text: gpt2.encode_ordinary(os.fsencode(text).decode(errors="replace")),
+                     gpt2.decode_bytes)
 
 
 def find_model(path: Path) -> Path:
@@ -66,6 +67,8 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """(metadata, parameters by name) of a model.pt, or of a checkpoint's folder, whose rows may be flat."""
     if not path.is_dir():
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or "metadata" not in content:
+            raise gpt.RunError(f"{path} is no model.pt: give one, or a folder step_*/", 2)
         return json.loads(content["metadata"]), content["tensors"]
     metadata, entries = gpt.read_metadata(path), gpt.open_tensors(path)
     return metadata, {entry[:-1]: torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])

@@ -165,7 +165,7 @@ def test_validation_and_sampling_are_in_the_activation_dtype(name):
 def test_a_delayed_scale_is_the_largest_of_all_micro_batches(shards, monkeypatch):
     """The first micro-batch of a step may have the larger amax. The next step begins anew."""
     trainer, step, close = make_trainer(shards, **FP8_MLP)
-    scales, seen = trainer.scales, []
+    scales, seen = trainer.fp8_scales, []
     product = gpt.relu2_matmul
 
     def note(*args):
@@ -214,18 +214,18 @@ def test_a_scale_that_is_zero_or_not_finite_is_ignored():
 def test_a_snapshot_restores_scales(shards):
     """A weight becomes NaN. The amax of the bad step is forgotten. Then training goes on."""
     trainer, step, close = make_trainer(shards, **FP8_MLP)
-    initial = trainer.scales.read()
+    initial = trainer.fp8_scales.read()
     for _ in range(3):
         step()
     snapshot, losses = gpt.Snapshot(trainer), []
-    saved = trainer.scales.read()
+    saved = trainer.fp8_scales.read()
     for _ in range(2):
         losses.append(step())
-    later = trainer.scales.read()
+    later = trainer.fp8_scales.read()
     assert not (saved == initial).any() and not (saved == later).any()
     trainer.model.blocks[1].mlp.up_down.data[0, 0, 0] = math.nan
     assert step().isnan()
     snapshot.restore()
-    assert torch.equal(trainer.scales.read(), saved) and trainer.scales.amax is None
+    assert torch.equal(trainer.fp8_scales.read(), saved) and trainer.fp8_scales.amax is None
     assert step().isfinite() and all(loss.isfinite() for loss in losses)
     close()

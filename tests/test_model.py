@@ -243,7 +243,7 @@ def test_a_stage_has_the_targets_with_weights(head_loss):
     head.prefix_tokens = torch.where(torch.arange(257) % 3 > 0, torch.arange(257) // 2, -1)
     head.weight.data = torch.randn(*head.weight.shape, dtype=torch.float64)
     states = [schedule.at(step) for step in (0, cfg.num_iterations - 1)]
-    assert [state.setting for state in states] == [0, 1]
+    assert [state.stage_index for state in states] == [0, 1]
     plain, rich = (gpt.make_step_inputs(state, 64, 32, cfg, CPU) for state in states)
     weights = [torch.tensor(state.loss_weights) for state in states]
     assert [len(given) for given in weights] == [1, 4]

@@ -163,6 +163,13 @@ def test_a_model_of_another_script_is_refused(change, checkpoint, capsys, tmp_pa
     assert sample(capsys, tmp_path / "model.pt", status=2).count("\n") == 1
 
 
+def test_a_prompt_of_any_bytes(checkpoint, capsys, tmp_path):
+    """Python holds bytes that are not UTF-8 as surrogates. A file that is no model ends with one line."""
+    assert tool.find_tokenizer(257).encode("Gr\udcfcn") == [*b"Gr\xfcn"]
+    torch.save({"model": {}}, tmp_path / "ckpt.pt")
+    assert tool.main([str(tmp_path / "ckpt.pt")]) == 2 and "is no model.pt" in capsys.readouterr().err
+
+
 def test_control_characters_are_escaped():
     """A terminal would obey them. Text and whitespace of a program stay."""
     text = "def f(x):\n\treturn 'é'\x1b[2J\x00\x07\r"

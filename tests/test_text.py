@@ -187,8 +187,9 @@ def test_equal_documents_count_once(tmp_path, capsys):
         for i, content in enumerate(contents):
             (texts / f"{number}/{i}.txt").write_bytes(content)
     (texts / "link.txt").symlink_to("0/0.txt")
+    (texts / "skipped.txt").write_bytes(contents[0] + b"\0")  # it has no documents
     rows = "".join(json.dumps({"text": content.decode()}) + "\n" for content in contents)
-    (texts / "a.jsonl").write_text(rows)
+    (texts / "a.JSONL").write_text(rows)
     (tmp_path / "versions").mkdir()
     said = make(capsys, texts, texts / "3/7.txt", "--out", tmp_path / "mine")
     assert f"documents with the content of another one: {39 * 50 + 2:,}. Equal documents count once\n" in said
