@@ -38,6 +38,16 @@ def test_flops_of_track_1_term_by_term():
     assert gpt.derived_numbers(cfg, 1)["flops_per_token"] == round(attention + mlp + head + 12 * 768 * keys)
 
 
+def test_layers_of_laptop():
+    cfg = gpt.make_config({"preset": "laptop"})
+    assert (cfg.sequence_start, cfg.grad_grid) == ("anywhere", 2**-12)
+    layers = cfg.layers
+    assert [layer.attention for layer in layers] == ["none", "short", "short", "long"]
+    assert [layer.value_embed for layer in layers] == [None, 1, 0, 1]
+    assert [layer.skip_from for layer in layers] == [None, None, 1, 0]
+    assert [layer.key_offset for layer in layers] == [False, True, True, True]
+
+
 def test_layers_of_the_record():
     """Layers, windows, value embeddings and skips of record 32."""
     layers = gpt.make_config({"preset": "track_1"}).layers

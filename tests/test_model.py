@@ -301,3 +301,12 @@ def test_the_sampled_loss_is_over_the_classes_of_each_sequence(head_loss):
                     exact = exact - weight * logits[t, chosen].log_softmax(-1)[place]
     assert 1 < num_left_out < 127
     assert_close(differentiate(head(x, targets, inputs, weights, classes, ops)), differentiate(exact))
+
+
+def test_initial_std_of_the_mlp():
+    """0.5 / sqrt(fan-in) of both matrices, if none starts at zero."""
+    torch.manual_seed(0)
+    cfg = smoke_config(zero_init="off", init_std=0.5)
+    up, down = gpt.GPT(cfg).blocks[1].mlp.up_down
+    assert up.std().item() == pytest.approx(0.5 * cfg.model_dim**-0.5, rel=0.03)
+    assert down.std().item() == pytest.approx(0.5 * cfg.mlp_hidden**-0.5, rel=0.03)

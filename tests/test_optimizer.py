@@ -314,3 +314,11 @@ def test_decay_multipliers_of_elements():
     gpt.Optimizer(model, cfg, make_runtime()).step(first_state(cfg))
     for param, expected in ((model.a, 1.0), (model.b, 1 - 0.05 * 0.5 * 3), (model.c, 1 - 0.03 * 0.5 * 2)):
         assert torch.allclose(param, torch.tensor(expected))
+
+
+def test_a_bucket_of_matrices_has_one_kind():
+    """Averages choose kinds. In smoke qk, v and proj have one shape."""
+    cfg = smoke_config(averages="on")
+    for bucket in gpt.Optimizer(gpt.GPT(cfg), cfg, make_runtime()).buckets:
+        if bucket.rule.whole_matrix:
+            assert len({param.spec.kind for param in bucket.params.values()}) == 1

@@ -81,3 +81,19 @@ def test_decay_follows_its_schedule():
             assert found == pytest.approx([decay * one for one in factors], abs=1e-12)
     assert schedule.at(6).weight_decay["matrix"] == pytest.approx(0.3 * 0.55)
     assert schedule.at(6).weight_decay["embed"] == pytest.approx(0.2)
+
+
+def test_weights_fall_over_the_steps_of_the_run():
+    """Without an extension the published end of the last stage is a step after the run, so it is clipped."""
+    stage = gpt.Stage(1, 64, 64, loss_weights=((1, 1), (1, 0)))
+    schedule = gpt.Schedule(smoke_config(stages=(stage,)))
+    assert schedule.num_iterations == 12
+    assert [schedule.at(step).loss_weights for step in (0, 3, 6)] == [(1, 1), (1, 0.75), (1, 0.5)]
+
+
+def test_a_cosine_decay_ends_with_the_run():
+    """Not with the schedule before an extension."""
+    stages = gpt.Stage(1, 64, 64), gpt.Stage(1, 64, 64)
+    cfg = smoke_config(decay_schedule="cosine", extension_steps=4, matrix_weight_decay=0.3, stages=stages)
+    found = [gpt.Schedule(cfg).at(step).weight_decay["matrix"] for step in (6, 12)]
+    assert found == pytest.approx([0.15, 0], abs=1e-12)
