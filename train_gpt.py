@@ -820,7 +820,7 @@ class GPT(nn.Module):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
         acts = dict(acts)
         scalars = dict(scalars)
-        for group, param in self.scalars.items():  # again, else a graph has each as an input
+        for group, param in self.scalars.items():  # in each graph, else each one is an input
             learned = [s for s in self.layer_scalars if s.source == (group, None)]
             scalars |= split_scalars(learned, param.to(ops.dtype))
 
