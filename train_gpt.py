@@ -3890,8 +3890,9 @@ def load_preset(name: str):
                 cfg = config_from_dict(content["config"])
                 return dataclasses.replace(cfg, record="", resume="", out=".")
             parent, changes, name = content["parent"], content["options"], path.stem
-        except (ValueError, KeyError, TypeError):
-            raise RunError(f"{path} is no result, and no preset with parent and options", 2) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{path} is no result, and no preset with parent and options: {error!r}", 2) from None
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
 
@@ -4578,7 +4579,8 @@ class Checkpoints(AbstractContextManager):
             path.parent.mkdir(parents=True, exist_ok=True)
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            print0(f"sample:          records/sample.py {shlex.quote(str(path))} --prompt=...", self.rt)
+            quoted = shlex.quote(str(path))
+            print0(f"sample:          ./run.sh records/sample.py {quoted} --prompt=...", self.rt)
 
 
 def list_tensors(trainer):

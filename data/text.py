@@ -15,6 +15,7 @@ The last line of the output is a command that trains on the shards. DIR/corpus.j
 lists its shards. Another call with --out=DIR replaces these shards. A DIR with unlisted shards is refused.
 """
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -298,6 +299,8 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
                 for number, piece in enumerate(split_text(file, doc_bytes)):
                     if b"\0" in piece:
                         raise UnusableError("NUL bytes: no UTF-8 text")
+                    if number == 0:
+                        piece = piece.removeprefix(codecs.BOM_UTF8)
                     is_utf8 = is_utf8 and piece.decode(errors="ignore").encode() == piece
                     bar.update(len(piece))
                     if not keeps_copies:

@@ -1,5 +1,6 @@
 """data/text.py: text becomes shards, files are skipped, shards are replaced, and bad input is refused."""
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -268,12 +269,13 @@ def test_splitting_keeps_every_byte_and_prefers_line_ends():
 
 
 def test_what_is_skipped(tmp_path, capsys):
-    """Hidden files, pipes, links, NUL bytes. Bytes that are not UTF-8 are kept, and each file is named."""
+    """Hidden files, pipes, links, NUL bytes, the mark at the start of a Windows file. Bytes that are not UTF-8 are kept, and each file is named."""
     texts = tmp_path / ".texts"
     for name in (".git/config", "sub/.venv/a.py", "sub/node_modules/b.js", ".env", "sub/.c"):
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_text("password\n" * 1000)
     book = write_book(texts / "sub" / "book.txt", 20_000)
+    (texts / "windows.txt").write_bytes(codecs.BOM_UTF8 + b"windows")
     (texts / "latin.txt").write_bytes(b"caf\xe9 na\xefve")
     (texts / "sub/latin.txt").write_bytes(b"na\xefve")
     (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
@@ -292,7 +294,7 @@ def test_what_is_skipped(tmp_path, capsys):
         f"not UTF-8: {texts}/sub/latin.txt (iconv converts a file of another encoding)",
         "documents with the content of another one: 20. Equal documents count once"]
     found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
-    assert b"caf\xe9 na\xefve" in found and sum(map(len, found)) == 20_000 + 10 + 5
+    assert {b"caf\xe9 na\xefve", b"windows"} <= set(found) and sum(map(len, found)) == 20_000 + 10 + 5 + 7
 
 
 def test_an_exclude_that_matches_nothing_is_refused(capsys, tmp_path):
