@@ -3512,8 +3512,6 @@ def supports_bfloat16(device):
 def choose_dtype(cfg, device):
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
-    if cfg.dtype == "bfloat16" and not has_bf16:
-        raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
     if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -4040,7 +4038,7 @@ def derived_numbers(cfg, world_size: int):
         num_params = sum(p.numel() for name, p in model.named_parameters()
                          if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
     schedule = Schedule(cfg)
-    return dict(num_params=num_params, flops_per_token=count_flops(cfg, model),
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg, model, schedule),
                 grad_accum_steps=num_micro_batches, ranks=world_size,
                 tokens_per_rank=cfg.tokens_per_step // world_size,
                 tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
@@ -4049,11 +4047,11 @@ def derived_numbers(cfg, world_size: int):
                 stage_ends=[end for _, _, end in schedule.stage_ranges()])
 
 
-def count_flops(cfg, model):
+def count_flops(cfg, model, schedule):
     """FLOPs of forward and backward per training token: 6 per matmul weight, and 6 per channel and key."""
     weights = sum(param.numel() for param in model.parameters() if param.spec.kind)
     flops = 0
-    for stage, start, end in Schedule(cfg).stage_ranges():
+    for stage, start, end in schedule.stage_ranges():
         longest = stage.seq_len
         if cfg.sequence_start == "document":
             longest = min(longest, stage.max_doc_len)
@@ -4063,7 +4061,7 @@ def count_flops(cfg, model):
                 H, K, L, *_ = block.attention.heads
                 per_token += H * (K + L) * min(longest, getattr(stage, f"window_{block.spec.attention}"))
         flops += 6 * per_token * stage.tokens_per_step * (end - start)
-    return round(flops / Schedule(cfg).count_tokens())
+    return round(flops / schedule.count_tokens())
 
 
 def plain_dict(cfg):
