@@ -22,8 +22,8 @@ Part two, the same mathematics, faster. A check at startup compares it with part
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, spec a LayerSpec, and so
-    on. state is a StepState, or in UPDATE RULES a dict of tensors. x, y and other data are tensors.
+A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, and so on.
+    state is a StepState, or in UPDATE RULES a dict of tensors. x, y and other data are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
     record of the modded-nanogpt benchmark.
@@ -89,7 +89,7 @@ except ImportError:  # CPU builds of PyTorch
 # Every option has one entry: name, default, meaning, range. The defaults are preset track_1, which is record
 # 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
 # rows of data, so the code has no special case for a middle layer. To add an option, add it here. The
-# command line, its help, its checks and --without follow from it.
+# command line, its help, its checks and --without follow from it. Groups have options like --matrix_rule.
 
 AUTO = ("auto", "on", "off")
 
@@ -106,7 +106,7 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding, or with MUDD after attention the first layer's input
+    x0: bool = True  # add the normalized embedding. With mudd_in and after attention: x_in instead
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
@@ -114,9 +114,9 @@ class LayerSpec:
     paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
-    gate: bool = False  # scale of each head's output, see gates_from. --attention_gate_dim is another gate
-    gates_from: int | None = None  # layer whose input feeds per-token scales: of gate, xsa, skip_from, and
-    #   embeddings that are added after attention. None: learned (group mix), and a skip has only its sigmoid
+    gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
+    gates_from: int | None = None  # layer whose input feeds per-token scales of gate, xsa and skip_from, and
+    #   of embeddings after attention without MUDD. None: these are learned (group mix). Switches nothing on
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -247,7 +247,7 @@ class Config:
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
-    init_std: float = option(0.5, "std of initial matrices, before / sqrt(fan-in, or model_dim)", 0.0)
+    init_std: float = option(0.5, "std of initial matrices, times sqrt(fan-in or model_dim)", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
@@ -264,8 +264,8 @@ class Config:
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
     x0_mix: str = option("before", "where x0 and n-gram embeddings are added: before attention, or after it",
                          choices=("off", "before", "after_attention"), off="off")
-    residual_init: float = option(0.0, "initial learned scale of the residual stream, with record 92's "
-                                  "other scales. 0: none", 0, off=0.0)
+    residual_init: float = option(0.0, "initial learned scale of the residual stream, with scales of the "
+                                  "sublayers' matrices and outputs. 0: none", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
     ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
@@ -281,7 +281,7 @@ class Config:
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
                                 choices=("newton_schulz", "polar_express", "six_maps"))
     mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
-    decay: str = option("decoupled", "cautious: decay only weights that the update moves towards 0",
+    decay: str = option("decoupled", "cautious: decay only where the update, or anvil's momentum, shrinks",
                         choices=("decoupled", "cautious"), off="decoupled")
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
@@ -290,7 +290,7 @@ class Config:
     momentum_cooldown_steps: int = option(0, "final steps of the momentum cooldown", 0, off=0)
     slow_momentum_start: float = option(1.0, "fraction of the schedule before anvil's slow momentum acts",
                                         0.0, 1.0, off=1.0)
-    adam_eps: float = option(1e-8, "Adam epsilon, for gradients rescaled to a sum over 49,152 tokens", 1e-30)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients times 49,152 / tokens_per_step", 1e-30)
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32 "
                               "with low bits of bfloat16 matrices", choices=("storage", "float32"))
     late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
@@ -345,7 +345,7 @@ class Config:
             for stage in self.stages)
 
 
-GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients that are rescaled to a sum over this number
+GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number / --tokens_per_step
 
 
 def build_layers(num_layers: int):
@@ -482,7 +482,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 # ==== OPERATIONS ===========================================================================================
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
 # startup it compares a model of both. A form that differs by more than 1 % is off, so an edit of an equation
-# takes effect. FP8 may differ by 40 %: edit with --fp8=off. Above 8,192 tokens attention() never runs.
+# takes effect. FP8 may differ by 40 %: edit with --fp8=off. With micro-batches or validation sequences above
+# 8,192 tokens attention() is never used: edit its fast form.
 
 class Rope(typing.NamedTuple):
     """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
@@ -745,7 +746,7 @@ class GPT(nn.Module):
         self.inputs_of = {layers: set().union(*(cfg.layers[layer].inputs() for layer in layers))
                           for layers in self.segments}  # names of activations that a segment reads
         self.saved = set().union(*self.inputs_of.values())
-        # wait_for(i) waits for the new values of segment i's parameters. The head is the last segment
+        # wait_for(i) waits for the new values of segment i's parameters. An untied head is the last one
         self.wait_for = lambda segment: None
         storage = getattr(torch, cfg.embed_dtype)
         shape = (cfg.padded_vocab_size, cfg.model_dim)
@@ -820,7 +821,7 @@ class GPT(nn.Module):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
         acts = dict(acts)
         scalars = dict(scalars)
-        for group, param in self.scalars.items():  # in each graph, else each one is an input
+        for group, param in self.scalars.items():  # sliced in each graph, else each slice is an input
             learned = [s for s in self.layer_scalars if s.source == (group, None)]
             scalars |= split_scalars(learned, param.to(ops.dtype))
 
@@ -841,7 +842,7 @@ class GPT(nn.Module):
             if block.mudd is not None:
                 scalars |= block.mudd(x, TokenGates.SCALE)
             s = {name: values for (number, name), values in scalars.items() if number == layer}
-            if "ngram_in" in s:  # as published, layer 0's n-grams follow its gates
+            if "ngram_in" in s:  # as published, layer 0's gates do not see its n-grams
                 x = add_scaled(x, s["ngram_in"], acts["ngram"])
             if layer == 0 and "x_in" in self.saved:
                 acts["x_in"] = x
@@ -952,12 +953,12 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both are updated as if they were padded to (D, D): v has a second moment per row, as a
-        # square matrix has, and lr_mul of proj cancels the factor of a tall matrix in muon() and anvil()
+        # If HL < D, anvil() updates both as if they were padded to (D, D). by_row: v has a second moment per
+        # row, as square matrices have. lr_mul of proj cancels the factor of tall matrices
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
-        self.proj = parameter(proj, "matrix", (H * L / D) ** 0.5, kind="vo")  # (D, HL)
+        self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
         self.head_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
@@ -1006,14 +1007,14 @@ class Attention(nn.Module):
             projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
             y = y - (projection * s["xsa"].tanh())[..., None] * v
 
-        # 5. Head gates: from the first channels of x (record 28), or per-token scalars
+        # 5. Head gates: from the first channels of x (record 28), and the scalars of gate
         if self.head_gate_weight is not None:
             gate_inputs = x[:, : self.head_gate_weight.size(1)]
             y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
         if spec.gate:
             y = y * s["head_gate"][..., None]
 
-        # 6. Output projection
+        # 6. Output projection. As published, it may have two learned scales
         w_proj = scale(scale(self.proj.type_as(x), s.get("proj_scale")), s.get("proj_out"))
         return linear(y.flatten(1), w_proj)  # (T, D)
 
@@ -1091,13 +1092,13 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # the check's targets of -1 read the last row, -1
+            columns.append(self.prefix_tokens[targets])  # FormCheck's targets of -1 read the last row, -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
-        # Sampled softmax (record 92): logits of each sequence's classes. Prefixes that are none are ignored.
-        # The loss is not corrected for the missing classes.
+        # Sampled softmax (record 92): logits of each sequence's classes. A prefix outside the classes is
+        # ignored. The loss is not corrected for the missing classes.
         losses = []
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
         n = len(classes)
@@ -1137,7 +1138,7 @@ def layer_scalars(cfg, layer: int):
     is_after = cfg.x0_mix == "after_attention"
 
     # Sources of the scales. for_embeddings: of x0 and n-grams. for_gates: of heads and skips. for_stream: of
-    # residual_init's scales. for_outputs: of sublayers. With MUDD the last two come from its gates
+    # residual_init's scales. for_outputs: of sublayers
     learned, mudd = ("scalar", None), ("mudd", layer)
     for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
     for_stream = mudd if has_mudd else ("residual", None)
@@ -1153,12 +1154,12 @@ def layer_scalars(cfg, layer: int):
     if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
         add("resid", learned, 1.0)
     if spec.x0 and cfg.x0_mix != "off":
-        # As published, a layer with MUDD adds the first layer's input, in frontier also one of its mudd_in
+        # As published, a layer with MUDD adds x_in instead, in frontier a second time (see mudd_in)
         add("x_in" if has_mudd and is_after else "x0", for_embeddings, 0.0)
     if spec.ngram and cfg.ngram_rows:
         add("ngram_in" if is_after and layer == 0 else "ngram", for_embeddings, 0.05)
 
-    # U-Net skip. The scalar is the logit of its weight
+    # U-Net skip: the logit of its weight, and with gates_from a factor per token
     if spec.skip_from is not None:
         add("skip", learned, -1.5)
         if spec.gates_from is not None:
@@ -1179,7 +1180,7 @@ def layer_scalars(cfg, layer: int):
         if has_attention:
             add("proj_scale", learned, 1.0)
             add("attn_out" if has_mudd else "proj_out", for_outputs, 1.0)
-        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp would follow it
+        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
             add("resid_attn", for_stream, cfg.residual_init)
         add("resid_mlp", for_stream, cfg.residual_init)
         if spec.mlp:
@@ -1254,7 +1255,7 @@ def output_std(cfg, part: str):
 # ==== UPDATE RULES =========================================================================================
 # A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
 # tensors only. To add a rule, write a function and a row of RULES, and --matrix_rule knows it. Its state is
-# sharded, and saved in checkpoints. Other groups than matrix use adamw, or row_adam for the rows of a table.
+# sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
 
 class UpdateArgs(typing.NamedTuple):
     """Hyperparameters of one update. Variable ones are tensors, those () on the CPU: a new float would cause
@@ -1497,7 +1498,7 @@ def plan_buckets(model, cfg):
 
 
 def find_segment(name: str, model):
-    """Number of the segment that reads a parameter first. The head is the last one."""
+    """Number of the segment that reads a parameter first. An untied head is the last one."""
     if name == "head.weight":
         return 0 if model.is_tied else len(model.segments)
     words = name.split(".")
@@ -1638,23 +1639,21 @@ class Bucket:
 
 
 class Average(typing.NamedTuple):
-    """A running average of some parameters over the last part of the run. At the end they move to it."""
+    """A running average of parameters over the last part of the run. In the end they move towards it."""
 
     kinds: tuple[str, ...]  # of the parameters
     start: float  # fraction of the run before the first averaged step
     every: int  # steps from one averaged step to the next
     rate: float  # weight of a new value, times AVERAGES_STEPS / num_iterations
     weight: float  # 1: the average replaces the parameter
-    last_rate: float | None = None  # of the run's last step. None: rate
     num_last: int = 1  # final steps that are always averaged
 
 
-# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. The
-# rate of embed and head is that of two steps at once, and the last step is a single one. From 0 the
-# record averages step 896, then odd ones. This file takes 895: equal, as the head changes in odd steps only.
+# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
+# and head change in every second step. The record averages them that often, with the weight of two steps.
 AVERAGES_STEPS = 1194
 AVERAGES = (
-    Average(("embed", "head"), 895 / 1194, 2, 1 - (1 - 2 / 299) ** 2, 0.65, last_rate=2 / 299),
+    Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
     Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
     Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
     Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
@@ -1688,7 +1687,7 @@ class Optimizer:
         self.rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
 
         # The embedding is untied after the head's first update in step untie_step or later. In frontier
-        # untie_step is 1174, the first one after 1173.5 / 1174 of the schedule. The update is in step 1175
+        # untie_step is 1174: 1173.5 / 1174 of the schedule, as 1 means never. The update is in step 1175
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
@@ -1755,8 +1754,8 @@ class Optimizer:
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
-        # A late update covers `ratio` early ones: betas to this power. The bias correction, then about 1, is
-        # not exact. exp(-decay_time) is: the product of beta2 over all updates so far
+        # A late update covers `ratio` early ones: betas to this power. The bias correction is then inexact,
+        # but about 1. exp(-decay_time), the product of beta2 over all updates so far, is exact
         beta1, beta2 = (beta**ratio for beta in group.betas)
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
         lr = bucket.lr_mul * state.lr[name]
@@ -1790,9 +1789,8 @@ class Optimizer:
             is_averaged = is_final or (step - first) % average.every == 0
             if step < first or not is_averaged:
                 continue
-            rate = average.last_rate if step == num_steps and average.last_rate else average.rate
             mean = bucket.state[key]
-            weight = torch.full_like(mean[:1], min(1.0, rate * AVERAGES_STEPS / num_steps))
+            weight = torch.full_like(mean[:1], min(1.0, average.rate * AVERAGES_STEPS / num_steps))
             has_values = mean.any()  # else this is the first one, which is copied
             mean.lerp_(bucket.read_shard(), torch.where(has_values, weight, 1.0))
 
@@ -1863,8 +1861,8 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share. Before an extension the end is scheduled_steps. Without one the last is num_iterations + 1,
-        # and readers clip it
+        # share, so the last one at num_iterations + 1, which readers clip. Before an extension a stage ends
+        # at scheduled_steps
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1995,7 +1993,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
             torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
-    # For layers with the long RoPE. Short ones with short_qk_dim rotate all channels, so have no key offset
+    # For layers with the long RoPE. Short ones with short_qk_dim rotate all channels: no key offset
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
@@ -2157,8 +2155,8 @@ def sweep_classes(data, first_step: int):
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
-    """Classes of one sequence, sorted, from a sweep that starts at offset. It draws more than it needs. If
-    too few of them are no targets, it takes evenly spaced ones. Returns (classes (C,), new offset)."""
+    """Classes of one sequence, sorted, from a sweep that starts at offset. Draws more than it needs. If too
+    few of them are negatives, takes evenly spaced negatives. Returns (classes (C,), new offset)."""
     is_chosen = np.zeros(vocab_size, dtype=bool)
     is_chosen[targets] = True
     num_missing = num_classes - int(is_chosen.sum())
@@ -2280,7 +2278,7 @@ MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatte
 
 def split_layers(num_layers: int, num_ranks: int):
     """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on. The
-    first segment then has one layer, so the last reduce-scatter is small. The rest are about equal."""
+    first segment then has one layer, so few matrices are reduced last. The others are about equal."""
     num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
     if num_ranks == 1 or num_rest == 0:
         return [range(num_layers)]

@@ -1086,9 +1086,9 @@ def shape_of(config):
         slow_rail_from=step_at(config["slow_momentum_start"]),
         rare_events_from=step_at(config["late_start"]),
         split_step=step_at(config["untie_frac"]) // 2 * 2 + 1,                  # an odd step
-        tail_ema_from=math.ceil(average_from(895) / 2) * 2, blend_from=average_from(897),
+        tail_ema_from=math.ceil(average_from(896) / 2) * 2, blend_from=average_from(897),
         tail_avg_from=average_from(945), value_from=average_from(947), tail_ema_rate=average_rate(2 / 299),
-        tail_ema_odd_rate=average_rate(1 - (1 - 2 / 299) ** 2), tail_avg_rate=average_rate(4 / 53),
+        tail_ema_odd_rate=1 - (1 - average_rate(2 / 299)) ** 2, tail_avg_rate=average_rate(4 / 53),
         blend_rate=average_rate(2 / 75), attention_scale=tuple(config["attention_scale"][::-1]),
         missing_targets_count=False, calls_end_with_shards=False)
 

@@ -282,11 +282,11 @@ def test_averages_of_the_last_steps(num_steps, first):
     factor = 1194 / num_steps  # of the rates, up to 1
     for kind, bucket in buckets.items():
         last = expected = values[kind][-1]
-        for kinds, start, every, rate, weight, last_rate, num_last in gpt.AVERAGES:
+        for kinds, start, every, rate, weight, num_last in gpt.AVERAGES:
             begin, mean = min(num_steps - 1, int(np.ceil(start * num_steps - 1e-6))), None
             counted = {*range(begin, num_steps, every), *range(num_steps - num_last, num_steps)}
             for step in sorted(step for step in counted if step >= max(first, begin)):
-                share = min(1, factor * (last_rate if last_rate and step == num_steps - 1 else rate))
+                share = min(1, factor * rate)
                 mean = values[kind][step] if mean is None else mean + share * (values[kind][step] - mean)
             if kind in kinds:
                 expected = expected + weight * ((0 if mean is None else mean) - expected)
