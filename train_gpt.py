@@ -1533,7 +1533,7 @@ class Bucket:
         self.grad = self.reducing = self.gathering = None
 
     def store(self, cfg):
-        """Parameters become views of values. All ranks begin with the values of rank 0."""
+        """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
         if self.rule.whole_matrix:
@@ -1550,6 +1550,10 @@ class Bucket:
             values = self.values[self.slices[name]].view(param.shape)
             values.copy_(param.data)
             param.data = values
+            if self.grid:
+                param.register_hook(functools.partial(round_to_multiple, unit=self.grid))
+            if self.comm.world_size > 1:
+                param.register_post_accumulate_grad_hook(self.count_down)
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
 
@@ -1569,14 +1573,6 @@ class Bucket:
         if "low_bits" in self.state:
             return join_bits(self.shard, self.state["low_bits"])
         return self.shard.to(at_least_fp32(self.shard), copy=True)
-
-    def add_hooks(self):
-        """Gradient hooks: round to grad_grid, and start the reduce-scatter after the last gradient."""
-        for param in self.params.values():
-            if self.grid:
-                param.register_hook(functools.partial(round_to_multiple, unit=self.grid))
-            if self.comm.world_size > 1:
-                param.register_post_accumulate_grad_hook(self.count_down)
 
     def count_down(self, _param):
         """The last gradient starts the reduce-scatter. In buckets that are not due the count is negative."""
@@ -1694,8 +1690,6 @@ class Optimizer:
         if cfg.averages:
             for key, _, bucket in list_averages(self.buckets):
                 bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
-        for bucket in self.buckets:
-            bucket.add_hooks()
         model.wait_for = self.wait_for
 
     def set_tied(self, is_tied: bool):
@@ -3315,9 +3309,6 @@ class Table(Bucket):
         if torch.is_grad_enabled():
             leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
         return TableRows(leaf, plan.places, work)
-
-    def add_hooks(self):
-        """start_reading() adds them to its leaves."""
 
     def add(self, plan, leaf):
         """Send the gradient of a leaf to the owners of the rows."""
