@@ -8,7 +8,7 @@ Launch
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
     python train_gpt.py --help                                     # also --print_config
 
-Part one, the recipe. It decides the loss and the time.
+Part one, the recipe. It decides the loss.
     CONFIG           options, presets, and the layers, stages and parameter groups of both recipes
     OPERATIONS       each operation as its equation
     MODEL            GPT, Block, Attention, MLP, Head, and the scalars of a layer
@@ -23,7 +23,7 @@ Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
 A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, and so on.
-    state is a StepState, or in UPDATE RULES a dict of tensors. x, y and other data are tensors.
+    state is a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
     record of the modded-nanogpt benchmark.
@@ -106,7 +106,7 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding. With mudd_in and after attention: x_in instead
+    x0: bool = True  # add the normalized embedding. With mudd_in and after attention: x_in, layer 0's input
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
@@ -115,8 +115,8 @@ class LayerSpec:
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
     gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
-    gates_from: int | None = None  # layer whose input feeds per-token scales of gate, xsa and skip_from, and
-    #   of embeddings after attention without MUDD. None: these are learned (group mix). Switches nothing on
+    gates_from: int | None = None  # layer whose input feeds the scales of gate, xsa and (after attention, no
+    #   mudd_in) x0 and ngram, and a factor of skip_from. None: learned scales (group mix), no factor
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -193,7 +193,7 @@ TRACK_1_GROUPS = dict(
 class Config:
     # Data, budget, devices and output
     preset: str = option("auto", "a name, or a .json file of a preset or result. auto: track_1 or laptop")
-    without: tuple[str, ...] = option((), "parts to leave out, a,b: derived.mechanisms of --print_config")
+    without: tuple[str, ...] = option((), "parts to leave out. --print_config lists them, in derived")
     track: str = option("track_1", "folder under records/ for comparable runs")
     record: str = option("", "name of a record run. Its script, log and result go to records/")
     seed: int = option(0, "seed of the initial weights", 0)
@@ -247,7 +247,7 @@ class Config:
                               choices=("bfloat16", "float32"))
     matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
                                off="float32")
-    init_std: float = option(0.5, "std of initial matrices, times sqrt(fan-in or model_dim)", 0.0)
+    init_std: float = option(0.5, "std of initial matrices: this / sqrt(fan-in or model_dim)", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
     zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
                             choices=("on", "mlp", "off"), off="off")
@@ -262,7 +262,7 @@ class Config:
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
-    x0_mix: str = option("before", "where x0 and n-gram embeddings are added: before attention, or after it",
+    x0_mix: str = option("before", "where x0 and n-gram embeddings are added. off: no x0, n-grams before",
                          choices=("off", "before", "after_attention"), off="off")
     residual_init: float = option(0.0, "initial learned scale of the residual stream, with scales of the "
                                   "sublayers' matrices and outputs. 0: none", 0, off=0.0)
@@ -296,7 +296,7 @@ class Config:
     late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
     averages: bool = option(False, "in the end, move weights towards their running averages", off=False)
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "debug: round gradients to multiples, for exact sums. 0: off", 0.0)
+    grad_grid: float = option(0.0, "round gradients to multiples of this, for exact sums. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the schedule with rising lr", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the schedule with falling lr", 0.0, 1.0, off=0.0)
     matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
@@ -436,6 +436,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        # untie_frac: step 1174, as 1 would mean never. The head's next update is in step 1175
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
         fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
         groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -481,9 +482,9 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 
 # ==== OPERATIONS ===========================================================================================
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
-# startup it compares a model of both. A form that differs by more than 1 % is off, so an edit of an equation
-# takes effect. FP8 may differ by 40 %: edit with --fp8=off. With micro-batches or validation sequences above
-# 8,192 tokens attention() is never used: edit its fast form.
+# startup it compares a model of both. A form that differs by more than 1 % is switched off, so a larger edit
+# of an equation takes effect. FP8 may differ by 40 %: edit with --fp8=off. With micro-batches or validation
+# sequences above 8,192 tokens attention() only serves this check: edit its fast form.
 
 class Rope(typing.NamedTuple):
     """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
@@ -698,7 +699,7 @@ def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
 class TableRows(typing.NamedTuple):
     """Rows of a table that are being fetched."""
 
-    leaf: Tensor  # of autograd: the fetched rows, or the whole table
+    leaf: Tensor  # autograd leaf: the fetched rows, or the whole table
     places: Tensor  # row of each token in it
     work: dist.Work | None = None
 
@@ -739,7 +740,7 @@ class GPT(nn.Module):
 
     def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
         """segments: consecutive layers that are compiled as one graph. None: all layers. ngram_table: zeros
-        for the n-gram embedding, if not all of its rows are here."""
+        for the local rows of the n-gram embedding. None: all rows."""
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
@@ -758,13 +759,13 @@ class GPT(nn.Module):
         self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
         self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
 
-        # Learned scalars of all layers: one parameter per group
+        # Learned scalars of all layers, with source (group, None): one parameter per group
         self.scalars = nn.ParameterDict()
         for group in cfg.groups:
             init = [value for s in self.layer_scalars if s.source == (group, None) for value in s.init]
             if init:
                 self.scalars[group] = parameter(torch.tensor(init), group)
-        self.gates_scale = None  # learned for the gates of all layers, constant for MUDD (record 92)
+        self.gates_scale = None  # learned output scale of the gates of all layers. MUDD's is constant
         if any(block.gates is not None for block in self.blocks):
             self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", lr_mul=0.1, wd_mul=0.0)
 
@@ -925,9 +926,9 @@ class Block(nn.Module):
         source, x = x, scale(x, s.get("resid_mlp"))
         if self.mlp is not None:
             acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
-            output = self.mlp(acts["mlp_in"], s.get("down_scale"), ops)
+            output = self.mlp(acts["mlp_in"], s.get("down_out"), ops)
             if self.second_mlp is not None:
-                output = output + self.second_mlp(acts["mlp_in"], s.get("down_scale"), ops)
+                output = output + self.second_mlp(acts["mlp_in"], s.get("down_out"), ops)
             x = add_scaled(x, s.get("mlp_out"), scale(output, self.mlp_gain_out))
 
         # Dense connections into the output, with weights (T, 1) or, for G groups of channels, (T, 1, G)
@@ -953,16 +954,16 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, anvil() updates both as if they were padded to (D, D). by_row: v has a second moment per
-        # row, as square matrices have. lr_mul of proj cancels the factor of tall matrices
+        # If HL < D, both train as if padded to (D, D): v by by_row, proj by lr_mul, which cancels `size`
+        # of anvil()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
         self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
-        self.head_gate_weight = self.ve_gate_weight = None
+        self.attention_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
             group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
-            self.head_gate_weight = parameter(
+            self.attention_gate_weight = parameter(
                 torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
         if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
             self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
@@ -1008,9 +1009,9 @@ class Attention(nn.Module):
             y = y - (projection * s["xsa"].tanh())[..., None] * v
 
         # 5. Head gates: from the first channels of x (record 28), and the scalars of gate
-        if self.head_gate_weight is not None:
-            gate_inputs = x[:, : self.head_gate_weight.size(1)]
-            y = y * torch.sigmoid(linear(gate_inputs, self.head_gate_weight))[..., None]
+        if self.attention_gate_weight is not None:
+            gate_inputs = x[:, : self.attention_gate_weight.size(1)]
+            y = y * torch.sigmoid(linear(gate_inputs, self.attention_gate_weight))[..., None]
         if spec.gate:
             y = y * s["head_gate"][..., None]
 
@@ -1031,17 +1032,17 @@ class MLP(nn.Module):
                                  lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
-    def forward(self, x, down_scale, ops):
+    def forward(self, x, down_out, ops):
         """x (T, D) normalized -> (T, D)."""
         up, down = self.up_down.type_as(x).unbind()
-        return ops.relu2_mlp(x, up, scale(down, down_scale), self.scales)
+        return ops.relu2_mlp(x, up, scale(down, down_out), self.scales)
 
 
 class TokenGates(nn.Module):
     """Per-token scalars of layers, computed from an activation by a two-layer MLP. Source: multiway dynamic
     dense connections (MUDD), arXiv 2502.12170, 2026-04-22."""
 
-    SCALE, HIDDEN = 0.1, 64  # scale of the output (of a gate at its start), hidden channels
+    SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
 
     def __init__(self, cfg, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
         """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
@@ -1092,7 +1093,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # FormCheck's targets of -1 read the last row, -1
+            columns.append(self.prefix_tokens[targets])  # -1, only in FormCheck, reads the last row: -1
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1184,7 +1185,7 @@ def layer_scalars(cfg, layer: int):
             add("resid_attn", for_stream, cfg.residual_init)
         add("resid_mlp", for_stream, cfg.residual_init)
         if spec.mlp:
-            add("mlp_out" if has_mudd else "down_scale", for_outputs, 1.0)
+            add("mlp_out" if has_mudd else "down_out", for_outputs, 1.0)
 
     # Per-head scalars
     if has_attention and spec.xsa:
@@ -1258,8 +1259,8 @@ def output_std(cfg, part: str):
 # sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
 
 class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of one update. Variable ones are tensors, those () on the CPU: a new float would cause
-    recompilation."""
+    """Hyperparameters of one update. Those that vary are tensors, as a new float would cause recompilation.
+    Those of shape () are on the CPU."""
 
     lr: Tensor  # broadcasts against the weight
     weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
@@ -1324,8 +1325,8 @@ def join_bits(param, low_bits):
 
 def muon(weight, grad, state, args):
     """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update. Tall
-    matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) divides the rows of the
-    update by their running RMS. MuonH and NorMuonH move on a sphere, see sphere_step()."""
+    matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) also calls
+    normalize_rows(). MuonH and NorMuonH move on a sphere, see sphere_step()."""
     # Nesterov momentum
     momentum = state["momentum"]
     grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
@@ -1346,8 +1347,7 @@ def anvil(weight, grad, state, args):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
 
     Before slow_momentum_start the fast one has all of the weight, so this is Nesterov momentum. Meant for
-    orthogonalize=six_maps, which diverges for singular values above 1 / 1.05. In bfloat16 a gradient of rank
-    one can reach them.
+    orthogonalize=six_maps.
     """
     fast, slow = state["momentum"], state["slow_momentum"]
     rows, columns = weight.shape[-2:]
@@ -1378,7 +1378,7 @@ def adamw(weight, grad, state, args):
 
 
 def row_adam(weight, grad, state, args):
-    """Adam for the rows of a table (M, D), without a first moment. Each row has one second moment. A row
+    """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
     whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
     for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
@@ -1420,7 +1420,9 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
-    "six_maps": (  # record 92, for inputs divided by 1.05 times their norm
+    # Record 92, for inputs divided by 1.05 times their norm. Diverges for singular values above 1 / 1.05. In
+    # bfloat16 a gradient of rank one can reach them
+    "six_maps": (
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
         (2.245503932403, -2.443826979899, 0.963091710461),
@@ -1646,7 +1648,7 @@ class Average(typing.NamedTuple):
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
-# and head change in every second step. The record averages them that often, with the weight of two steps.
+# and head change in every second step: two steps at this rate equal the record's one, at 1 - (1 - rate)^2.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -1682,8 +1684,7 @@ class Optimizer:
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
         self.rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
 
-        # The embedding is untied after the head's first update in step untie_step or later. In frontier
-        # untie_step is 1174: 1173.5 / 1174 of the schedule, as 1 means never. The update is in step 1175
+        # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step = cfg.step_at(cfg.untie_frac)
         self.late_step = cfg.step_at(cfg.late_start)
         self.set_tied(model.is_tied)
@@ -1732,7 +1733,7 @@ class Optimizer:
         for bucket in due:
             if bucket.grad is None:
                 bucket.start_reduce()
-        # 2. Last segment first, as gradients arrive: update this rank's shard, and send the new values
+        # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
             bucket.update(self.rules[bucket.group.rule], self.make_args(bucket, state))
@@ -1743,7 +1744,7 @@ class Optimizer:
             self.untie()
 
     def make_args(self, bucket, state):
-        """The hyperparameters of a bucket's update."""
+        """The hyperparameters of a bucket's update. step_count has counted this step."""
         cfg, group, name = self.cfg, bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
@@ -1775,7 +1776,7 @@ class Optimizer:
             self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
 
     def update_averages(self):
-        """Add the parameters after this step to their averages. A tied embedding has none."""
+        """Add the parameters after this step to their averages. Not of a tied embedding."""
         step, num_steps = self.step_count, self.cfg.num_iterations  # step and first are counted from 1
         for key, average, bucket in list_averages(self.updated):
             first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
@@ -1855,8 +1856,8 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share, so the last one at num_iterations + 1, which readers clip. Before an extension a stage ends
-        # at scheduled_steps
+        # share, the last one at scheduled_steps + 1. find_stage() and stage_ranges() clip this, or the
+        # extension begins at scheduled_steps
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1987,7 +1988,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
             torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
-    # For layers with the long RoPE. Short ones with short_qk_dim rotate all channels: no key offset
+    # For layers with the long RoPE. Short ones with short_qk_dim cannot have key_offset
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
@@ -2185,7 +2186,7 @@ def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
 
 
 class ValData:
-    """The first val_tokens validation tokens in sequences of val_seq_len. Documents are not cut."""
+    """The first val_tokens validation tokens in sequences of val_seq_len, without max_doc_len."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -2228,7 +2229,7 @@ def read_vocabulary(cfg):
                 if text != "<|endoftext|>" and index < cfg.vocab_size}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
-                       "data/cached_fineweb10B.py fetches one. Or use --without=prefix_weight", 2) from None
+                       "data/cached_fineweb10B.py gets one. --without=prefix_weight needs none", 2) from None
 
 
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
@@ -2377,7 +2378,7 @@ def train(cfg, argv: list[str]):
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - started, 2)
-    step, saved, resume_line = find_start(cfg, run, rt)
+    folder, saved, resume_line = find_start(cfg, run, rt)
     result = find_result(cfg, run)
     if result:
         print0(f"{result} is the result of this run: nothing to do", rt)
@@ -2394,7 +2395,7 @@ def train(cfg, argv: list[str]):
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
     checkpoints = Checkpoints(cfg, log, rt, train_data.bos)
     if saved:
-        load_state(trainer, step, saved)
+        load_state(trainer, folder, saved)
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
@@ -3417,16 +3418,12 @@ class Runtime:
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
 
     @property
-    def rank(self):
-        return self.comm.rank
-
-    @property
     def world_size(self):
         return self.comm.world_size
 
     @property
     def is_main(self):
-        return self.rank == 0
+        return self.comm.rank == 0
 
     def compile(self, fn):
         """torch.compile fn if this run compiles. All shapes are static."""
@@ -3564,7 +3561,6 @@ class Stop(AbstractContextManager):
         """Finish the communication of the last exchange()."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
         return self.flag.item()
 
 
@@ -3894,11 +3890,15 @@ def make_config(values: dict):
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers))
     if "without" in options:
-        for part in cfg.without:
+        known = {}
+        for part in sorted(cfg.without):  # in frontier mudd_out before the value_embed that it reads
             parts = list_parts(cfg)
-            if part not in parts:
-                raise RunError(f"--without={part[:100]} is not a part of this recipe: {', '.join(parts)}", 2)
-            cfg = parts[part]
+            known |= parts
+            if part not in known:
+                raise RunError(f"--without={part[:100]}: this recipe can leave out {', '.join(known)}", 2)
+            cfg = parts.get(part, cfg)  # gone with an earlier part, as variance with muon
+        if {*cfg.without} & {*list_parts(cfg)}:
+            raise RunError(f"--without={','.join(cfg.without)}: one of these parts brings another back", 2)
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
@@ -4089,7 +4089,7 @@ def describe_run(cfg, rt, argv: list[str], shards: list[Shard]):
         run["resumed_from"] = read_metadata(Path(cfg.resume))["run_id"] + "/" + Path(cfg.resume).name
     run["key"] = make_key(run)
     first = rt.comm.broadcast_object(run)
-    share_problem(f"rank {rt.rank} has another script, config or data than rank 0"
+    share_problem(f"rank {rt.comm.rank} has another script, config or data than rank 0"
                   if first["key"] != run["key"] else "", rt)
     share_problem(find_conflict(cfg, first) if rt.is_main else "", rt)
     return first
@@ -4358,7 +4358,7 @@ def list_files(step: Path):
 def is_whole(step: Path, rt):
     """Whether this rank's part of the files of a checkpoint exists and fits its checksums."""
     try:
-        for path in list_files(step)[rt.rank :: rt.world_size]:
+        for path in list_files(step)[rt.comm.rank :: rt.world_size]:
             torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             if zipfile.ZipFile(path).testzip():
                 return False
@@ -4413,7 +4413,7 @@ def find_start(cfg, run: dict, rt):
         if not all(rt.comm.gather_objects(is_whole(step, rt))):
             continue
         saved = read_metadata(step)
-        if saved.get("key") == run["key"]:
+        if saved["key"] == run["key"]:
             run["run_id"] = step.parent.name
         if cfg.record and saved["hardware"] != run["hardware"]:
             raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
@@ -4524,7 +4524,7 @@ class Checkpoints(AbstractContextManager):
             write_atomic(folder / "state.json", json.dumps(metadata).encode())
         self.rt.comm.barrier()
         self.writing = self.executor.submit(
-            self.write, folder / f"rank{self.rt.rank}.pt", record_event(self.rt.device))
+            self.write, folder / f"rank{self.rt.comm.rank}.pt", record_event(self.rt.device))
         if must_wait:
             self.wait()
 
@@ -4541,9 +4541,7 @@ class Checkpoints(AbstractContextManager):
         self.writing = None
         self.rt.comm.barrier()
         if self.rt.is_main:
-            newest, *old = list_steps(self.folder)
-            self.log.write_event("checkpoint", int(newest.name[5:]), path=str(newest))
-            for step in old[self.KEPT - 1 :]:
+            for step in list_steps(self.folder)[self.KEPT :]:
                 remove_step(step)
 
     def end(self, status: int):
@@ -4785,4 +4783,6 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
+    if "--print_config" in sys.argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

@@ -162,7 +162,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     _, rows = gpt.divide_step(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
     tokens = rng.integers(0, bos, (rt.world_size, rows, stage.seq_len + 1))
     tokens[:, :, :: stage.max_doc_len] = bos
-    batch = gpt.add_plans(gpt.make_batch(tokens[rt.rank], bos), list(tokens), rt.rank, cfg)
+    batch = gpt.add_plans(gpt.make_batch(tokens[rt.comm.rank], bos), list(tokens), rt.comm.rank, cfg)
     if stage.num_classes:  # other targets are ignored
         batch = batch._replace(classes=torch.arange(stage.num_classes).repeat(rows, 1))
     batch, warm_up = gpt.move_batch(batch, rt.device), cfg.adam_every

@@ -46,7 +46,7 @@ def find_repeats(batch: gpt.Batch, window: int) -> np.ndarray:
 def split_loss(path: Path) -> tuple[int, float, float, float, float]:
     """(step, loss, share of repeats, loss on them, loss on the rest) of a checkpoint."""
     model, cfg, ops, facts = load_model(path, device="cpu")
-    data, step = gpt.ValData(cfg), facts["progress"]["step"]
+    data, step = gpt.ValData(cfg), facts.get("progress", {}).get("step", cfg.num_iterations)
     state, window = gpt.Schedule(cfg).at(step), gpt.Schedule(cfg).at(cfg.num_iterations).windows[0]
     num_tokens, losses, repeats = data.batch_tokens, [], []
     for index in tqdm(range(min(data.num_batches, max(1, MOST_TOKENS // num_tokens))), leave=False):

@@ -172,7 +172,7 @@ def use_random_shards(cfg: gpt.Config, folder: str, rt: gpt.Runtime) -> gpt.Conf
     for name, size in (("train", needed), ("val", cfg.val_tokens + 1)):
         tokens = used[rng.integers(0, len(used), size)]
         tokens[:: cfg.max_doc_len] = bos
-        path = Path(folder, f"{name}_{rt.rank}.bin")
+        path = Path(folder, f"{name}_{rt.comm.rank}.bin")
         write_shard(path, tokens, cfg.vocab_size, bos)
         files[f"{name}_files"] = str(path)
     return dataclasses.replace(cfg, **files)
@@ -301,7 +301,7 @@ def measure_layers(subject: Subject) -> list[dict]:
 
     tokens = data.read_batch(0)[:1, : LAYER_TOKENS + 1]
     batch = gpt.make_batch(tokens, data.bos)
-    batch = gpt.add_plans(batch, [tokens] * rt.world_size, rt.rank, cfg)  # all ranks read equal rows
+    batch = gpt.add_plans(batch, [tokens] * rt.world_size, rt.comm.rank, cfg)  # all ranks read equal rows
     num_tokens, state = len(batch.inputs), trainer.schedule.at(cfg.num_iterations)
     step_inputs = gpt.make_step_inputs(state, num_tokens, num_tokens, cfg, rt.device)
     hooks = [block.register_forward_hook(measure) for block in trainer.model.blocks]

@@ -138,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def body() -> int:
         model, cfg, ops, _ = load_model(args.model)
+        if cfg.vocab_size != 50257 and not args.vocab_file:
+            raise gpt.RunError(f"{args.model} has other tokens than GPT-2: give their --vocab_file", 2)
         cfg = dataclasses.replace(cfg, vocab_file=args.vocab_file or cfg.vocab_file)
         bits = find_impossible_tokens(gpt.read_vocabulary(cfg), cfg.padded_vocab_size)
         plain, masked = measure_losses(model, cfg, ops, bits)

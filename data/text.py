@@ -25,7 +25,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import zlib
@@ -525,7 +524,7 @@ def main(argv: list[str] | None = None) -> int:
                         help="tokens per shard (default %(default)s)")
     parser.add_argument("--doc_bytes", type=at_least(4),
                         help="cut longer texts into documents of at most this many bytes (default: 2047 for "
-                             "bytes, 16384 for gpt2)")
+                             "bytes, 16384 for gpt2; at most 2^30)")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
 
@@ -546,7 +545,7 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer = choose_tokenizer(args.tokenizer)
             with lock_folder(out):
                 write_corpus(texts, args.paths, out, " ".join(map(str, args.paths)), tokenizer,
-                             args.doc_bytes, args.shard_tokens)
+                             args.doc_bytes and min(args.doc_bytes, 2**30), args.shard_tokens)
         info = read_listing(out)
         tokens = info["tokens"]
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
@@ -558,5 +557,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main())

@@ -138,7 +138,12 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
 
     old = signal.signal(signal.SIGTERM, interrupt)
     try:
-        return body() or 0
+        status = body() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head`. Python writes the rest when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stop:
         warn(interrupted)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)

@@ -158,7 +158,7 @@ def leave_out(line: str) -> None:
 
 
 def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
-    """Read a record folder or a rung. RecordError if it holds no result.
+    """Read a record folder or a rung. RecordError if it is none.
 
     refuse() gets a line for each result that does not fit the rest. If it returns, the result is left out.
     """
@@ -176,7 +176,7 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
         else:
             kept[path.name] = result
     if not kept:
-        raise RecordError(f"{folder} holds no result: give the folder of a run with --record, or of a rung")
+        raise RecordError(f"{folder} is no record: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
     for result in kept.values():
         first = by_seed.setdefault(result["seed"], result)

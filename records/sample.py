@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = find_tokenizer(cfg.vocab_size)
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
         prompt = read_prompt(text, tokenizer, cfg.vocab_size)
-        generator = torch.Generator().manual_seed(args.seed)
+        generator = torch.Generator().manual_seed(args.seed % 2**64)
         choose = lambda logits: sample_token(logits, args.temperature, args.top_k, generator)  # noqa: E731
         for index in range(args.num_samples):
             print("-" * 60 + "\n" if index else "", end=text + ("" if tokenizer else " "), flush=True)

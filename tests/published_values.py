@@ -148,7 +148,7 @@ TRACK_1_SCALARS = scalars("scalar", *[-1.5] * 6, *[0.0] * 12, *[0.5] * (11 + 6),
 TRACK_1_PARAMETERS = {
     **embeddings((V, 768), BF16, 3),
     **matrices(TRACK_1_ATTENTION, range(1, 12), 768, 3072, STD_768),
-    **of_layers(TRACK_1_ATTENTION, "attention.head_gate_weight", (6, 12), BF16, "matrix", ZERO),
+    **of_layers(TRACK_1_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "matrix", ZERO),
     **TRACK_1_SCALARS,
 }
 
@@ -204,7 +204,7 @@ FRONTIER_PARAMETERS = {
 TRACK_2_PARAMETERS = {
     **embeddings((V, 1024), BF16, 5),
     **matrices(range(16), range(16), 1024, 4096, ("uniform", 0.5 * 1024**-0.5)),
-    **of_layers(range(16), "attention.head_gate_weight", (8, 16), BF16, "matrix", ZERO),
+    **of_layers(range(16), "attention.attention_gate_weight", (8, 16), BF16, "matrix", ZERO),
     **scalars("scalar", *[-1.5] * 3, *[0.0] * 16, *[0.5] * 26, *[1.0] * 16),
 }
 
@@ -216,7 +216,7 @@ STD_MUONH = ("uniform", 768**-0.5)
 MUONH_PARAMETERS = {
     **embeddings((V, 768), BF16, 3),
     **matrices(TRACK_1_ATTENTION, range(1, 12), 768, 3072, STD_MUONH, STD_MUONH),
-    **of_layers(TRACK_1_ATTENTION, "attention.head_gate_weight", (6, 12), BF16, "scalar", ZERO),
+    **of_layers(TRACK_1_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "scalar", ZERO),
     **of_layers(TRACK_1_ATTENTION, "attn_gain_in", (768,), FP32, "gain", ("constant", 1.0)),
     **of_layers(TRACK_1_ATTENTION, "attn_gain_out", (768,), FP32, "gain", ZERO),
     **of_layers(range(1, 12), "mlp_gain_in", (768,), FP32, "gain", ("constant", 1.0)),

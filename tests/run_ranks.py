@@ -98,7 +98,7 @@ def scales(out: str) -> None:
     cfg = gpt.make_config({"preset": "smoke", "device": "cpu", "seq_len": 128, "num_layers": 2})
     rt = gpt.start_runtime(cfg)
     scales = gpt.DelayedScales(gpt.GPT(cfg), rt.comm)
-    scales.amax = torch.tensor([5.0 + 2 * rt.rank, 3.0 - rt.rank])
+    scales.amax = torch.tensor([5.0 + 2 * rt.comm.rank, 3.0 - rt.comm.rank])
     scales.update()
     leave(torch.stack(rt.comm.gather_objects(scales.read())), out, rt)
 
@@ -122,7 +122,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         write(path, *more)
 
     def train_step(trainer, *args):
-        if is_warm and trainer.progress.step + 1 == int(at_step or 5) and trainer.rt.rank == int(at_rank):
+        if is_warm and trainer.progress.step + 1 == int(at_step or 5) and trainer.rt.comm.rank == int(at_rank):
             if mode == "raise":
                 raise ValueError("one step too many")
             if mode == "nan":

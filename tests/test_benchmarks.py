@@ -319,3 +319,4 @@ def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
     assert step == 4 and 0 < share < 1
     assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)
     assert loss == pytest.approx(result["final_val_loss"], rel=1e-5)
+    assert copy_loss.split_loss(path.with_name("model.pt")) == (step, loss, share, repeated, others)

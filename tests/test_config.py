@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, gpt, run
@@ -94,6 +96,23 @@ def test_a_preset_without_each_of_its_parts(name):
     assert len(parts) > 10
     for part in parts:
         assert part not in gpt.list_parts(gpt.make_config({"preset": name, "without": part}))
+
+
+@pytest.mark.parametrize("command", ["train_gpt.py --print_config", "records/validate.py --target=9 records/laptop/*"])
+def test_a_closed_pipe_is_no_traceback(command):
+    done = subprocess.run(f"{sys.executable} {command} | true", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_parts_have_no_order():
+    """muon includes variance, mudd_out reads value_embed. A tied head contradicts an untied one."""
+    without = {text: gpt.make_config({"preset": "frontier", "without": text}).layers for text in (
+        "mudd_out,value_embed", "value_embed,mudd_out")}
+    assert len({*without.values()}) == 1
+    assert gpt.make_config({"preset": "quick", "without": "muon,variance"}).groups["matrix"].rule == "adamw"
+    for text, line in (("tie_head,untied_head", "brings another back"), ("value_embed", "can leave out fp8, ")):
+        with pytest.raises(gpt.RunError, match=line):
+            gpt.make_config({"preset": "frontier", "without": text})
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 9])

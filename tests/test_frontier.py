@@ -33,7 +33,7 @@ TINY = dict(
 )  # fmt: skip
 NUMBERS = dict(
     qkv_scale=("scales", 0), proj_scale=("scales", 1), resid_attn=("residual", 0), resid_mlp=("residual", 1),
-    proj_out=("output", 0), down_scale=("output", 1),
+    proj_out=("output", 0), down_out=("output", 1),
 )  # fmt: skip
 COEFFICIENTS = dict(
     mudd_v=["m0", "m1", "m2"], mudd_x=["m3", "m4", "m5"], ve_gate=["m6", "m7"], resid_attn=["m8"],

@@ -75,7 +75,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
             scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
             if cfg.attention_gate_dim:
-                gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.head_gate_weight"].T)
+                gate = torch.sigmoid(u[:, : cfg.attention_gate_dim] @ p[f"{own}.attention_gate_weight"].T)
                 y = y * gate[..., None]
             x = x + y.flatten(1) @ p[f"{own}.proj"].T * p.get(f"blocks.{i}.attn_gain_out", one)
         if spec.mlp:

@@ -159,7 +159,7 @@ BOTH = "1.json (seed 1) differs from 0.json (seed 0): "
     (lambda result: result.update(final_val_loss=1.0), "one run under two seeds: 0 and 1 both end at 1.0"),
     (lambda result: result.update(seed=0), "two losses of seed 0, 1.0 and 1.1, which are equal bits on a "),
     (lambda result: result.pop("config"), "no result (KeyError: 'config')"),
-    (None, "holds no result")])
+    (None, "is no record")])
 def test_folders_that_are_no_record(make_record, tool, change, words):
     folder = make_record("odd", [1.0, 1.1] if change else [])
     if change:
@@ -226,7 +226,7 @@ def test_results_of_old_and_new_scripts_are_identified(real_record):
 def test_the_logs_of_this_checkout_are_no_record(make_record, monkeypatch):
     folder = make_record("a", [1.0], script=ROOT / "train_gpt.py")
     monkeypatch.setattr(results, "ROOT", folder.resolve())
-    with pytest.raises(results.RecordError, match="holds no result"):
+    with pytest.raises(results.RecordError, match="is no record"):
         results.read_record(folder)
 
 

@@ -41,7 +41,7 @@ def test_options_of_sampling(checkpoint, capsys, here):
 
     plain, greedy = write(), write("--temperature=0")
     assert plain.startswith("abcabc") and len(plain) <= 6 + 30 + 1
-    assert write() == plain != write("--seed=1")
+    assert write() == plain != write("--seed=1") == write(f"--seed={2**64 + 1}")
     assert write("--top_k=1", "--seed=3") == greedy != plain
     assert write("--temperature=0", most=5)[:-1] == greedy[:11]
     assert not list(here.iterdir())

@@ -45,7 +45,7 @@ def test_lines_and_their_fields(measured):
     lines = read_lines(measured)
     assert [(line["event"], line["step"]) for line in lines] == [
         ("validation", 0), ("telemetry", 2), ("telemetry", 4), ("validation", 4), ("telemetry", 6),
-        ("telemetry", 8), ("checkpoint", 8), ("validation", 8)]
+        ("telemetry", 8), ("validation", 8)]
     (path,) = (measured / "logs").glob("*.json")
     validations = [[x["step"], x["val_loss"], x["train_time_ms"]] for x in lines if x["event"] == "validation"]
     assert validations == json.loads(path.read_text())["val_points"]

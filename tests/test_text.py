@@ -155,7 +155,7 @@ def test_the_cut_of_a_long_text_counts_tokens(tmp_path, capsys, gpt2):
     """The last part has four times as many tokens per byte. Validation is the end of the text."""
     content = "abcd" * 25_000 + "12345" * 4_000
     (tmp_path / "a.txt").write_text(content)
-    make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine", "--tokenizer=gpt2", "--doc_bytes=200000")
+    make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine", "--tokenizer=gpt2", f"--doc_bytes={10**20}")
     tokens = read_info(tmp_path / "mine")["tokens"]
     assert 0.05 < tokens["val"] / sum(tokens.values()) < 0.1
     stream = gpt.open_shard(str(tmp_path / "mine/val_000000.bin"), text.GPT2_VOCAB_SIZE).tokens

@@ -42,6 +42,7 @@ def test_the_masked_loss_by_hand(shards, tmp_path, monkeypatch, capsys):
     (path,) = tmp_path.glob("checkpoints/*/*/model.pt")
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
+    assert val_mask.main([str(path)]) == 2 and "give their --vocab_file" in capsys.readouterr().err
     assert val_mask.main([str(path), "--vocab_file=vocab.json"]) == 0
     loss = f"{result['final_val_loss']:.4f}"
     assert capsys.readouterr().out == f"validation loss {loss}, without impossible tokens {loss}\n"

@@ -56,7 +56,7 @@ def name_parameters(config, tensors):
             p[f"q.{i}"], p[f"k.{i}"] = tensors[f"blocks.{i}.attention.qk"]
             p[f"v.{i}"], p[f"o.{i}"] = (tensors[f"blocks.{i}.attention.{name}"] for name in ("v", "proj"))
             if config["attention_gate_dim"]:
-                p[f"gate.{i}"] = tensors[f"blocks.{i}.attention.head_gate_weight"]
+                p[f"gate.{i}"] = tensors[f"blocks.{i}.attention.attention_gate_weight"]
             if layer["value_embed"] is not None:
                 scalars["scalar"].append(f"s1.{i}")
                 p[f"ve.{layer['value_embed']}"] = tensors[f"value_embeds.{layer['value_embed']}"]
