@@ -9,7 +9,7 @@ Launch
     python train_gpt.py --help                                     # also --print_config
 
 Part one, the recipe. It decides the loss.
-    CONFIG           options, presets, and the layers, stages and parameter groups of both recipes
+    CONFIG           options, presets, and their layers, stages and parameter groups
     OPERATIONS       each operation as its equation
     MODEL            GPT, Block, Attention, MLP, Head, and the scalars of a layer
     UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
@@ -106,7 +106,7 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding. With mudd_in and after attention: x_in, layer 0's input
+    x0: bool = True  # add the normalized embedding. With mudd_in and x0_mix=after_attention: x_in instead
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
@@ -114,9 +114,10 @@ class LayerSpec:
     paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
-    gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
-    gates_from: int | None = None  # layer whose input feeds the scales of gate, xsa and (after attention, no
-    #   mudd_in) x0 and ngram, and a factor of skip_from. None: learned scales (group mix), no factor
+    head_gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
+    gates_from: int | None = None  # layer whose input feeds the scales of head_gate and xsa, a factor of
+    #   skip_from, and with x0_mix=after_attention, but no mudd_in, the scales of x0 and ngram. None: learned
+    #   scales (group mix), and no factor
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -262,7 +263,7 @@ class Config:
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
-    x0_mix: str = option("before", "where x0 and n-gram embeddings are added. off: no x0, n-grams before",
+    x0_mix: str = option("before", "where x0, and n-grams after layer 0, are added. off: no x0",
                          choices=("off", "before", "after_attention"), off="off")
     residual_init: float = option(0.0, "initial learned scale of the residual stream, with scales of the "
                                   "sublayers' matrices and outputs. 0: none", 0, off=0.0)
@@ -349,9 +350,9 @@ GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number 
 
 
 def build_layers(num_layers: int):
-    """The layers of record 32 at any depth. Layer 0 has no MLP. Four evenly spaced layers have long windows,
-    except the third, which has no attention. The upper half adds outputs of the lower half in reverse order.
-    The last layers reuse value embeddings of the first."""
+    """The layers of record 32, and alike at other depths. Layer 0 has no MLP. Four evenly spaced layers have
+    long windows, except the third, which has no attention. The upper half adds outputs of the lower half in
+    reverse order. The last layers reuse value embeddings of the first."""
     last = num_layers - 1
     num_values = min(3, num_layers // 2)  # tables of value embeddings
     long_layers = {round(i * last / 3) for i in range(4)}
@@ -375,7 +376,8 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
     LayerSpec(attention="short", gates_from=0, paired=True),
     LayerSpec(attention="short", gates_from=0, v_dim=64, value_embed=0, xsa=True),
     LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True, ngram=False),
-    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, gate=True, x0=False, ngram=False),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, head_gate=True, x0=False,
+              ngram=False),
     LayerSpec(attention="none", gates_from=4),
     LayerSpec(attention="short", gates_from=4, paired=True),
     LayerSpec(attention="none", gates_from=4, skip_from=3, x0=False, ngram=False),
@@ -383,12 +385,12 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
     LayerSpec(attention="short", gates_from=4, v_dim=64, value_embed=2, attention_from=7, second_mlp=True,
               x0=False, ngram=False),
     LayerSpec(attention="none", gates_from=4, x0=False),
-    LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True, gate=True,
-              mudd_in=("x_in", "h7"),
+    LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True,
+              head_gate=True, mudd_in=("x_in", "h7"),
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1, but the fifth ends one step early
+FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The extension cuts the last step
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -403,7 +405,8 @@ FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1, but the f
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. As published, a decay has the square of the lr
+# 1, 3, 5, ..., with the gradients of two steps. As published, a weight_decay contains the lr, and is
+# multiplied by it again
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -484,7 +487,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
 # startup it compares a model of both. A form that differs by more than 1 % is switched off, so a larger edit
 # of an equation takes effect. FP8 may differ by 40 %: edit with --fp8=off. With micro-batches or validation
-# sequences above 8,192 tokens attention() only serves this check: edit its fast form.
+# sequences above 8,192 tokens a fast form of attention() always runs: edit that one.
 
 class Rope(typing.NamedTuple):
     """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
@@ -733,7 +736,7 @@ class Operations(typing.NamedTuple):
 # are stored as (outputs, inputs), except the MLP's first one. ops holds the operations of the section above,
 # or their fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of
 # a layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n).
-# To add a scalar, add a row there and use it in Block or Attention.
+# To add a scalar, add a field of LayerSpec, a row there, and its use in Block or Attention.
 
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
@@ -756,13 +759,13 @@ class GPT(nn.Module):
         self.value_embeds = nn.ParameterDict({
             str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
             for i in sorted(used_tables)})
-        self.layer_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
-        self.blocks = nn.ModuleList(Block(cfg, i, self.layer_scalars) for i in range(cfg.num_layers))
+        self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
+        self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
 
         # Learned scalars of all layers, with source (group, None): one parameter per group
         self.scalars = nn.ParameterDict()
         for group in cfg.groups:
-            init = [value for s in self.layer_scalars if s.source == (group, None) for value in s.init]
+            init = [value for s in self.all_scalars if s.source == (group, None) for value in s.init]
             if init:
                 self.scalars[group] = parameter(torch.tensor(init), group)
         self.gates_scale = None  # learned output scale of the gates of all layers. MUDD's is constant
@@ -790,7 +793,7 @@ class GPT(nn.Module):
         return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
     def run_layers(self, batch, step_inputs, ops):
-        """T tokens -> final normalized activations (T, D). Look-ups in tables are not compiled, because
+        """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
         Inductor would add the gradients of a row atomically, in a float32 copy of the table. PyTorch's
         kernel sums them in a fixed order. Source: record 32."""
         self.wait_for(0)  # the embedding and the tables. The loop below repeats it
@@ -823,7 +826,7 @@ class GPT(nn.Module):
         acts = dict(acts)
         scalars = dict(scalars)
         for group, param in self.scalars.items():  # sliced in each graph, else each slice is an input
-            learned = [s for s in self.layer_scalars if s.source == (group, None)]
+            learned = [s for s in self.all_scalars if s.source == (group, None)]
             scalars |= split_scalars(learned, param.to(ops.dtype))
 
         # Embedding: smear (2025-09-18), then norm
@@ -899,7 +902,7 @@ class Block(nn.Module):
                 skip = skip * s["skip_gate"]
             x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
 
-        # x0 and n-gram embedding enter before attention (record 32) ...
+        # x0 (record 32) and n-gram embedding enter before attention ...
         if self.x0_mix != "after_attention":
             x = add_embeddings(scale(x, s.get("resid")), acts, s)
 
@@ -911,7 +914,8 @@ class Block(nn.Module):
             for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, source)
 
-        # Attention. Sublayers read x before its residual scale
+        # Attention. Sublayers read x before its residual scale. Outputs have scales per token (attn_out,
+        # mlp_out), or their matrices have learned ones (proj_out, down_out)
         source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
         x = scale(x, s.get("resid_attn"))
         if self.attention is not None:
@@ -954,8 +958,8 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both train as if padded to (D, D): v by by_row, proj by lr_mul, which cancels `size`
-        # of anvil()
+        # If HL < D, both train as if padded to (D, D): v by variances by_row, proj by lr_mul,
+        # which cancels sqrt(rows / columns) of anvil()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
@@ -1012,7 +1016,7 @@ class Attention(nn.Module):
         if self.attention_gate_weight is not None:
             gate_inputs = x[:, : self.attention_gate_weight.size(1)]
             y = y * torch.sigmoid(linear(gate_inputs, self.attention_gate_weight))[..., None]
-        if spec.gate:
+        if spec.head_gate:
             y = y * s["head_gate"][..., None]
 
         # 6. Output projection. As published, it may have two learned scales
@@ -1093,7 +1097,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # -1, only in FormCheck, reads the last row: -1
+            columns.append(self.prefix_tokens[targets])  # a target of -1 (FormCheck) reads the last row
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1140,11 +1144,11 @@ def layer_scalars(cfg, layer: int):
 
     # Sources of the scales. for_embeddings: of x0 and n-grams. for_gates: of heads and skips. for_stream: of
     # residual_init's scales. for_outputs: of sublayers
-    learned, mudd = ("scalar", None), ("mudd", layer)
+    scalar, mudd = ("scalar", None), ("mudd", layer)
     for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
     for_stream = mudd if has_mudd else ("residual", None)
     for_outputs = mudd if has_mudd else ("mix", None)
-    for_embeddings = learned
+    for_embeddings = scalar
     if is_after:
         for_embeddings = mudd if has_mudd else for_gates
 
@@ -1153,7 +1157,7 @@ def layer_scalars(cfg, layer: int):
 
     # Embeddings that enter the residual stream, before attention or after it
     if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
-        add("resid", learned, 1.0)
+        add("resid", scalar, 1.0)
     if spec.x0 and cfg.x0_mix != "off":
         # As published, a layer with MUDD adds x_in instead, in frontier a second time (see mudd_in)
         add("x_in" if has_mudd and is_after else "x0", for_embeddings, 0.0)
@@ -1162,24 +1166,24 @@ def layer_scalars(cfg, layer: int):
 
     # U-Net skip: the logit of its weight, and with gates_from a factor per token
     if spec.skip_from is not None:
-        add("skip", learned, -1.5)
+        add("skip", scalar, -1.5)
         if spec.gates_from is not None:
             add("skip_gate", for_gates, 0.5)
 
     # Values and value embeddings
     if has_attention:
         # As published: record 32 scales the values, record 92 the matrix of queries, keys and values
-        add("qkv_scale" if cfg.residual_init else "v_scale", learned, 0.5)
+        add("qkv_scale" if cfg.residual_init else "v_scale", scalar, 0.5)
         if spec.value_embed is not None and has_mudd:
             add("ve_gate", mudd, 2.0, 2.0)
         elif spec.value_embed is not None and not cfg.value_gate_dim:
-            add("ve_scale", learned, 0.5)
+            add("ve_scale", scalar, 0.5)
 
     # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix. As
     # published, the projection has two: proj_scale in group scalar, and proj_out
     if cfg.residual_init:
         if has_attention:
-            add("proj_scale", learned, 1.0)
+            add("proj_scale", scalar, 1.0)
             add("attn_out" if has_mudd else "proj_out", for_outputs, 1.0)
         if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
             add("resid_attn", for_stream, cfg.residual_init)
@@ -1190,11 +1194,11 @@ def layer_scalars(cfg, layer: int):
     # Per-head scalars
     if has_attention and spec.xsa:
         add("xsa", for_gates, *[0.0] * cfg.num_heads)
-    if has_attention and spec.gate:
+    if has_attention and spec.head_gate:
         add("head_gate", for_gates, *[0.25] * cfg.num_heads)
 
     if layer == 0 and cfg.smear:
-        add("smear", learned, 0.0)
+        add("smear", scalar, 0.0)
 
     # Dense connections
     num_sources = 1 + len(spec.mudd_in)
@@ -1648,7 +1652,7 @@ class Average(typing.NamedTuple):
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
-# and head change in every second step: two steps at this rate equal the record's one, at 1 - (1 - rate)^2.
+# and head change in every second step, so the record averages them that often, at 1 - (1 - rate)^2.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -1825,7 +1829,7 @@ class Optimizer:
 # To add a schedule, add a field to StepState and compute it in Schedule.at(). Optimizer.make_args() and
 # Trainer.train_step() pass the values on. Source: record 32.
 
-ROTARY_BASE = 1024  # the lowest RoPE frequency is 1 / ROTARY_BASE
+ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
 
 
 class RopeSetting(typing.NamedTuple):
@@ -1856,8 +1860,8 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share, the last one at scheduled_steps + 1. find_stage() and stage_ranges() clip this, or the
-        # extension begins at scheduled_steps
+        # share, the last one at scheduled_steps + 1. find_stage() and stage_ranges() clip this. Before an
+        # extension it ends at scheduled_steps
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -1988,7 +1992,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
             torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
     is_start = positions == 0
-    # For layers with the long RoPE. Short ones with short_qk_dim cannot have key_offset
+    # Of the long RoPE. Wrong for key_offset in short layers with short_qk_dim
     is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
     is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)

@@ -1016,7 +1016,7 @@ def topology_of(layers):
     (shared,) = {layers[i]["attention_from"] for i in given("attention_from")}
     (skip_to,) = given("skip_from")
     (post,) = {layer["gates_from"] for layer in layers} - {0}
-    assert having("key_offset") == having("gate") == wide and having("mudd_in") == having("mudd_out")
+    assert having("key_offset") == having("head_gate") == wide and having("mudd_in") == having("mudd_out")
     assert layers[0]["ngram"] and last["ngram"] and last["x0"]
     assert last["mudd_in"] == ["x_in", "h%d" % shared]
     assert [layer["gates_from"] for layer in layers] == [0] * post + [post] * (len(layers) - post)

@@ -22,7 +22,7 @@ SPECIAL = {  # a part that is not one option: (preset, place, field, its values 
     **{
         part: ("frontier", "layers", part, {off})
         for off, parts in (
-            (False, ("gate", "key_offset", "second_mlp", "paired", "xsa")),
+            (False, ("head_gate", "key_offset", "second_mlp", "paired", "xsa")),
             (None, ("skip_from", "v_dim", "attention_from", "gates_from")),
             ((), ("mudd_in", "mudd_out")),
         )

@@ -204,7 +204,7 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
 def test_initial_scalars():
     """In the order of their layers. test_published_values has the other initial values."""
     model = gpt.GPT(smoke_config())
-    own = [(s.layer, s.name, *s.init) for s in model.layer_scalars]
+    own = [(s.layer, s.name, *s.init) for s in model.all_scalars]
     assert (3, "skip", -1.5) in own and (0, "x0", 0.0) in own
     assert [name for name, _ in model.scalars.items()] == ["scalar"]
     assert model.scalars["scalar"].tolist() == [init for _, _, init in own]
