@@ -1758,10 +1758,7 @@ class Optimizer:
         beta1, beta2 = (beta**ratio for beta in group.betas)
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
         lr = bucket.lr_mul * state.lr[name]
-
-        def scalar(value: float):
-            return torch.tensor(value, dtype=at_least_fp32(bucket.values))
-
+        scalar = functools.partial(torch.tensor, dtype=at_least_fp32(bucket.values))
         return UpdateArgs(
             lr=lr, weight_decay=lr * bucket.wd_mul * state.weight_decay[name] * ratio,
             momentum=scalar(state.momentum), fast_beta=scalar(state.fast_beta),
