@@ -2083,8 +2083,7 @@ class TrainData:
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
             raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
-                           "more files, raise --epochs, lower --num_iterations or --seq_len, or give "
-                           "--sequence_start=anywhere, which uses all tokens of long documents", 2)
+                           "more files, raise --epochs or lower --num_iterations", 2)
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""

@@ -111,9 +111,9 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                 elif os.path.isdir(path) and not path.is_symlink():
                     folders += {path.name} - {"node_modules"}
                 else:  # a pipe may have no end
-                    skip(path, "no regular file or folder", paths)
+                    skip(path, "no file or folder, or a link to a folder", paths)
     for pattern in unused:
-        raise RecordError(f"--exclude={pattern} matches nothing: give a path inside a folder, as in 'old/*'")
+        raise RecordError(f"--exclude={pattern} matches nothing: give a path in a folder, as 'old/*' or '*/name'")
 
 
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:

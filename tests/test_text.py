@@ -287,10 +287,10 @@ def test_what_is_skipped(tmp_path, capsys):
     with at_most(300):
         lines = make(capsys, texts, book, "--out", tmp_path / "mine").splitlines()
     assert lines[:-2] == [
-        *(f"skipped: {texts}/{name} (no regular file or folder)" for name in ("broken", "folder")),
+        *(f"skipped: {texts}/{name} (no file or folder, or a link to a folder)" for name in ("broken", "folder")),
         f"not UTF-8: {texts}/latin.txt (iconv converts a file of another encoding)",
         f"skipped: {texts}/other.txt (NUL bytes: no UTF-8 text)",
-        f"skipped: {texts}/pipe (no regular file or folder)",
+        f"skipped: {texts}/pipe (no file or folder, or a link to a folder)",
         f"not UTF-8: {texts}/sub/latin.txt (iconv converts a file of another encoding)",
         "documents with the content of another one: 20. Equal documents count once"]
     found = documents(tmp_path / "mine", "train") + documents(tmp_path / "mine", "val")
