@@ -113,7 +113,8 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                 else:  # a pipe may have no end
                     skip(path, "no file or folder, or a link to a folder", paths)
     for pattern in unused:
-        raise RecordError(f"--exclude={pattern} matches nothing: give a path in a folder, as 'old/*' or '*/name'")
+        raise RecordError(f"--exclude={pattern} matches nothing: give a path inside a folder, as in 'old/*' or "
+                          "'*/name'")
 
 
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
@@ -531,7 +532,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
-        out = Path(args.out or EMBEDDED_CORPUS)
+        out = Path(args.out or EMBEDDED_CORPUS).expanduser()
         if not args.paths:
             if argv:
                 raise RecordError(f"{argv[0]} needs a path: give files or folders, or no option for "
