@@ -113,8 +113,8 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                 else:  # a pipe may have no end
                     skip(path, "no file or folder, or a link to a folder", paths)
     for pattern in unused:
-        raise RecordError(f"--exclude={pattern} matches nothing: give a path inside a folder, as in 'old/*' or "
-                          "'*/name'")
+        raise RecordError(f"--exclude={pattern} matches nothing: give a path inside a folder, as in 'old/*' "
+                          "or '*/name'")
 
 
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
