@@ -3498,6 +3498,8 @@ def supports_bfloat16(device):
 def choose_dtype(cfg, device):
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
     if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -4314,8 +4316,6 @@ class RunLog:
             shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
         path = folder / f"{run['run_id']}.json"
         write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
-        if self.bar is not None:
-            self.bar.close()
         for name in ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
                      "mfu", "peak_memory_mib"):
             print0(f"{name + ':':<17}{result[name]}", self.rt)
