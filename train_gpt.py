@@ -1012,7 +1012,7 @@ class Attention(nn.Module):
             projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
             y = y - (projection * s["xsa"].tanh())[..., None] * v
 
-        # 5. Head gates: from the first channels of x (record 28), and the scalars of gate
+        # 5. Head gates: from the first channels of x (record 28), and the scalars head_gate
         if self.attention_gate_weight is not None:
             gate_inputs = x[:, : self.attention_gate_weight.size(1)]
             y = y * torch.sigmoid(linear(gate_inputs, self.attention_gate_weight))[..., None]
@@ -1652,7 +1652,7 @@ class Average(typing.NamedTuple):
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
-# and head change in every second step, so the record averages them that often, at 1 - (1 - rate)^2.
+# and head change in every second step: every step at `rate` equals the record's two steps at once.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
