@@ -2379,8 +2379,8 @@ def train(cfg, argv: list[str]):
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
     data_setup_s = round(time.perf_counter() - started, 2)
     folder, saved, resume_line = find_start(cfg, run, rt)
-    result = find_result(cfg, run)
-    if result:
+    result = find_result_folder(cfg) / f"{run['run_id']}.json"
+    if result.exists():
         print0(f"{result} is the result of this run: nothing to do", rt)
         return
 
@@ -2511,8 +2511,7 @@ def choose_fast_forms(cfg, rt):
     names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
     has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
     use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
-    fp8 = [name for name in FP8_FORMS
-           if use_fp8 and name[4:] in cfg.fp8_parts and (has_kernels or name != "fp8_qkv")]
+    fp8 = [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
 
     check = FormCheck(cfg, rt.device)
     names, lines = check.keep_equal(names, torch.float32, 0.01)
@@ -2540,8 +2539,8 @@ class FormCheck:
         for param in self.model.parameters():  # zeros would hide every fault
             std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
             param.data += std * torch.randn(param.shape).to(device)
-        self.scales = DelayedScales(self.model, Comm())
-        self.scales.set(0.5 * self.scales.read())
+        scales = DelayedScales(self.model, Comm())
+        scales.set(0.5 * scales.read())
         tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
         tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
         tokens[:, 200:220] = 1  # equal targets
@@ -2558,7 +2557,6 @@ class FormCheck:
         self.model.zero_grad()
         loss = self.model(self.batch, self.step_inputs, ops, self.loss_weights)
         loss.backward()
-        self.scales.collect()
         matrix = self.model.embed.detach()[:256, :200]  # not square
         matrices = torch.stack((matrix, matrix.flip(1)))
         named = self.model.named_parameters()
@@ -2659,7 +2657,7 @@ def attend_flex(q, k, v, mask):
     attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
     q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
     y = attend(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
-    return y[0].transpose(0, 1)  # (T, H, K)
+    return y[0].transpose(0, 1)  # (T, H, L)
 
 
 @functools.cache
@@ -2690,7 +2688,7 @@ def attend_blocks(q, k, v, mask):
     heads = []
     for queries, keys, values in zip(q, k, v):  # unfold: overlapping views (T/C, K, M * C)
         scores = torch.baddbmm(mask.type_as(q), queries, keys.unfold(0, num_keys, size))
-        heads.append(scores.softmax(-1) @ values.unfold(0, num_keys, size).mT)  # (T/C, C, K)
+        heads.append(scores.softmax(-1) @ values.unfold(0, num_keys, size).mT)  # (T/C, C, L)
     return torch.stack(heads).flatten(1, 2).transpose(0, 1)
 
 # ==== FP8 ==================================================================================================
@@ -2807,7 +2805,7 @@ class DelayedScales:
 # ==== FUSED OPERATIONS =====================================================================================
 # Fused QKV runs one kernel after the matmul, and in backward one kernel before the matmuls. The fused loss
 # (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused MLP does
-# not store its first product. They call Triton kernels of the next section, the loss only with use_kernel.
+# not store its first product. Kernels are in the next section. Loss and MLP use them with use_kernel only.
 
 class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
@@ -2920,26 +2918,26 @@ class FusedHeadLoss(torch.autograd.Function):
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x. A kernel computes the activation without storing x @ up. With scales it
+    """relu2_mlp() of normalized x. With use_kernel x @ up is not stored. With scales it
     is in FP8, forward and backward. Sources: 2026-01-14, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
-        """x (T, D), up and down (D, M) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
+        """x (T, D), up and down (D, F) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
         activation, and of the gradient of x @ up, or None. Backward returns the amax of these two tensors as
         the gradients of their scales."""
         dtype = None if hidden_scale is None else E4M3
         scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         up, down = quantize(up, dtype), quantize(down, dtype)
         hidden, hidden_t, hidden_amax = relu2_matmul(
-            scaled_x, up, hidden_scale, dtype or x.dtype, x.dtype, use_kernel)  # (T, M), (M, T), ()
+            scaled_x, up, hidden_scale, dtype or x.dtype, x.dtype, use_kernel)  # (T, F), (F, T), ()
         ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
         ctx.use_kernel = use_kernel
         return matmul(hidden, down, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
-        """grad (T, D) -> gradients of x (T, D), up and down (D, M), and two amax ()."""
+        """grad (T, D) -> gradients of x (T, D), up and down (D, F), and two amax ()."""
         *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
         x, up, down, hidden = itertools.starmap(Scaled, zip(pairs[::2], pairs[1::2]))
         dtype = None if hidden.scale is None else E5M2
@@ -2960,9 +2958,9 @@ def fused_relu2_mlp(x, up, down, scales, use_kernel: bool = True, use_fp8: bool 
 
 def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: bool,
                  hidden: Scaled | None = None):
-    """x (T, D), w (D, M) -> relu(x w)^2 (T, M). With hidden: (x w) * 2 sqrt(hidden). The second form is the
+    """x (T, D), w (D, F) -> relu(x w)^2 (T, F). With hidden: (x w) * 2 sqrt(hidden). The second form is the
     gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
-    the product x w without the kernel. Returns the result, its transpose (M, T), and in FP8 its amax ()."""
+    the product x w without the kernel. Returns the result, its transpose (F, T), and in FP8 its amax ()."""
     is_fp8, is_backward = out_scale is not None, hidden is not None
     if not use_kernel:
         y = matmul(x, transpose(w), dtype, fast=not is_backward).float()
@@ -3585,7 +3583,7 @@ class TrainClock:
 
     @contextmanager
     def paused(self):
-        self.seconds += clock(self.device) - self.started
+        self.lap()
         yield
         self.started = clock(self.device)
 
@@ -3597,14 +3595,14 @@ STEP_TIMEOUT = datetime.timedelta(seconds=20)  # of a collective in a training s
 LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
 
+@dataclass
 class Comm:
     """Collectives of one rank. A separate group keeps all-gathers from queueing behind reduce-scatters."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, gloo_group: dist.ProcessGroup | None = None,
-                 all_gather_group: dist.ProcessGroup | None = None):
-        self.rank, self.world_size = rank, world_size
-        self.gloo_group = gloo_group  # CPU group with a long timeout, for waits outside of training steps
-        self.all_gather_group = all_gather_group
+    rank: int = 0
+    world_size: int = 1
+    gloo_group: dist.ProcessGroup | None = None  # on the CPU, for waits outside of training steps
+    all_gather_group: dist.ProcessGroup | None = None
 
     def reduce_scatter(self, full):
         """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
@@ -4151,11 +4149,6 @@ def find_result_folder(cfg):
     return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
 
 
-def find_result(cfg, run: dict):
-    paths = (folder / f"{run['run_id']}.json" for folder in (Path(cfg.out, "logs"), find_result_folder(cfg)))
-    return next(filter(Path.exists, paths), None)
-
-
 def find_conflict(cfg, run: dict):
     """The reason why this run's data, folders or record's results do not fit it, or ""."""
     train_paths, val_paths = (map(os.path.realpath, find_shards(getattr(cfg, field), field))
@@ -4310,8 +4303,7 @@ class RunLog:
                       val_points=self.val_points, final_val_loss=self.val_points[-1][1], **measured)
         folder.mkdir(parents=True, exist_ok=True)
         script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
-        if not script.exists():
-            write_atomic(script, SCRIPT)
+        write_atomic(script, SCRIPT)
         for suffix, file in self.files.items() if cfg.record else ():
             shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
         path = folder / f"{run['run_id']}.json"
@@ -4555,7 +4547,7 @@ class Checkpoints(AbstractContextManager):
     def write_model(self, trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         buckets = trainer.optimizer.buckets
-        if sum(bucket.values.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
+        if sum(bucket.shard.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
             return
         tensors = {name: (bucket.gather() if isinstance(bucket, Table) else param).detach().cpu()
                    for bucket in buckets for name, param in bucket.params.items()}
@@ -4609,27 +4601,26 @@ class UpdateNorms:
 
     def __init__(self, optimizer, is_full: bool):
         """is_full: of weights, updates and momentum, too. Without it only of gradients."""
-        self.optimizer, self.is_full, self.is_on, self.tokens_per_step = optimizer, is_full, True, 1
+        self.optimizer, self.is_full, self.is_on = optimizer, is_full, True
         self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
         self.sums = torch.zeros(len(self.groups), 4, device=optimizer.buckets[0].shard.device)
         for bucket in optimizer.buckets:
             bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
     def measure(self, bucket, run_update: Callable, rule_update, args):
-        """Update a bucket and add its sums: gradient of the mean loss, weight, update, momentum."""
+        """Update a bucket and add its sums: gradient of a step's summed loss, weight, update, momentum."""
         if not self.is_on:
             run_update(rule_update, args)
             return
-        before, is_full = bucket.shard, self.is_full and not bucket.rule.row_state
+        is_full = self.is_full and not bucket.rule.row_state
         if is_full:
-            before = before.clone()
+            before = bucket.read_shard()
         last_step, late_step = self.optimizer.step_count - 1, self.optimizer.late_step
-        num_tokens = self.tokens_per_step * bucket.group.period(last_step, late_step)
-        norms = [measure_norm(bucket.grad) / num_tokens]
+        norms = [measure_norm(bucket.grad) / bucket.group.period(last_step, late_step)]
         run_update(rule_update, args)  # clears the gradient
         if is_full:
-            update, momentum = bucket.shard.float() - before.float(), next(iter(bucket.state.values()))
-            norms += map(measure_norm, (bucket.shard, update, momentum))
+            weight, momentum = bucket.read_shard(), next(iter(bucket.state.values()))
+            norms += map(measure_norm, (weight, weight - before, momentum))
         self.sums[self.groups.index(bucket.group_name), : len(norms)] += torch.stack(norms).square()
 
     def take(self):
@@ -4651,7 +4642,6 @@ class Telemetry:
         self.norms.is_on = step % trainer.cfg.telemetry_every == 0
         if not self.norms.is_on:
             return self.run_step(batches, state)
-        self.norms.tokens_per_step = state.stage.tokens_per_step
         started = clock(trainer.rt.device)
         loss = self.run_step(batches, state)
         seconds = clock(trainer.rt.device) - started
@@ -4660,8 +4650,9 @@ class Telemetry:
         sums = comm.all_reduce(self.norms.take()).sqrt().tolist()
         for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
             if grad:
-                groups[group] = dict(grad_norm=grad, weight_norm=weight, momentum_norm=momentum,
-                                     update_ratio=update / max(weight, 1e-30))
+                groups[group] = dict(
+                    grad_norm=grad / state.stage.tokens_per_step, weight_norm=weight, momentum_norm=momentum,
+                    update_ratio=update / max(weight, 1e-30))
         self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
         return loss
 
