@@ -561,8 +561,9 @@ def relu2_mlp(x, up, down, _scales=None):
 def rotate(x, cos, sin):
     """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position. x (T, ...,
     P, K), cos and sin (T, ..., P, K/2). Source: record 32."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((sin, -sin), dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
 
 
 class Heads(typing.NamedTuple):
@@ -584,10 +585,9 @@ def make_qkv(x, weight, rope, heads, step_inputs, ops):
     qk = qk.unflatten(1, (2, H // P, P, K))
     if heads.has_norm:
         qk = ops.rms_norm(qk)
-    qk = rotate(qk, rope.cos[:, None, None], rope.sin[:, None, None])  # tables (T, 1, 1, P, K/2)
-    q, k = qk.flatten(2, 3).unbind(1)  # (T, H, K)
-    q = (q * rope.softmax_scale).type_as(x)
-    k = k.type_as(x)
+    cos, sin = (table[:, None, None].type_as(x) for table in (rope.cos, rope.sin))  # (T, 1, 1, P, K/2)
+    q, k = rotate(qk, cos, sin).flatten(2, 3).unbind(1)  # (T, H, K)
+    q = q * rope.softmax_scale
     if heads.key_offset:  # torch.lerp is five times faster than torch.where
         k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
     return q, k, v
@@ -802,8 +802,10 @@ class GPT(nn.Module):
         acts, scalars, ngrams = {}, {}, None
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
             order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
-            rows = hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order)  # (n, T), n kinds
-            ngrams = start_reading(self.ngram, rows.flatten(), batch.ngram_plan)  # first, since needed first
+            rows = None
+            if batch.ngram_plan is None:
+                rows = hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order).flatten()  # n kinds
+            ngrams = start_reading(self.ngram, rows, batch.ngram_plan)  # first, since needed first
         reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
                  for i, table in self.value_embeds.items()}
         if ngrams is not None:
@@ -819,7 +821,7 @@ class GPT(nn.Module):
     def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
-        return (rows.to(dtype).view_as(signs) * signs).sum(0)
+        return sum(rows.to(dtype).view_as(signs) * signs)  # two kinds: faster than Tensor.sum()
 
     def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
         """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
@@ -962,7 +964,7 @@ class Attention(nn.Module):
         # which cancels sqrt(rows / columns) of anvil()
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
-        self.v = parameter(v, "matrix", kind="vo", by_row=True)  # (HL, D)
+        self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
         self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
         self.attention_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
@@ -1333,9 +1335,10 @@ def muon(weight, grad, state, args):
     normalize_rows(). MuonH and NorMuonH move on a sphere, see sphere_step()."""
     # Nesterov momentum
     momentum = state["momentum"]
-    grad = (grad * args.grad_scale).to(momentum.dtype) * (1 - args.momentum)
-    momentum.mul_(args.momentum).add_(grad)
-    update = momentum * args.momentum + grad
+    beta = args.momentum.to(momentum.dtype)
+    grad = (grad * args.grad_scale).to(momentum.dtype)
+    momentum.lerp_(grad, 1 - beta)
+    update = grad.lerp(momentum, beta)
 
     update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
     if "second_momentum" in state:
@@ -1343,7 +1346,9 @@ def muon(weight, grad, state, args):
     if "radius" in state:
         return sphere_step(weight, update, state, args)
     rows, columns = update.shape[-2:]
-    decay = choose_decay(update * weight >= 0, args)
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight >= 0)
     return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
 
 
@@ -1362,7 +1367,9 @@ def anvil(weight, grad, state, args):
     update = grad.lerp(mean, args.momentum.to(fast.dtype))
     update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
     update = normalize_rows(update, state, args)
-    decay = choose_decay(slow * weight >= 0, args)
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (slow * weight >= 0)
     size = max(1, rows / columns) ** 0.5  # also of the decay
     return weight * (1 - decay * size) - update * (args.lr * size)
 
@@ -1371,13 +1378,15 @@ def adamw(weight, grad, state, args):
     """AdamW, elementwise, in float32. eps is added before the bias correction, as in record 32."""
     beta1, beta2 = args.betas
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
-    exp_avg = state["exp_avg"].to(grad.dtype) * beta1 + grad * (1 - beta1)
-    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype) * beta2 + grad.square() * (1 - beta2)
+    exp_avg = state["exp_avg"].to(grad.dtype).lerp(grad, 1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype).lerp(grad.square(), 1 - beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
     bias_correction = args.bias_correction2.sqrt() / args.bias_correction1
     update = exp_avg / (exp_avg_sq.sqrt() + args.eps) * bias_correction
-    decay = choose_decay(update * weight > 0, args)
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight > 0)
     return weight * (1 - decay) - update * args.lr
 
 
@@ -1387,11 +1396,13 @@ def row_adam(weight, grad, state, args):
     for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * args.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
-    has_grad = (grad != 0).any(-1, keepdim=True) & mean_square.isfinite()
+    has_grad = (mean_square > 0) & mean_square.isfinite()
     exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
     exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
     update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
-    decay = choose_decay(update * weight > 0, args)
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight > 0)
     state["exp_avg_sq"].copy_(torch.where(has_grad, exp_avg_sq, state["exp_avg_sq"]))
     state["last_update"].copy_(torch.where(has_grad, args.decay_time, state["last_update"]))
     return torch.where(has_grad, weight * (1 - decay) - update * args.lr, weight)
@@ -1406,13 +1417,6 @@ RULES = {
     "adamw": Rule(adamw, moments=("exp_avg", "exp_avg_sq")),
     "row_adam": Rule(row_adam, moments=(), row_state=("exp_avg_sq", "last_update")),
 }
-
-
-def choose_decay(shrinks, args):
-    """Weight decay of each weight. With args.cautious only where `shrinks`."""
-    if args.cautious:
-        return args.weight_decay * shrinks
-    return args.weight_decay
 
 
 # a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
@@ -1443,9 +1447,8 @@ def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul
     x = x.to(dtype)
     if is_tall:
         x = x.mT  # (M, short, long)
-    norm = x.to(at_least_fp32(x)).norm(dim=(-2, -1), keepdim=True)
     factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
-    x = x / (norm * factor + addend).to(x.dtype)
+    x = x / (matrix_norm(x) * factor + addend).to(x.dtype)
     for a, b, c in POLYNOMIALS[polynomial]:
         gram = matmul(x)  # (M, short, short)
         gram = matmul(gram, gram, c, b)  # c gram gram^T + b gram
@@ -1476,7 +1479,7 @@ def sphere_step(weight, update, state, args):
 
 def matrix_norm(x):
     """Frobenius norm of each matrix of x (M, rows, columns), float32 (M, 1, 1)."""
-    return x.to(at_least_fp32(x)).square().sum(dim=(-2, -1), keepdim=True).sqrt()
+    return torch.linalg.matrix_norm(x, keepdim=True, dtype=at_least_fp32(x))
 
 # ==== OPTIMIZER ============================================================================================
 # A bucket is one tensor. Its views are parameters of one segment and group. Each rank updates a shard of
@@ -1495,7 +1498,7 @@ def plan_buckets(model, cfg):
     for name, param in reversed(list(model.named_parameters())):
         spec, key = param.spec, ()
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            key = spec.kind, param.shape[-2:]
+            key = cfg.averages and spec.kind, spec.by_row, param.shape[-2:]
         elif param.numel() >= LARGE_PARAMETER or spec.is_table:
             key = name
         key = find_segment(name, model), spec.group, param.dtype, key
@@ -2014,7 +2017,6 @@ class Batch(typing.NamedTuple):
 
 
 SWEEP_STEP = 20_011  # prime
-PREFETCHED = 4  # batches that are ready in advance
 
 
 class PackedSequence(typing.NamedTuple):
@@ -2247,16 +2249,17 @@ def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
 
 
 def prefetch(batches: Iterator[Batch], device):
-    """Yield batches on the device. A thread builds them in advance, pinned for CUDA."""
+    """Yield batches on the device. For a GPU a thread builds and pins them in advance. On a CPU OpenMP would
+    give the thread its own team: four threads on two cores, and training waits for those that sleep."""
     def build():
-        batch = next(batches, None)
-        if batch is None or device.type != "cuda":
-            return batch
         torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
-        return tree_map_only(Tensor, Tensor.pin_memory, batch)
+        return tree_map_only(Tensor, Tensor.pin_memory, next(batches, None))
 
+    if device.type != "cuda":
+        yield from batches
+        return
     with ThreadPoolExecutor(1, "prefetch") as executor:
-        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
+        pending = deque(executor.submit(build) for _ in range(4))
         while batch := pending.popleft().result():
             pending.append(executor.submit(build))
             yield move_batch(batch, device)
@@ -2481,7 +2484,8 @@ def make_operations(cfg, names: Iterable[str], dtype):
         rms_norm=dict(rms_norm=RMSNorm.apply),
         qkv_kernel=dict(make_qkv=fused_qkv),
         flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
-        block_attention=dict(make_mask=build_dense_mask, attention=attend_blocks),
+        block_attention=dict(make_mask=functools.partial(build_dense_mask, dtype=dtype),
+                             attention=BlockAttention.apply),
         head_loss=dict(head_loss=functools.partial(FusedHeadLoss.apply, False, None)),
         cross_entropy=dict(head_loss=functools.partial(FusedHeadLoss.apply, True, None)),
         relu2_mlp=dict(relu2_mlp=fused_relu2_mlp),
@@ -2608,11 +2612,10 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
-        mean = torch.linalg.vecdot(grad, y)[..., None] / y.size(-1)  # (..., 1)
-        return torch.addcmul(grad, y, mean, value=-1) * scale
+        total = torch.linalg.vecdot(grad, y)[..., None]  # (..., 1)
+        return torch.addcmul(grad, y, total, value=-1 / y.size(-1)) * scale
 
 
-DENSE_BLOCK = 64  # tokens. Small blocks waste less work, large ones multiply faster
 # FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
 FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
                     num_warps=4)
@@ -2665,31 +2668,68 @@ def compile_flex_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def build_dense_mask(doc_ids, window):
+def build_dense_mask(doc_ids, window, dtype):
     """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf. A block
-    of queries reads its own block of keys and the M - 1 blocks before it. All blocks share one mask for
-    causality and window. A table look-up hides the keys before the query's document."""
+    of queries reads its own block of keys and the M - 1 blocks before it."""
     num_tokens = doc_ids.size(0)
-    size, window = math.gcd(num_tokens, DENSE_BLOCK), min(int(window), num_tokens)
-    num_blocks = 1 + -(-window // size)
-    num_keys, num_before = num_blocks * size, (num_blocks - 1) * size
-    square = torch.full((num_keys, num_keys), -math.inf, device=doc_ids.device)
-    hidden = square[:size].triu(num_before + 1) + square[:size].tril(num_before - window - 1)  # (C, M * C)
-    starts = torch.arange(0, num_tokens, size, device=doc_ids.device)[:, None]
-    first = torch.searchsorted(doc_ids, doc_ids).view(-1, size) - (starts - num_before)  # (T/C, C)
-    return F.embedding(first.clamp(min=0), square.tril(-1)).add_(hidden)
+    size = math.gcd(num_tokens, 128 if window >= 512 else 64)  # small blocks waste less, large are faster
+    positions = torch.arange(num_tokens, device=doc_ids.device)
+    first = torch.maximum(torch.searchsorted(doc_ids, doc_ids), positions - window)  # first visible key
+    first = first.view(-1, size) - positions[::size, None]  # (T/C, C), relative to the block
+    num_before = -(int(first.min()) // size) * size  # keys
+    earlier = hide_earlier_keys(num_before + size, dtype, doc_ids.device)
+    mask = F.embedding(first + num_before, earlier)  # faster than comparisons
+    mask[:, :, num_before:] += earlier[:size, :size].T
+    return mask
 
 
-def attend_blocks(q, k, v, mask):
-    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T."""
-    num_blocks, size, num_keys = mask.shape
-    q = q.transpose(0, 1).unflatten(1, (num_blocks, size))  # (H, T/C, C, K)
-    k, v = (F.pad(x.transpose(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (H, T + (M-1) C, K)
-    heads = []
-    for queries, keys, values in zip(q, k, v):  # unfold: overlapping views (T/C, K, M * C)
-        scores = torch.baddbmm(mask.type_as(q), queries, keys.unfold(0, num_keys, size))
-        heads.append(scores.softmax(-1) @ values.unfold(0, num_keys, size).mT)  # (T/C, C, L)
-    return torch.stack(heads).flatten(1, 2).transpose(0, 1)
+@functools.cache
+def hide_earlier_keys(num_keys: int, dtype, device):
+    """(num_keys, num_keys): row i hides the keys before i, by -inf."""
+    return torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=device).tril(-1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of N = H * T/C blocks reads M
+    blocks of keys. The mask hides those of the previous head. Autograd's own backward takes longer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        """q, k (T, H, K), v (T, H, L) -> (T, H, L)."""
+        _, size, num_keys = mask.shape
+        q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (N, C, K or L)
+        M = num_keys // size
+        places = torch.arange(1 - M, len(q), device=q.device).unfold(0, M, 1).clamp(min=0)  # (N, M)
+        k, v = (F.embedding(places, x.flatten(1)).view(len(q), num_keys, -1) for x in (k, v))
+        ctx.num_heads = len(q) // len(mask)
+        probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (N, C, M * C)
+        ctx.save_for_backward(q, k, v, probs)
+        return join_blocks(probs @ v, ctx.num_heads)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (T, H, L) -> gradients of q, k (T, H, K), v (T, H, L)."""
+        q, k, v, probs = ctx.saved_tensors
+        grad = split_blocks(grad, q.size(1))
+        grad_scores = torch._softmax_backward_data(grad @ v.mT, probs, -1, probs.dtype)
+        grads = [grad_scores @ k]  # of q, k, v
+        for grad_keys in (grad_scores.mT @ q, probs.mT @ grad):
+            parts = grad_keys.unflatten(1, (-1, q.size(1)))  # (N, M, C, K or L)
+            total = parts[:, -1].clone()
+            for i in range(1, parts.size(1)):  # the i-th block before
+                total[:-i] += parts[i:, -1 - i]
+            grads.append(total)
+        return *(join_blocks(x, ctx.num_heads) for x in grads), None
+
+
+def split_blocks(x, size: int):
+    """(T, H, K) -> blocks of tokens of all heads (H * T/C, C, K)."""
+    return x.transpose(0, 1).reshape(-1, size, x.size(-1))
+
+
+def join_blocks(x, num_heads: int):
+    """Inverse of split_blocks()."""
+    return x.reshape(num_heads, -1, x.size(-1)).transpose(0, 1)
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
@@ -3252,6 +3292,8 @@ def plan_rows(reads, rank: int, num_rows: int):
     size = -(-num_rows // len(reads))
     first_row = rank * size
     distinct, places = reads[rank].unique(return_inverse=True)
+    if len(reads) == 1:
+        return RowPlan(places, distinct.long(), (len(distinct),), (len(distinct),))
     received = torch.bincount(distinct // size, minlength=len(reads)).tolist()
     wanted = []
     for rows in reads:
@@ -3335,8 +3377,10 @@ class Table(Bucket):
         self.collect()
         self.grad = self.total
         if self.is_sparse:
-            rows, grads = map(torch.cat, zip(*self.pieces))
-            self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
+            self.rows, self.grad = self.pieces[0]  # distinct rows
+            if len(self.pieces) > 1:
+                rows, grads = map(torch.cat, zip(*self.pieces))
+                self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
 
     def update(self, update: Callable, args):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
@@ -3498,7 +3542,15 @@ def choose_dtype(cfg, device):
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
         raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
-    if not is_cuda:  # PyTorch before 2.13 does not report the features of a processor
+    if not is_cuda:
+        # oneDNN multiplies float32 matrices in half of MKL's time on AMD. This setting makes PyTorch use it,
+        # but also allows rounding to bfloat16. It is reset if oneDNN rounds, as with AMX
+        setting = torch.backends.mkldnn.matmul
+        setting.fp32_precision = "bf16"
+        a = torch.full((256, 256), 1 + 2.0**-12)  # 1 in bfloat16
+        if (a @ a)[0, 0] == 256:
+            setting.fp32_precision = "ieee"
+        # PyTorch before 2.13 does not report the features of a processor
         features = getattr(torch.cpu, "get_capabilities", dict)()
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     chosen = "bfloat16" if has_bf16 else "float32"
@@ -4743,9 +4795,9 @@ class Guard:
 # Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A
 # RunError is printed as one line. Unexpected exceptions keep their traceback.
 
-def main(argv: list[str] | None = None):
+def main(argv: list[str]):
     """Run a command line. Returns the exit status, and prints a RunError as one line."""
-    argv, status, rank, line = sys.argv[1:] if argv is None else argv, 0, env_int("RANK", 0), ""
+    status, rank, line = 0, env_int("RANK", 0), ""
     try:
         values = parse_argv(argv)
         print_config = values.pop("print_config", False)
@@ -4776,4 +4828,4 @@ def main(argv: list[str] | None = None):
 if __name__ == "__main__":
     if "--print_config" in sys.argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

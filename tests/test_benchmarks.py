@@ -46,7 +46,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
 
 @pytest.mark.parametrize("tool, option", [
     ("step", "--num_steps=2"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
-    ("comm", "--max_mb=-1"), ("compare_scripts", "--steps=0"), ("copy_loss", "--depth=3"),
+    ("comm", "--max_mb=-1"), ("compare_scripts", "--rounds=0"), ("copy_loss", "--depth=3"),
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
     ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"), ("cpu_ablation", "--variant=bare"),
@@ -200,27 +200,25 @@ def test_the_speed_of_stages_of_different_sizes(num_ranks):
     assert ms == {"1: windows 256/128": 1024 / num_ranks, "2: windows 256/128": 2048 / num_ranks}
 
 
-def test_two_versions_are_compared_over_all_stages(shards, clock, monkeypatch, capsys):
-    """The script against itself. One slow step has no effect. Losses are equal, and without updates they differ."""
-    load, windows = compare_scripts.load_script, (128, 192, 256)  # of the stages
-
-    def load_slow(path):
-        module, times = load(path), dict(zip(windows, STAGES["first"]))
-        clock(module.Trainer, lambda state, number: 9 if number == 3 else times[state.stage.window_long])
-        return module
-
-    monkeypatch.setattr(compare_scripts, "load_script", load_slow)
-    clock(gpt.Trainer, lambda state, _: dict(zip(windows, STAGES["second"]))[state.stage.window_long])
-    words = ["compare_scripts.py", str(ROOT / "train_gpt.py"), *TINY, *data_args(shards)]
-    monkeypatch.setattr(sys, "argv", [*words, "--num_iterations=20"])
+def test_versions_are_compared_by_whole_runs(shards, tmp_path, monkeypatch, capsys):
+    """The script with clocks that advance by 500 and by 250 ms a step, and the second one without updates."""
+    text = (ROOT / "train_gpt.py").read_text()
+    read = "return self.seconds + time.perf_counter() - self.started"
+    assert text.count(read) == 1
+    for name, seconds in (("slow", 0.5), ("quick", 0.25)):
+        version = text.replace(read, f"self.count = getattr(self, 'count', 0) + 1\n        return {seconds} * self.count")
+        if name == "quick":
+            assert "bucket.update(self.rules[bucket.group.rule]" in version
+            version = version.replace("bucket.update(self.rules[bucket.group.rule]", "(lambda *_: 0)(0")
+        (tmp_path / f"{name}.py").write_text(version)
+    words = [str(tmp_path / "slow.py"), str(tmp_path / "quick.py"), "--rounds=1", "--dtypes=float32"]
+    monkeypatch.setattr(sys, "argv", ["compare_scripts.py", *words, *TINY, *data_args(shards), "--num_iterations=4"])
     assert compare_scripts.main() == 0
-    us = [1e6 * sum(steps * s for steps, s in zip(STEPS, stages)) / 20 / 512 for stages in STAGES.values()]
-    line = capsys.readouterr().out
-    assert f"{us[0]:.2f} us a token before, {us[1]:.2f} after: {TRUE_RATIO:.3f} (stages 1.000, 0.95" in line
-    assert "0, 1.333, quartiles" in line and "Losses at most 0.0e+00 apart" in line
-    monkeypatch.setattr(gpt.Optimizer, "step", lambda self, *_: None)
-    assert compare_scripts.main() == 0
-    assert "Losses at most 0.0e+00" not in capsys.readouterr().out
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| float32")]
+    assert [row[1:4] for row in rows[:2]] == [["slow.py", "500.0", "1.000 (1.000 to 1.000)"],
+                                              ["quick.py", "250.0", "0.500 (0.500 to 0.500)"]]
+    assert rows[2][1] == "train_gpt.py" and [row[7].startswith("0.0e+00") for row in rows] == [True, False, True]
+    assert all(float(row[4]) > 0 for row in rows)
 
 
 def test_the_mean_of_a_cycle():

@@ -223,8 +223,13 @@ def test_short_validation_sequences_travel_together(shards):
     assert trainer.validate(data, state) == pytest.approx(trainer.validate(one_by_one, state), rel=1e-6)
 
 
-def test_prefetched_batches():
-    """Batches arrive in order. Errors of the thread reach the caller. No thread is left."""
+@pytest.mark.parametrize("device, num_threads", [("cpu", 0), ("cuda", 1)])
+def test_prefetched_batches(device, num_threads, monkeypatch):
+    """Batches arrive in order. For CUDA a thread builds them (here without pinned memory, the copy and the device). Its
+    errors reach the caller, and no thread is left."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(gpt, "move_batch", lambda batch, device: batch)
     before = {*threading.enumerate()}
 
     def count_threads():
@@ -235,9 +240,9 @@ def test_prefetched_batches():
         raise ValueError("disk on fire")
 
     batches = [gpt.make_batch(np.array([[BOS, i, 2]]), BOS) for i in range(7)]
-    prefetched = gpt.prefetch(fail(), torch.device("cpu"))
+    prefetched = gpt.prefetch(fail(), torch.device(device))
     assert [next(prefetched).inputs[1].item() for _ in batches] == list(range(7))
-    assert count_threads() == 1
+    assert count_threads() == num_threads
     with pytest.raises(ValueError, match="disk on fire"):
         next(prefetched)
     assert count_threads() == 0

@@ -90,20 +90,24 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
     ("rms_norm", "frontier"): [
         # 2 % too large, and without the second term of the gradient
         ("x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
-        ("return torch.addcmul(grad, y, mean, value=-1) * scale", "return grad * scale")],
+        ("return torch.addcmul(grad, y, total, value=-1 / y.size(-1)) * scale", "return grad * scale")],
     ("block_attention", "smoke"): [
-        # a window of one block less, and one block more
-        ("num_blocks = 1 + -(-window // size)", "num_blocks = -(-window // size)"),
-        (".tril(num_before - window - 1)", ".tril(num_before - window - 1 - size)"),
-        # attention to the next token, to other documents, and to the keys of the first head
-        (".triu(num_before + 1)", ".triu(num_before + 2)"),
+        # a window of 64 tokens less, and one more
+        ("positions - window)", "positions - window + 64)"),
+        ("positions - window)", "positions - window - 64)"),
+        # attention to the next token, to other documents, and to the keys of another head
+        ("earlier[:size, :size].T", "earlier[:size, :size].T.triu(2).nan_to_num(0.0)"),
         ("torch.searchsorted(doc_ids, doc_ids)", "torch.searchsorted(doc_ids, 0 * doc_ids)"),
-        ("queries, keys.unfold", "queries, k[0].unfold"),
-        ("scores.softmax(-1) @ values", "scores.softmax(-1).detach() @ values"),
-        ("values.unfold(0, num_keys, size).mT)", "values.unfold(0, num_keys, size).mT.flip(0))"),
+        ("q, k.mT).softmax(-1)", "q, k.roll(len(mask), 0).mT).softmax(-1)"),
+        # gradients without the softmax's, of another head's queries, and of keys in the wrong blocks
+        ("torch._softmax_backward_data(grad @ v.mT, probs, -1, probs.dtype)", "grad @ v.mT * probs"),
+        ("(grad_scores.mT @ q,", "(grad_scores.mT @ q.flip(0),"),
+        ("probs.mT @ grad):", "probs.mT @ grad.roll(1, 0)):"),
+        ("total[:-i] += parts[i:, -1 - i]", "total[:-i] += parts[:-i, -1 - i]"),
+        ("total = parts[:, -1].clone()", "total = parts[:, 0].clone()"),
     ],
     ("block_attention", "frontier"): [  # a window of one token more
-        (".tril(num_before - window - 1)", ".tril(num_before - window - 2)")],
+        ("positions - window)", "positions - window - 1)")],
     ("flex_attention", "frontier"): [
         # blocks that are left out, and blocks without the mask that they need
         ("(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),

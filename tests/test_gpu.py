@@ -137,7 +137,8 @@ def test_flex_attention_forward_and_backward(num_tokens, window):
     ours = compiled(attend)(qk, qkv, doc_ids, size, gpt.build_block_mask, gpt.attend_flex)
     grads = torch.autograd.grad((ours * weight).sum(), (qk, qkv))
     exact_inputs = [x.detach().float().requires_grad_() for x in (qk, qkv)]
-    exact = attend(*exact_inputs, doc_ids, window, gpt.build_dense_mask, gpt.attend_blocks)
+    ops = gpt.make_operations(smoke_config(), {"block_attention"}, torch.float32)
+    exact = attend(*exact_inputs, doc_ids, window, ops.make_mask, ops.attention)
     expected = torch.autograd.grad((exact * weight.float()).sum(), exact_inputs)
     assert relative_error(ours, exact) < 0.01  # bfloat16 rounds inputs, scores and sums by 2^-9 each
     for our, grad in zip(grads, expected):
@@ -266,5 +267,6 @@ def test_blocked_attention_runs_without_triton(monkeypatch):
     q, k, v = (torch.randn(heads, device=CUDA, dtype=choose_dtype(), requires_grad=True) for _ in range(3))
     doc_ids = torch.arange(49_152, device=CUDA, dtype=torch.int32) // 1000
     torch.cuda.reset_peak_memory_stats()
-    gpt.attend_blocks(q, k, v, gpt.build_dense_mask(doc_ids, 1408)).sum().backward()
+    mask = gpt.build_dense_mask(doc_ids, 1408, q.dtype)
+    gpt.BlockAttention.apply(q, k, v, mask).sum().backward()
     assert v.grad.isfinite().all() and torch.cuda.max_memory_allocated() < 30e9
