@@ -484,9 +484,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
 }
 
 # ==== OPERATIONS ===========================================================================================
-# The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. At
-# startup it compares a model of both. A form that differs by more than 1 % is switched off, so a larger edit
-# of an equation takes effect. FP8 may differ by 40 %: edit with --fp8=off. With micro-batches or validation
+# The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. After
+# an edit of a function its fast forms are off, FP8 too, and a line says so. With micro-batches or validation
 # sequences above 8,192 tokens a fast form of attention() always runs: edit that one.
 
 class Rope(typing.NamedTuple):
@@ -692,11 +691,14 @@ def head_loss(x, weight, targets, target_weights, softcap):
     return loss
 
 
-def symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
-    """x x^T, or alpha * x x^T + beta * add. x (M, rows, columns), symmetric add -> (M, rows, rows)."""
-    if add is None:
-        return torch.bmm(x, x.mT)
-    return torch.baddbmm(add, x, x.mT, beta=beta, alpha=alpha)
+def val_loss(x, weight, targets, softcap):
+    """The metric: cross-entropy of the next token, summed over tokens. x (T, D), weight (V, D), targets (T,)
+    -> (), float32."""
+    loss = 0.0
+    for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+        logits = softcap(linear(x_chunk, weight))  # (T, V)
+        loss = loss + F.cross_entropy(logits, target, reduction="sum")
+    return loss
 
 
 class TableRows(typing.NamedTuple):
@@ -729,7 +731,6 @@ class Operations(typing.NamedTuple):
     make_mask: Callable = make_mask
     attention: Callable = attention
     head_loss: Callable = head_loss
-    symmetric_matmul: Callable = symmetric_matmul
 
 # ==== MODEL ================================================================================================
 # A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
@@ -1089,8 +1090,7 @@ class Head(nn.Module):
     def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
         """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
         if loss_weights is None:
-            loss_weights = x.new_ones(1, dtype=at_least_fp32(x))
-            return ops.head_loss(x, self.weight, targets[:, None], loss_weights, self.softcap)
+            return val_loss(x, self.weight, targets, self.softcap)
 
         # Targets of a token: the next token, later tokens of its packed sequence (2025-12-22), and the
         # prefix of the next token (2026-07-13). -1 is ignored.
@@ -1282,7 +1282,6 @@ class UpdateArgs(typing.NamedTuple):
     fast_beta: Tensor | None = None  # (), of anvil
     fast_weight: Tensor | None = None  # (): share of anvil's fast momentum, the rest is slow
     cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
-    symmetric_matmul: Callable = symmetric_matmul
 
 
 @dataclass(frozen=True)
@@ -1340,7 +1339,7 @@ def muon(weight, grad, state, args):
     momentum.lerp_(grad, 1 - beta)
     update = grad.lerp(momentum, beta)
 
-    update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
+    update = orthogonalize(update, args.polynomial, args.dtype)
     if "second_momentum" in state:
         update = normalize_rows(update, state, args)
     if "radius" in state:
@@ -1365,7 +1364,7 @@ def anvil(weight, grad, state, args):
     slow.lerp_(grad, SLOW_MOMENTUM_RATE)
     mean = slow.lerp(fast, args.fast_weight.to(fast.dtype))
     update = grad.lerp(mean, args.momentum.to(fast.dtype))
-    update = orthogonalize(update, args.polynomial, args.dtype, args.symmetric_matmul)
+    update = orthogonalize(update, args.polynomial, args.dtype)
     update = normalize_rows(update, state, args)
     decay = args.weight_decay
     if args.cautious:
@@ -1440,7 +1439,7 @@ MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
 
 
-def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul):
+def orthogonalize(x, polynomial: str, dtype):
     """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype. Iterates an odd
     polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express."""
     is_tall = x.size(-2) > x.size(-1)
@@ -1450,8 +1449,8 @@ def orthogonalize(x, polynomial: str, dtype, matmul: Callable = symmetric_matmul
     factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
     x = x / (matrix_norm(x) * factor + addend).to(x.dtype)
     for a, b, c in POLYNOMIALS[polynomial]:
-        gram = matmul(x)  # (M, short, short)
-        gram = matmul(gram, gram, c, b)  # c gram gram^T + b gram
+        gram = x @ x.mT  # (M, short, short)
+        gram = torch.baddbmm(gram, gram, gram.mT, beta=b, alpha=c)  # b gram + c gram^2
         x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
     if is_tall:
         x = x.mT
@@ -1678,9 +1677,8 @@ def list_averages(buckets: list[Bucket]):
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
-    def __init__(self, model, cfg, rt, matmul: Callable = symmetric_matmul):
-        """matmul: symmetric_matmul() or its fast form."""
-        self.model, self.cfg, self.comm, self.matmul = model, cfg, rt.comm, matmul
+    def __init__(self, model, cfg, rt):
+        self.model, self.cfg, self.comm = model, cfg, rt.comm
         self.step_count = 0  # finished steps. Comments count steps from 0, so after step k this is k + 1
         self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
@@ -1769,8 +1767,7 @@ class Optimizer:
             grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # as published, not the stage's tokens
             bias_correction1=scalar(1 - beta1**num_updates), bias_correction2=scalar(1 - beta2**num_updates),
             betas=(scalar(beta1), scalar(beta2)), decay_time=scalar(decay_time), eps=cfg.adam_eps,
-            dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious",
-            symmetric_matmul=self.matmul)
+            dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious")
 
     def finish(self):
         """Wait for all new values. A tied embedding equals the head, for checkpoints and samples."""
@@ -2296,7 +2293,7 @@ class Trainer:
         segments = split_layers(cfg.num_layers, rt.world_size)
         self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
         self.choose_operations(rt.dtype, rt.fast)
-        self.optimizer = Optimizer(model, cfg, rt, self.ops.symmetric_matmul)
+        self.optimizer = Optimizer(model, cfg, rt)
         self.fp8_scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
         model.run_segment = rt.compile(model.run_segment)
         model.sum_ngrams = rt.compile(model.sum_ngrams)
@@ -2465,14 +2462,22 @@ def train(cfg, argv: list[str]):
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
 # ==== FAST FORMS ===========================================================================================
-# A fast form is a faster implementation of operations of part one. At startup FormCheck computes the loss
-# and all gradients of this model, with random parameters, by fast and by plain forms. A form with other
-# results is off, and a line says so. To add a fast form, add its name to FORMS, a row to make_operations(),
-# and its condition to choose_fast_forms().
+# A fast form is a faster implementation of operations of part one. It is off if one of these operations was
+# edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
+# fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
+# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS.
 
-FORMS = ("rms_norm", "qkv_kernel", "flex_attention", "block_attention", "head_loss", "cross_entropy",
-         "relu2_mlp", "symmetric_matmul")
-FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8_parts names them
+QKV = ("make_qkv", "rotate", "rms_norm", "linear")
+ATTENTION = ("attention", "make_mask", "is_visible")
+LOSS = ("head_loss", "Softcap", "linear")
+# name: functions of part one that it computes in another way
+FORMS = dict(rms_norm=("rms_norm",), qkv_kernel=QKV, flex_attention=ATTENTION, block_attention=ATTENTION,
+             head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",))
+FP8_FORMS = dict(fp8_head=LOSS, fp8_mlp=("relu2_mlp",), fp8_qkv=QKV)  # --fp8_parts names them
+DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
+    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="fd297431",
+    is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
+    head_loss="9afe4062")
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
@@ -2489,7 +2494,6 @@ def make_operations(cfg, names: Iterable[str], dtype):
         head_loss=dict(head_loss=functools.partial(FusedHeadLoss.apply, False, None)),
         cross_entropy=dict(head_loss=functools.partial(FusedHeadLoss.apply, True, None)),
         relu2_mlp=dict(relu2_mlp=fused_relu2_mlp),
-        symmetric_matmul=dict(symmetric_matmul=triton_symmetric_matmul),
         fp8_head=dict(head_loss=functools.partial(
             FusedHeadLoss.apply, "cross_entropy" in names, head_fp8_scales(cfg))),
         fp8_mlp=dict(relu2_mlp=functools.partial(
@@ -2510,15 +2514,21 @@ def choose_fast_forms(cfg, rt):
     has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
     auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
                 head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
-                relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
-                symmetric_matmul=has_kernels)
+                relu2_mlp=has_kernels and has_tiles and capability == (9, 0))  # measured on Hopper only
     names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
     has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
     use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
-    fp8 = [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
+    names += [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
 
-    check = FormCheck(cfg, rt.device)
-    names, lines = check.keep_equal(names, torch.float32, 0.01)
+    lines = []
+    for function, digest in compute_digests().items():
+        off = [name for name in names if function in (FORMS | FP8_FORMS)[name]]
+        if off and digest != DIGESTS[function]:
+            names = [name for name in names if name not in off]
+            lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
+    check, fp8 = FormCheck(cfg, rt.device), [name for name in names if name in FP8_FORMS]
+    names, more_lines = check.keep_equal([name for name in names if name in FORMS], torch.float32, 0.01)
+    lines += more_lines
     if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
         names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
         lines += more_lines
@@ -2527,6 +2537,17 @@ def choose_fast_forms(cfg, rt):
         names.append("flex_attention" if has_flex else "block_attention")
         lines.append(f"attention() needs masks of {longest} x {longest} tokens: {names[-1]} replaces it")
     return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
+
+
+def compute_digests():
+    """Digests of the functions in DIGESTS. Comments, docstrings and layout do not count."""
+    digests = {}
+    for node in ast.parse(SCRIPT).body:
+        if getattr(node, "name", "") in DIGESTS:
+            if ast.get_docstring(node):
+                del node.body[0]
+            digests[node.name] = hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:8]
+    return digests
 
 
 class FormCheck:
@@ -2556,17 +2577,14 @@ class FormCheck:
         self.plain = self.run([], torch.float32)
 
     def run(self, names: list[str], dtype):
-        """Loss, all gradients, and an orthogonalized matrix, by the named forms."""
+        """Loss and all gradients by the named forms."""
         ops = make_operations(self.cfg, names, dtype)
         self.model.zero_grad()
         loss = self.model(self.batch, self.step_inputs, ops, self.loss_weights)
         loss.backward()
-        matrix = self.model.embed.detach()[:256, :200]  # not square
-        matrices = torch.stack((matrix, matrix.flip(1)))
         named = self.model.named_parameters()
-        results = {name: param.grad for name, param in named if param.grad is not None}
-        return {**results, "loss": loss.detach(), "orthogonalized": orthogonalize(
-            matrices, self.cfg.orthogonalize, torch.float32, ops.symmetric_matmul)}
+        grads = {name: param.grad for name, param in named if param.grad is not None}
+        return {"loss": loss.detach(), **grads}
 
     def find_error(self, names: list[str], dtype, limit: float):
         """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients. If
@@ -3033,52 +3051,10 @@ def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: 
     return Scaled(out), transpose(Scaled(out)), None
 
 
-def triton_symmetric_matmul(x, add=None, alpha: float = 1.0, beta: float = 0.0):
-    """symmetric_matmul() with half of the FLOPs: the kernel computes one triangle (record 27)."""
-    if x.size(-2) <= 128:  # one tile
-        return symmetric_matmul(x, add, alpha, beta)
-    x = x.contiguous()
-    num_matrices, size, depth = x.shape
-    out = x.new_empty(num_matrices, size, size)
-    tiles = triton.cdiv(size, 128)
-    symmetric_kernel[tiles, tiles, num_matrices](
-        x, x if add is None else add.contiguous(), out, size, depth, alpha, beta, add is not None, BLOCK=128,
-        DEPTH=64, num_warps=8, num_stages=4 if x.element_size() == 2 else 2)  # stages that fit shared memory
-    return out
-
 # ==== TRITON KERNELS =======================================================================================
 # Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.
 
 if triton is not None:
-    @triton.jit
-    def symmetric_kernel(x_ptr, add_ptr, out_ptr, SIZE, INNER, ALPHA: tl.constexpr, BETA: tl.constexpr,
-                         HAS_ADD: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-        """One tile of alpha X X^T + beta A, on or above the diagonal. Its transpose is stored too."""
-        i, j, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        if j < i:
-            return
-        rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-        x_ptr += matrix * SIZE * INNER
-        add_ptr += matrix * SIZE * SIZE
-        out_ptr += matrix * SIZE * SIZE
-        total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for start in range(0, INNER, DEPTH):
-            depth = start + tl.arange(0, DEPTH)
-            left = tl.load(x_ptr + rows[:, None] * INNER + depth[None, :],
-                           mask=(rows[:, None] < SIZE) & (depth[None, :] < INNER), other=0.0)
-            right = tl.load(x_ptr + cols[None, :] * INNER + depth[:, None],
-                            mask=(cols[None, :] < SIZE) & (depth[:, None] < INNER), other=0.0)
-            total += tl.dot(left, right)
-        total *= ALPHA
-        inside = (rows[:, None] < SIZE) & (cols[None, :] < SIZE)
-        here = rows[:, None] * SIZE + cols[None, :]
-        if HAS_ADD:
-            total += BETA * tl.load(add_ptr + here, mask=inside, other=0.0).to(tl.float32)
-        total = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + here, total, mask=inside)
-        if j > i:
-            tl.store(out_ptr + cols[None, :] * SIZE + rows[:, None], total, mask=inside)
-
     @triton.jit
     def split_halves(x):
         """x (T, K) -> first and second channel of each pair, (T, K/2) each."""

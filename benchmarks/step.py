@@ -57,7 +57,7 @@ KERNEL_KINDS = {
     "copies and fills": "^Mem",
     "NCCL": "^nccl"}
 NUM_LONGEST = 10  # listed kernels
-TRITON_FORMS = "qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul"  # with our Triton kernels
+TRITON_FORMS = "qkv_kernel", "cross_entropy", "relu2_mlp"  # with our Triton kernels
 LAYER_TOKENS = 2048  # tokens for which the layers are measured
 
 

@@ -31,23 +31,6 @@ def compiled(function):
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2**-8), (torch.float32, 2e-3)])
-def test_symmetric_matmul(dtype, bound, is_compiled):
-    """Matrices of track_1. bfloat16 results are rounded by 2^-9. In float32 the kernel multiplies TF32 (2^-11)."""
-    if dtype == torch.bfloat16 and not gpt.supports_bfloat16(CUDA):
-        pytest.skip("no bfloat16 on this device")
-    torch.manual_seed(0)
-    x = (torch.randn(4, 768, 3072, device=CUDA) * 3072**-0.5).to(dtype)
-    run = compiled(gpt.triton_symmetric_matmul) if is_compiled else gpt.triton_symmetric_matmul
-    gram = run(x)
-    exact = x.double() @ x.double().mT
-    assert relative_error(gram, exact) < bound and torch.equal(gram, gram.mT)
-    power = run(gram, gram, 2.0315, -4.7750)
-    exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
-    assert relative_error(power, exact) < 4 * bound  # some of it cancels
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
 def test_transpose_of_a_gradient(is_compiled):
     """The gradient of the logits of 8,192 tokens, and a shape that is no multiple of the tiles."""
     run = compiled(gpt.transpose) if is_compiled else gpt.transpose
@@ -84,7 +67,7 @@ def frontier_check():
 def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
     """In the model of the newest recipe, forward and backward, with TF32 matmuls as in a run."""
     is_fp8, capability = name in gpt.FP8_FORMS, torch.cuda.get_device_capability()
-    needs_kernels = name in ("qkv_kernel", "cross_entropy", "relu2_mlp", "symmetric_matmul", "fp8_qkv")
+    needs_kernels = name in ("qkv_kernel", "cross_entropy", "relu2_mlp", "fp8_qkv")
     if is_fp8 and capability < (8, 9) or needs_kernels and capability < (8, 0):
         pytest.skip("not on this device")
     torch.set_float32_matmul_precision("high")

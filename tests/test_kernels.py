@@ -10,14 +10,8 @@ from conftest import gpt, make_runtime, relative_error, smoke_config, train_step
 
 triton = pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# matrices, rows, columns: one tile, odd, tall, wide, several tiles, one row. The kernel takes more than 128 rows.
-SHAPES = [(1, 128, 64), (1, 129, 8), (3, 33, 65), (2, 150, 40), (2, 40, 300), (2, 260, 130), (1, 1, 7), (3, 133, 65)]
-SHAPES += [(1, 140, 300)]
-PRODUCTS = dict(argvalues=[gpt.symmetric_matmul, gpt.triton_symmetric_matmul], ids=["plain", "kernel"])
-
-
-KERNELS = dict(cross_entropy="cross_entropy_kernel", symmetric_matmul="symmetric_kernel",
-               relu2_mlp="relu2_matmul_kernel", qkv_kernel="qkv_kernel")  # fmt: skip
+KERNELS = dict(cross_entropy="cross_entropy_kernel", relu2_mlp="relu2_matmul_kernel",
+               qkv_kernel="qkv_kernel")  # fmt: skip
 
 
 def note_launches(monkeypatch) -> set[str]:
@@ -33,41 +27,6 @@ def note_launches(monkeypatch) -> set[str]:
 
         monkeypatch.setattr(gpt, kernel, Noting())
     return launched
-
-
-@pytest.mark.parametrize("product", **PRODUCTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_symmetric_matmul(shape, product, monkeypatch):
-    """float32 sums of up to 300 products: 300 * 2^-24 = 2e-5 at worst. bfloat16 results are rounded by 2^-8 at most.
-    The kernel saves nothing in a product of one tile, so it is launched for more than one tile only."""
-    torch.manual_seed(0)
-    launched = note_launches(monkeypatch)
-    x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
-    is_kernel = product is gpt.triton_symmetric_matmul
-    half = torch.float16 if is_kernel and DEVICE == "cpu" else torch.bfloat16  # not in the interpreter
-    for dtype, bound in ((torch.float32, 2e-5 if DEVICE == "cpu" else 1e-3), (half, 2**-8)):
-        given = x.to(dtype)
-        gram = product(given)
-        exact = given.double() @ given.double().mT
-        assert gram.dtype == dtype and relative_error(gram, exact) < bound
-        if is_kernel:
-            assert torch.equal(gram[:, :128, 128:], gram[:, 128:, :128].mT)  # a tile and its image
-            assert relative_error(product(given.mT.contiguous().mT), exact) < bound  # a transposed view
-        power = product(gram, gram, 2.0315, -4.7750)
-        exact = 2.0315 * gram.double() @ gram.double() - 4.7750 * gram.double()
-        assert relative_error(power, exact) < 4 * bound  # some of it cancels
-    assert launched == ({"symmetric_matmul"} if is_kernel and shape[1] > 128 else set())
-
-
-@pytest.mark.parametrize("product", **PRODUCTS)
-def test_orthogonalize_is_the_same_with_the_kernel(product):
-    torch.manual_seed(0)
-    for shape in ((2, 136, 256), (2, 256, 136), (1, 130, 130)):
-        x = torch.randn(*shape, device=DEVICE) * shape[2] ** -0.5  # products near 1: float16 must hold them
-        ours = gpt.orthogonalize(x, "newton_schulz", torch.float32, product)
-        plain = gpt.orthogonalize(x, "newton_schulz", torch.float64)
-        assert ours.dtype == torch.float32 and plain.dtype == torch.float64
-        assert relative_error(ours, plain) < 1e-3  # 3.4445^5 = 485 times float32's 6e-8, and more on a GPU
 
 
 @pytest.mark.parametrize("is_paired, key_offset, has_norm, dims, num_rotating", [

@@ -158,7 +158,7 @@ def test_what_is_tried_on_gpus():
     found = list_words(cfg, facts)
     assert found == [
         "--micro_batch_tokens=98304", "--micro_batch_tokens=196608", f"{forms},qkv_kernel",
-        f"{forms},cross_entropy", f"{forms},relu2_mlp", f"{forms},symmetric_matmul", forms,
+        f"{forms},cross_entropy", f"{forms},relu2_mlp", forms,
         "--fp8=off", "--fp8=on --fp8_parts=head,mlp", "--fp8=on --fp8_parts=head,qkv"]
     assert list_words(cfg, facts, NPROC="8") == found[2:]  # a sequence each: no micro-batch is larger
     for words in found:
