@@ -66,6 +66,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
+if __name__ == "__main__":  # as run.sh, before PyTorch loads OpenMP: its waiting threads free their core
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -155,7 +157,7 @@ class Stage:
 @dataclass(frozen=True)
 class Group:
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
-    rule: str = option("adamw", "update rule")
+    rule: str = option("adamw", "update rule: muon, normuon, muonh, normuonh, anvil (matrices), or adamw")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. Row variances use the second", 0.0,
                                         0.9999)
     weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
@@ -223,7 +225,7 @@ class Config:
     stages: tuple[Stage, ...] = option((
         Stage(duration=1, window_long=384, window_short=128),
         Stage(duration=1, window_long=896, window_short=384),
-        Stage(duration=1, window_long=1408, window_short=640)), "stages as JSON, or a .json file")
+        Stage(duration=1, window_long=1408, window_short=640)), "as --layers")
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
     warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
@@ -235,7 +237,8 @@ class Config:
     guard: bool = option(False, "if training diverges, roll back and lower the precision")
 
     # Shape of the network
-    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): record 32's pattern")
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): record 32's pattern. "
+                                             "An object: fields of all layers")
     num_layers: int = option(12, "layers", 1, 1000)
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
@@ -495,6 +498,7 @@ class Rope(typing.NamedTuple):
     sin: Tensor
     softmax_scale: Tensor  # ()
     num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
+    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
 
 
 class StepInputs(typing.NamedTuple):
@@ -502,7 +506,6 @@ class StepInputs(typing.NamedTuple):
 
     windows: Tensor  # (2,) of long and short layers, in positions
     ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
-    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
     is_sequence_start: Tensor  # (T,) first token of a packed sequence
     has_prefix_target: bool = False
 
@@ -538,11 +541,10 @@ def add_scaled(x, weight, y):
     return torch.addcmul(x, weight, y)
 
 
-def add_embeddings(x, acts, s):
-    """Add n-gram embedding, x0 and the first layer's input, times the scalars in s that have their names."""
-    for name in ("ngram", "x0", "x_in"):
-        if name in s:
-            x = add_scaled(x, s[name], acts[name])
+def add_embeddings(x, acts, s, names: list[str]):
+    """Add the named ones of the n-gram embedding, x0, and the first layer's input, times their scalars."""
+    for name in names:
+        x = add_scaled(x, s[name], acts[name])
     return x
 
 
@@ -588,7 +590,7 @@ def make_qkv(x, weight, rope, heads, step_inputs, ops):
     q, k = rotate(qk, cos, sin).flatten(2, 3).unbind(1)  # (T, H, K)
     q = q * rope.softmax_scale
     if heads.key_offset:  # torch.lerp is five times faster than torch.where
-        k = torch.lerp(k, k.roll(1, 0), step_inputs.is_unrotated.type_as(k))
+        k = torch.lerp(k, k.roll(1, 0), rope.is_unrotated.type_as(k))
     return q, k, v
 
 
@@ -870,6 +872,8 @@ class Block(nn.Module):
         super().__init__()
         self.spec = cfg.layers[layer]
         self.x0_mix = cfg.x0_mix
+        names = {s.name for s in scalars if s.layer == layer}
+        self.embeddings = [name for name in ("ngram", "x0", "x_in") if name in names]  # added to x
         self.attention = self.attn_gain_in = self.attn_gain_out = None
         self.mlp = self.mlp_gain_in = self.mlp_gain_out = self.second_mlp = None
         if self.spec.attention != "none":
@@ -907,7 +911,7 @@ class Block(nn.Module):
 
         # x0 (record 32) and n-gram embedding enter before attention ...
         if self.x0_mix != "after_attention":
-            x = add_embeddings(scale(x, s.get("resid")), acts, s)
+            x = add_embeddings(scale(x, s.get("resid")), acts, s, self.embeddings)
 
         # Dense connections (MUDD, 2026-04-22): earlier activations, and x as it is here, enter values and x
         mudd_v = None
@@ -927,7 +931,7 @@ class Block(nn.Module):
             x = add_scaled(x, s.get("attn_out"), scale(output, self.attn_gain_out))
         # ... or after attention (2026)
         if self.x0_mix == "after_attention":
-            x = add_embeddings(x, acts, s)
+            x = add_embeddings(x, acts, s, self.embeddings)
 
         # MLP
         source, x = x, scale(x, s.get("resid_mlp"))
@@ -1985,16 +1989,14 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
             at = 2 * at + torch.arange(2, device=device)
         frequencies, scale = state.rope[kind]
         angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
+        is_fixed = torch.tensor(frequencies == 0, device=device)
+        is_unrotated = torch.cat((is_fixed, is_fixed)) & (positions > 0)[:, None, None]
         ropes[kind, is_paired] = Rope(
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
-            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()))
-    is_start = positions == 0
-    # Of the long RoPE. Wrong for key_offset in short layers with short_qk_dim
-    is_fixed = torch.tensor(state.rope["long"].frequencies == 0, device=device)
-    is_unrotated = torch.cat((is_fixed, is_fixed)) & ~is_start[:, None, None]  # (T, 1, K)
+            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
+            is_unrotated.to(torch.float32))
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
-    return StepInputs(windows, ropes, is_unrotated.to(torch.float32), is_start,
-                      has_prefix_target=bool(state.stage.prefix_weight))
+    return StepInputs(windows, ropes, positions == 0, has_prefix_target=bool(state.stage.prefix_weight))
 
 # ==== DATA =================================================================================================
 # Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
@@ -2475,7 +2477,7 @@ FORMS = dict(rms_norm=("rms_norm",), qkv_kernel=QKV, flex_attention=ATTENTION, b
              head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",))
 FP8_FORMS = dict(fp8_head=LOSS, fp8_mlp=("relu2_mlp",), fp8_qkv=QKV)  # --fp8_parts names them
 DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
-    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="fd297431",
+    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
     is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
     head_loss="9afe4062")
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
@@ -2717,8 +2719,8 @@ class BlockAttention(torch.autograd.Function):
         _, size, num_keys = mask.shape
         q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (N, C, K or L)
         M = num_keys // size
-        places = torch.arange(1 - M, len(q), device=q.device).unfold(0, M, 1).clamp(min=0)  # (N, M)
-        k, v = (F.embedding(places, x.flatten(1)).view(len(q), num_keys, -1) for x in (k, v))
+        k, v = (F.pad(x, (0, 0, 0, 0, M - 1, 0)) for x in (k, v))  # (N + M - 1, C, K or L)
+        k, v = (torch.cat([x[i : i + len(q)] for i in range(M)], dim=1) for x in (k, v))  # (N, M * C, ...)
         ctx.num_heads = len(q) // len(mask)
         probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (N, C, M * C)
         ctx.save_for_backward(q, k, v, probs)
@@ -2901,7 +2903,7 @@ class FusedQKV(torch.autograd.Function):
 
 def fused_qkv(x, weight, rope, heads, step_inputs, _ops, use_fp8: bool = False):
     """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
-    return FusedQKV.apply(x, weight, *rope, step_inputs.is_sequence_start, heads, use_fp8)
+    return FusedQKV.apply(x, weight, *rope[:4], step_inputs.is_sequence_start, heads, use_fp8)
 
 
 def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
@@ -3850,6 +3852,8 @@ def convert(value, kind: type):
         if len(kinds) != len(value):
             raise ValueError(f"give {len(kinds)} values")
         return tuple(map(convert, value, kinds))
+    if is_tuple and isinstance(value, dict):
+        return value
     if arguments and not is_tuple:  # kind | None
         return value if value is None else convert(value, arguments[0])
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
@@ -3871,7 +3875,12 @@ def change_options(cfg, values: dict):
                 group, field = GROUP_OPTIONS[name]
                 rows = {group: {field: value}}
             else:
-                changed[name] = convert(value, get_types(Config)[name])
+                kind = get_types(Config)[name]
+                value = convert(value, kind)
+                if name in ("layers", "stages") and isinstance(value, dict):  # fields of all of them
+                    kept = getattr(cfg, name) or build_layers(int(values.get("num_layers", cfg.num_layers)))
+                    value = convert([{**vars(row), **value} for row in kept], kind)
+                changed[name] = value
             for group, row in rows.items():
                 row = row if isinstance(row, dict) else vars(row)
                 groups[group] = convert({**vars(groups[group]), **row}, Group)
@@ -4033,7 +4042,8 @@ def find_problems(cfg):
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
     for i, layer in enumerate(cfg.layers):
         known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
-        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known,
+        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known
+               or layer.gates_from not in (None, *range(i + 1)),
                f"--layers: layer {i} has an unknown attention or input: {layer}")
 
 

@@ -118,7 +118,7 @@ def test_compiled_flex_attention_equals_the_plain_form_and_its_graphs_serve_all_
 
 @pytest.mark.parametrize("kind, is_paired, key_offset, qk_norm", [
     ("long", False, False, "on"), ("long", False, True, "off"), ("long", True, True, "off"),
-    ("short", False, False, "on"), ("short", True, False, "off")])  # fmt: skip
+    ("short", False, False, "on"), ("short", True, False, "off"), ("short", False, True, "on")])  # fmt: skip
 def test_queries_and_keys_rotate_like_complex_numbers(kind, is_paired, key_offset, qk_norm):
     """In the last stage, float64 except the tables. Half of the pairs of long layers rotate, and all of short layers.
     With the key offset the other channels of a key come from the previous token, but not into another sequence."""

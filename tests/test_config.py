@@ -211,6 +211,9 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (['--layers=[{"attention":"wide"}]', "--num_layers=1"], "attention='wide'"),
         (['--layers=[{"skip_from":0}]', "--num_layers=1"], "skip_from=0"),
         (['--layers=[{"mudd_in":["attn_in","h1"]}]', "--num_layers=1"], "mudd_in=('attn_in', 'h1')"),
+        (['--layers={"gates_from":1}'], "gates_from=1"),
+        (['--layers={"gates_from":-1}'], "gates_from=-1"),
+        (['--layers={"xsb":true}'], "unknown name 'xsb'"),
         (["--record=../x"], "../x"),
         (["--fast=kernel_that_is_not_there"], "kernel_that_is_not_there"),
         (["--extension_steps=12"], "--extension_steps=12"),
@@ -223,6 +226,23 @@ def test_bad_input_ends_with_status_2_and_one_line(args, value, capsys, here):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
     assert value in err and not any(path.is_file() for path in here.rglob("*"))
+
+
+def test_an_object_changes_all_layers_or_stages():
+    """At any depth, and in layers that a preset lists. The other fields stay."""
+    for values in ({"preset": "track_1", "num_layers": 5}, {"preset": "frontier"}):
+        before, after = (gpt.make_config({**values, **given}) for given in ({}, {"layers": '{"xsa": true}'}))
+        assert after.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in before.layers)
+        after = gpt.make_config({**values, "stages": '{"window_long": 512, "seq_len": null}'})
+        assert after.stages == tuple(dataclasses.replace(stage, window_long=512, seq_len=None) for stage in before.stages)
+
+
+@pytest.mark.house
+def test_help_names_the_update_rules(capsys):
+    with pytest.raises(SystemExit):
+        gpt.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(name in text for name, rule in gpt.RULES.items() if not rule.row_state)
 
 
 def test_the_number_of_layers_that_a_preset_has_may_be_said():

@@ -33,13 +33,13 @@ EDITS = {  # name: (old, new, FP8 part that computes the same)
     "softmax scale": ("q = q * rope.softmax_scale", "q = q * rope.softmax_scale * 1.0001", ""),
     "attention": ("return (scores.softmax(-1) @ v)", "return ((scores * 0.9999).softmax(-1) @ v)", ""),
     "window": ("(query - key <= window) &", "(query - key <= window + 1) &", ""),
-    "n-grams": ("view_as(signs) * signs)", "view_as(signs) * signs * 1.001)", ""),
+    "scale of gates": ("SCALE, HIDDEN = 0.1, 64", "SCALE, HIDDEN = 0.1001, 64", ""),
     "key offset": ("k.roll(1, 0), step_inputs", "k.roll(2, 0), step_inputs", ""),
     "newton_schulz": ("-4.7750, 2.0315)", "-4.7750, 2.0316)", ""),
     "six_maps": ("2.256537145403,", "2.256547145403,", ""),
     "outputs of matmuls": ("return x @ weight.type_as(x).T", "return 1.00001 * x @ weight.type_as(x).T", ""),
 }  # fmt: skip
-ONLY = {"smoke_frontier": ("n-grams", "key offset", "six_maps"), "smoke": ("newton_schulz",)}
+ONLY = {"smoke_frontier": ("scale of gates", "key offset", "six_maps"), "smoke": ("newton_schulz",)}
 UNEDITED = {}  # what train() returns, by preset
 OF_THE_LOSS = ("z-loss 1e-4", "z-loss 1e-6", "label smoothing")
 

@@ -58,6 +58,7 @@ def test_pages_named_in_a_script(script):
     assert broken == []
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("page, most", [("benchmarks/RESULTS.md", 330), ("README.md", 130)])
 def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most

@@ -16,7 +16,7 @@ PARTS = {
         "FAST FORMS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 10300),
     "PART THREE: INFRASTRUCTURE": (
         "DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN", 11700),
-}  # sections, and the largest number of code tokens. The numbers may only fall
+}  # sections, and the largest number of code tokens
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -82,6 +82,7 @@ def find_docstrings(tree: ast.Module) -> set[int]:
     return lines
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_stay_short(part):
     """Code tokens, because denser lines do not change them."""
@@ -89,10 +90,11 @@ def test_parts_stay_short(part):
     docstrings = find_docstrings(ast.parse(text))
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NO_CODE
               if not (token.type == tokenize.STRING and token.start[0] in docstrings)]
-    assert PARTS[part][1] - 1000 < len(tokens) <= PARTS[part][1]
+    assert len(tokens) <= PARTS[part][1]
     assert len(SCRIPT.read_text().splitlines()) <= 4950
 
 
+@pytest.mark.house
 def test_the_recipe_is_not_dense():
     """Per 1,000 lines of code: at most 30 conditional expressions, 40 comprehensions, 30 tuple assignments."""
     text = "\n".join(split_at("# ##########")["PART ONE: THE RECIPE"])
@@ -120,6 +122,7 @@ def test_the_model_knows_no_device_and_no_rank():
         assert word not in text, word
 
 
+@pytest.mark.house
 def test_lines_and_functions_stay_readable():
     lines = SCRIPT.read_text().splitlines()
     assert max(map(len, lines)) < 110
