@@ -3877,7 +3877,7 @@ def change_options(cfg, values: dict):
             else:
                 kind = get_types(Config)[name]
                 value = convert(value, kind)
-                if name in ("layers", "stages") and isinstance(value, dict):  # fields of all of them
+                if isinstance(value, dict):  # fields of all layers or stages
                     kept = getattr(cfg, name) or build_layers(int(values.get("num_layers", cfg.num_layers)))
                     value = convert([{**vars(row), **value} for row in kept], kind)
                 changed[name] = value

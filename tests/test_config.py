@@ -233,8 +233,8 @@ def test_an_object_changes_all_layers_or_stages():
     for values in ({"preset": "track_1", "num_layers": 5}, {"preset": "frontier"}):
         before, after = (gpt.make_config({**values, **given}) for given in ({}, {"layers": '{"xsa": true}'}))
         assert after.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in before.layers)
-        after = gpt.make_config({**values, "stages": '{"window_long": 512, "seq_len": null}'})
-        assert after.stages == tuple(dataclasses.replace(stage, window_long=512, seq_len=None) for stage in before.stages)
+        after = gpt.make_config({**values, "stages": '{"window_long": 512, "lr_factor": 2}'})
+        assert after.stages == tuple(dataclasses.replace(stage, window_long=512, lr_factor=2) for stage in before.stages)
 
 
 @pytest.mark.house
