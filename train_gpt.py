@@ -1140,6 +1140,21 @@ def split_scalars(scalars: list[Scalar], values):
     return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
 
 
+# Scalars of a layer, by where they act. (T, n) with a source per token, else (n,)
+#   x0, ngram, ngram_in, x_in    weights of the embeddings that are added to the residual stream
+#   smear                        weight of the previous token's embedding, times a gate
+#   skip, skip_gate              logit of the U-Net skip's weight, and a factor
+#   resid                        scale of the residual stream, in record 32
+#   resid_attn, resid_mlp        scales of the residual stream past attention and MLP, in record 92
+#   v_scale, qkv_scale           scale of the values, or of the matrix of queries, keys and values
+#   ve_scale, ve_gate            weight of the value embedding, or one for each half of the heads
+#   xsa, head_gate               for each head: part that exclusive self attention subtracts, output's scale
+#   proj_scale, proj_out         learned scales of attention's output matrix
+#   down_out                     learned scale of the MLP's output matrix
+#   attn_out, mlp_out            the last two per token: they scale outputs, since a matrix has no tokens
+#   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
+
+
 def layer_scalars(cfg, layer: int):
     """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
     spec = cfg.layers[layer]
@@ -1667,7 +1682,7 @@ AVERAGES = (
     Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
     Average(("vo", "up_down"), 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
 )
-KEEPS_NORM = "embed", "head", "qk", "vo", "up_down"  # apply_averages() keeps the norm of each kind
+RESTORED_NORMS = "embed", "head", "qk", "vo", "up_down"  # kinds whose joint norm apply_averages() keeps
 
 
 def list_averages(buckets: list[Bucket]):
@@ -1796,23 +1811,24 @@ class Optimizer:
 
     @torch.no_grad()
     def apply_averages(self):
-        """After the last step: move parameters towards their averages. KEEPS_NORM keep their joint norms."""
+        """After the last step: move parameters towards their averages, and restore the joint norms."""
         self.finish()  # an all-gather of the last step reads the shards
         if not self.cfg.averages:
             return
         new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(self.updated)}
 
         def measure():
-            squares = torch.zeros(len(KEEPS_NORM), dtype=torch.float64, device=self.buckets[0].shard.device)
+            device = self.buckets[0].shard.device
+            squares = torch.zeros(len(RESTORED_NORMS), dtype=torch.float64, device=device)
             for bucket, values in new.items():
-                if bucket.kind in KEEPS_NORM:
-                    squares[KEEPS_NORM.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
+                if bucket.kind in RESTORED_NORMS:
+                    squares[RESTORED_NORMS.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
             return self.comm.all_reduce(squares).sqrt()
 
         before = measure()
         for key, average, bucket in list_averages(self.updated):
             new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
-        factors = dict(zip(KEEPS_NORM, before / measure().clamp(min=1e-30)))
+        factors = dict(zip(RESTORED_NORMS, before / measure().clamp(min=1e-30)))
         for bucket, values in new.items():
             values *= factors.get(bucket.kind, 1.0)
             bucket.shard.copy_(values)
@@ -2322,7 +2338,7 @@ class Trainer:
         for _ in range(num_micro_batches):
             loss = self.model(next(batches), step_inputs, self.ops, loss_weights)
             loss.backward()
-            self.fp8_scales.collect()
+            self.fp8_scales.record_amax()
             total_loss += loss.detach()
 
         # Update
@@ -2457,7 +2473,7 @@ def train(cfg, argv: list[str]):
         with train_clock.paused():
             progress.train_time = train_clock.seconds
             log.log_validation(trainer.validate(val_data, schedule.at(progress.step)), train_clock.seconds)
-        stop.collect()
+        stop.finish_exchange()
         log.finish({**setup, **measure_run(trainer, run)})
         checkpoints.write_model(trainer)
 
@@ -2837,7 +2853,7 @@ class DelayedScales:
             self.leaves += mlp.scales
         self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
-    def collect(self):
+    def record_amax(self):
         """After each backward: keep the largest amax. Autograd would add the micro-batches."""
         if self.leaves and self.leaves[0].grad is not None:
             found = torch.stack([leaf.grad for leaf in self.leaves]).view(-1, 2)  # (MLPs, 2)
@@ -2908,15 +2924,21 @@ def fused_qkv(x, weight, rope, heads, step_inputs, _ops, use_fp8: bool = False):
 
 def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
-    (num_tokens, width), (H, K, L, P, key_offset, has_norm) = packed.shape, heads
+    num_tokens, width = packed.shape
+    H, K, L, P, key_offset, has_norm = heads
     cos, sin, softmax_scale, is_start = tables
-    num_slots, width_k = 2 * H + (0 if grad is None else triton.cdiv(H * L, K)), triton.next_power_of_2(K)
+    is_backward = grad is not None
+    num_slots = 2 * H
+    if is_backward:
+        num_slots += triton.cdiv(H * L, K)
+    fp8_scale = 0.0 if grad_t is None else 448 / QKV_LIMIT
+    width_k = triton.next_power_of_2(K)
     block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
+    v, grad, grad_t = (packed if x is None else x for x in (v, grad, grad_t))
     qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
-        packed, cos, sin, softmax_scale, is_start, q, k, *(packed if x is None else x for x in (
-            v, grad, grad_t)), num_tokens, width, H, K, P, num_rotating, grad is not None,
-        0.0 if grad_t is None else 448 / QKV_LIMIT, RMS_EPS, has_norm, key_offset,
-        BLOCK=block, BLOCK_K=width_k, num_warps=8)
+        packed, cos, sin, softmax_scale, is_start, q, k, v, grad, grad_t, num_tokens, width, H=H, K=K, P=P,
+        N=num_rotating, IS_BACKWARD=is_backward, FP8_SCALE=fp8_scale, EPS=RMS_EPS, HAS_NORM=has_norm,
+        HAS_OFFSET=key_offset, BLOCK=block, BLOCK_K=width_k, num_warps=8)
 
 
 def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
@@ -2928,8 +2950,9 @@ def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad
         losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
         grads = torch.empty_like(logits, dtype=grad_dtype)
         cross_entropy_kernel[(logits.size(0),)](
-            logits, targets, weights, losses, grads, logits.size(1), targets.size(1), *softcap, grad_scale,
-            logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
+            logits, targets, weights, losses, grads, logits.size(1), NUM_TARGETS=targets.size(1),
+            CAP=softcap.cap, SHIFT=softcap.shift, WIDTH=softcap.width, GRAD_SCALE=grad_scale,
+            IS_APPROXIMATE=logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
         return losses, grads
     capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
@@ -3045,9 +3068,9 @@ def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: 
         amax = torch.zeros_like(scale)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
         x.values, weight, hidden.values if is_backward else out, out, out_t, scales, amax, rows, columns,
-        inner, *weight.stride(), is_backward, torch.finfo(out_dtype).max if is_fp8 else 0.0,
-        depth if is_precise else None, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8,
-        num_stages=4 if is_wide else 3)
+        inner, *weight.stride(), IS_BACKWARD=is_backward,
+        LIMIT=torch.finfo(out_dtype).max if is_fp8 else 0.0, MAX_IMPRECISE=depth if is_precise else None,
+        BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
     if is_fp8:
         return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
     return Scaled(out), transpose(Scaled(out)), None
@@ -3582,12 +3605,12 @@ class Stop(AbstractContextManager):
         """The exit status that any rank asks for, or 0. All ranks call it after each step."""
         if self.rt.world_size == 1:
             return self.requested
-        status = self.collect()
+        status = self.finish_exchange()
         self.flag = torch.tensor([self.requested])
         self.work = self.rt.comm.start_max(self.flag)
         return status
 
-    def collect(self):
+    def finish_exchange(self):
         """Finish the communication of the last exchange()."""
         if self.work is not None:
             self.work.wait()
@@ -4297,7 +4320,8 @@ class RunLog:
         self.check_loss("validation", step, val_loss)
 
     def log_step(self, loss, seconds: float):
-        """Record the loss of a step, and show progress."""
+        """Record the loss of a step, and show progress. Logs the losses of all ranks, on a GPU of the last
+        LOSSES_AT_ONCE steps together. RunError if one is not finite."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.waiting.append((step, loss, seconds))
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:

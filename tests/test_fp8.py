@@ -204,7 +204,7 @@ def test_a_scale_that_is_zero_or_not_finite_is_ignored():
         for factor in (0.5, 1.0):  # micro-batches
             for block, entry in zip(model.blocks, entries):
                 block.mlp.scales[0].grad, block.mlp.scales[1].grad = torch.tensor([entry * factor, 0.0])
-            scales.collect()
+            scales.record_amax()
         scales.update()
         hidden, grads = scales.read().view(3, 2).T
         assert torch.allclose(hidden, unit * torch.tensor(expected), rtol=1e-6, atol=0)

@@ -208,6 +208,6 @@ def test_averages():
     for row, found, (name, patterns, weight) in zip(rows, rates, published.AVERAGES, strict=True):
         assert found == pytest.approx(ticks[name], rel=1e-6), name
         assert row[1] == weight and list_names(rows[row]) == list_fitting(names, patterns)
-    for kind, patterns in zip(gpt.KEEPS_NORM, published.NORMS_RESTORED, strict=True):
+    for kind, patterns in zip(gpt.RESTORED_NORMS, published.NORMS_RESTORED, strict=True):
         members = list_names(bucket for bucket in buckets if bucket.kind == kind)
         assert members == list_fitting(names, patterns)
