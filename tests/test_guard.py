@@ -165,7 +165,7 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     """In step 17, or a value with an infinite square. The guard sees it after step 18, and restores step 10.
 
     In the 20 steps after that no loss is NaN. The rows of a sparse n-gram table are not restored, but those
-    without a finite gradient are not updated. Step 18 does not read such a row of a table.
+    without a finite gradient are not updated. Whether step 18 reads the row of a value embedding depends on the model.
     """
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     spoil_gradient(monkeypatch, value, name, 17)
@@ -175,11 +175,12 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     assert event["step"] == 17 and event["fault"].startswith("gradient norm nan")
     assert len(losses) == 38 and None not in losses[:17] + losses[18:]
     assert losses[-1] < losses[16]
-    assert (losses[17] is None) == ("mlp" in name and math.isnan(value))
+    if name != "value_embeds.0":
+        assert (losses[17] is None) == ("mlp" in name and math.isnan(value))
 
 
 def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsys):
-    """Three faults: FP8 of the head, of the linears, bfloat16. Learning rates stay. A fourth fault ends the run."""
+    """Faults switch off FP8, then bfloat16. Learning rates stay. A third fault ends the run."""
     used, rates = [], []
 
     def note(trainer):
@@ -193,7 +194,7 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 3)
     monkeypatch.setattr(gpt.Guard, "TRIAL_STEPS", 1)
     change_steps(monkeypatch, [5, 9, 13], note, lambda _, loss: loss * math.nan)
-    args = [*TINY, *data_args(shards), "--fp8=on", "--fp8_parts=head,mlp", "--dtype=bfloat16", "--guard=on"]
+    args = [*TINY, *data_args(shards), "--fp8=on", "--dtype=bfloat16", "--guard=on"]
     args += ["--seq_len=128", "--tokens_per_step=128", "--micro_batch_tokens=128", "--checkpoint_every=12"]
     args += ["--num_iterations=14", AT_THE_END]
     assert gpt.main(args) == 1
@@ -202,7 +203,7 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     lines = re.findall(pattern, out + errors.partition("error: ")[2], re.M)
     assert lines == [("5", "3", "matmuls no longer use FP8"), ("9", "7", "activations become float32"),
                      ("13", "11", "and ends")]
-    assert used == [(["fp8_head", "fp8_mlp"], "torch.bfloat16"), ([], "torch.bfloat16"), ([], "torch.float32")]
+    assert used == [(["fp8_head"], "torch.bfloat16"), ([], "torch.bfloat16"), ([], "torch.float32")]
     assert errors.count("\n") == 1 and not list(Path("logs").glob("*.json"))
     assert len(rates) == 14 and all(ours == planned for ours, planned in rates)
 

@@ -85,7 +85,7 @@ def test_updates_of_bfloat16_matrices_include_their_low_bits(shards, here):
         lines = (here / "logs" / f"{result['run_id']}.jsonl").read_text().splitlines()
         (line,) = [line for line in map(json.loads, lines) if line["event"] == "telemetry"]
         ratios.append(line["groups"]["matrix"]["update_ratio"])
-    assert 0 < ratios[0] < 1e-3 and ratios[1] == pytest.approx(ratios[0], rel=0.05)
+    assert 0 < ratios[0] < 1e-3 and ratios[1] == pytest.approx(ratios[0], rel=0.2)
 
 
 def test_the_numbers(shards):

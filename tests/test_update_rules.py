@@ -13,7 +13,8 @@ from torch import nn
 SPHERES = [name for name, rule in gpt.RULES.items() if rule.keeps_norm]
 BANDS = dict(newton_schulz=(0.6, 1.25), polar_express=(0.85, 1.15), six_maps=(0.99, 1.001))
 MARGINS = dict(polar_express=1.02, six_maps=1.05)  # inputs are divided by this times their norm
-MATRIX_RULES = [name for name, rule in gpt.RULES.items() if not rule.row_state]  # row_adam is for tables only
+# Rules with a float64 formula in update_by_hand(). All rules of gpt.RULES are tested for their properties
+MATRIX_RULES = ["muon", "normuon", "muonh", "normuonh", "anvil", "adamw"]
 RULES_AND_METHODS = [(name, method) for name in MATRIX_RULES
                      for method in (BANDS if "muon" in name or name == "anvil" else ["newton_schulz"])]
 POLYNOMIALS = {**{name: maps for name, (maps, _, _) in ORTHOGONALIZATIONS.items()}, "six_maps": MAPS}  # as published
