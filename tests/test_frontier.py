@@ -171,6 +171,7 @@ def test_validation(float64):
     assert ours == pytest.approx(reference.validation_loss(example.shape, example.p, [chunk]), rel=1e-12)
 
 
+@pytest.mark.recipe
 def test_schedule():
     """Rates and decays of all groups, momentum, weights, windows, classes, YaRN and tokens of every step."""
     cfg = gpt.make_config({"preset": "frontier"})

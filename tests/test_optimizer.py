@@ -61,6 +61,7 @@ def test_multipliers(rule):
     assert vectors[:, :5].all() and not vectors[:, 5:].any()
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("decay, acts", [("decoupled", 1), ("cautious", 0)])
 def test_decay_along_the_rate_is_along_each_groups_own(decay, acts):
     """LR factors f of 1/2 for Adam's groups and 1/4 for matrices, without gradients: W (1 - lr f wd f). Cautious decay

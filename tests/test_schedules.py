@@ -30,6 +30,7 @@ def test_yarn_stops_where_it_is_told():
         assert scales == pytest.approx([0.1 * growth for growth in growths])
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("changes, of_matrices, of_others", [
     # rates of matrices fall over 9 steps from step 3 on, others over 6 steps from step 6 on, to 0.1
     (dict(cooldown_frac=0.5, matrix_cooldown_frac=0.75),
@@ -69,6 +70,7 @@ def test_stages_may_change_batch_length_and_learning_rate():
     assert factor(schedule, 0) == factor(schedule, 3) == 0.5 and factor(schedule, 4) == 1
 
 
+@pytest.mark.recipe
 def test_decay_follows_its_schedule():
     """Constant, a cosine, or in each group the learning rate's factor."""
     options = dict(matrix_weight_decay=0.3, matrix_cooldown_frac=1.0)
