@@ -1298,8 +1298,7 @@ class UpdateArgs(typing.NamedTuple):
     decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
-    fast_beta: Tensor | None = None  # (), of anvil
-    fast_weight: Tensor | None = None  # (): share of anvil's fast momentum, the rest is slow
+    has_slow_momentum: Tensor | None = None  # () 1 once anvil's slow momentum acts, before that 0
     cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
 
 
@@ -1376,12 +1375,15 @@ def anvil(weight, grad, state, args):
     Before slow_momentum_start the fast one has all of the weight, so this is Nesterov momentum. Meant for
     orthogonalize=six_maps.
     """
+    is_late = args.has_slow_momentum > 0
+    fast_beta = torch.where(is_late, FAST_BETA, args.momentum)
+    fast_weight = torch.where(is_late, FAST_WEIGHT, torch.ones_like(args.momentum))
     fast, slow = state["momentum"], state["slow_momentum"]
     rows, columns = weight.shape[-2:]
     grad = (grad * args.grad_scale).to(fast.dtype)
-    fast.lerp_(grad, 1 - args.fast_beta.to(fast.dtype))
+    fast.lerp_(grad, 1 - fast_beta.to(fast.dtype))
     slow.lerp_(grad, SLOW_MOMENTUM_RATE)
-    mean = slow.lerp(fast, args.fast_weight.to(fast.dtype))
+    mean = slow.lerp(fast, fast_weight.to(fast.dtype))
     update = grad.lerp(mean, args.momentum.to(fast.dtype))
     update = orthogonalize(update, args.polynomial, args.dtype)
     update = normalize_rows(update, state, args)
@@ -1781,8 +1783,7 @@ class Optimizer:
         scalar = functools.partial(torch.tensor, dtype=at_least_fp32(bucket.values))
         return UpdateArgs(
             lr=lr, weight_decay=lr * bucket.wd_mul * state.weight_decay[name] * ratio,
-            momentum=scalar(state.momentum), fast_beta=scalar(state.fast_beta),
-            fast_weight=scalar(state.fast_weight),
+            momentum=scalar(state.momentum), has_slow_momentum=scalar(state.has_slow_momentum),
             grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # as published, not the stage's tokens
             bias_correction1=scalar(1 - beta1**num_updates), bias_correction2=scalar(1 - beta2**num_updates),
             betas=(scalar(beta1), scalar(beta2)), decay_time=scalar(decay_time), eps=cfg.adam_eps,
@@ -1863,8 +1864,7 @@ class StepState(typing.NamedTuple):
     lr: dict[str, float]  # by parameter group
     weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
     momentum: float
-    fast_beta: float  # of anvil
-    fast_weight: float  # of anvil's fast momentum. The slow one has the rest
+    has_slow_momentum: bool  # whether anvil's slow momentum acts
     loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
     rope: dict[str, RopeSetting]  # by attention, long or short
 
@@ -1957,17 +1957,13 @@ class Schedule:
             t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
         first, last = cfg.momentum
         momentum = first + t * (last - first)
-        fast_beta, fast_weight = momentum, 1.0
-        if step >= self.slow_momentum_step:
-            fast_beta, fast_weight = FAST_BETA, FAST_WEIGHT
-
         # Weights of the targets: linear in the fraction of the stage, or constant in its parts (prefix)
         loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
         if stage.prefix_weight:
             num_parts = len(stage.prefix_weight)
             loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
-        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum, fast_beta,
-                         fast_weight, tuple(loss_weights), self.ropes[index])
+        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum,
+                         step >= self.slow_momentum_step, tuple(loss_weights), self.ropes[index])
 
     def find_stage(self, step: int):
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""

@@ -21,16 +21,16 @@ POLYNOMIALS = {**{name: maps for name, (maps, _, _) in ORTHOGONALIZATIONS.items(
 
 
 def make_args(lr=0.05, decay=0.0, step=1, betas=(0.9, 0.95), grad_scale=1.0, dtype=torch.float32, **changes):
-    """Arguments of an update with momentum 0.9. decay includes lr. anvil mixes 0.6 fast and 0.4 slow momentum."""
+    """Arguments of an update with momentum 0.9. decay includes lr. anvil mixes its fast and slow momentum."""
     scalars = (0.9, grad_scale, 1 - betas[0] ** step, 1 - betas[1] ** step)
     lr, decay, *scalars = (torch.tensor(value, dtype=dtype) for value in (lr, decay, *scalars))
-    rails = dict(fast_beta=scalars[0], fast_weight=torch.tensor(0.6, dtype=dtype))
-    return gpt.UpdateArgs(lr, decay, *scalars, betas, 1e-8)._replace(**{**rails, **changes})
+    changes = {"has_slow_momentum": torch.ones((), dtype=dtype), **changes}
+    return gpt.UpdateArgs(lr, decay, *scalars, betas, 1e-8)._replace(**changes)
 
 
 def first_state(cfg):
     """The schedule at step 0, with momentum 0.9. Learning rates are the options."""
-    return gpt.Schedule(cfg).at(0)._replace(momentum=0.9, fast_beta=0.9, fast_weight=0.6)
+    return gpt.Schedule(cfg).at(0)._replace(momentum=0.9, has_slow_momentum=True)
 
 
 def norms(x):
@@ -52,8 +52,9 @@ def update_by_hand(name, method, w, grads, lr, decay, by_row=False):
     axis = 1 if rows >= columns or by_row else 0
     seen = np.zeros_like(w).mean(axis, keepdims=True)
     for step, grad in enumerate(grads, 1):
-        m, v, slow = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2, 0.98 * slow + 0.02 * grad
-        mean = 0.6 * m + 0.4 * slow if name == "anvil" else m
+        beta = 0.85 if name == "anvil" else 0.9
+        m, v, slow = beta * m + (1 - beta) * grad, 0.95 * v + 0.05 * grad**2, 0.98 * slow + 0.02 * grad
+        mean = 0.4385 * m + 0.5615 * slow if name == "anvil" else m
         if "adam" in name:
             update = m / (np.sqrt(v) + 1e-8) * np.sqrt(1 - 0.95**step) / (1 - 0.9**step)
         else:
@@ -139,10 +140,9 @@ def test_anvil_at_the_published_values(shape):
     i, rule = i[:, None], gpt.RULES["anvil"]
     weight = 0.1 * torch.cos(i + 0.5 * j)[None]
     state, grads = rule.init_state(weight), (torch.sin(0.7 * i * j), torch.cos(0.3 * i + 0.9 * j))
-    for grad, fast_weight, expected in zip(grads, (1.0, 0.4385), steps):
+    for grad, expected in zip(grads, steps):  # the weights of the momenta do not matter in the first step
         args = make_args(0.023, 2.25 * 0.023**2, betas=(0.9, 0.9), dtype=torch.float64, polynomial="six_maps")
-        args = args._replace(dtype=torch.float64, cautious=True, momentum=torch.tensor(0.93).double(),
-                             fast_beta=torch.tensor(0.85).double(), fast_weight=torch.tensor(fast_weight).double())
+        args = args._replace(dtype=torch.float64, cautious=True, momentum=torch.tensor(0.93).double())
         rule.update(weight, grad[None], state, args)
         assert [*weight[0, 0, :3].tolist(), weight.norm().item()] == pytest.approx(expected, abs=1e-6)
     assert state["second_momentum"].flatten().tolist() == pytest.approx(variance, abs=1e-6)
