@@ -34,7 +34,7 @@ EDITS = {  # name: (old, new, FP8 part that computes the same)
     "attention": ("return (scores.softmax(-1) @ v)", "return ((scores * 0.9999).softmax(-1) @ v)", ""),
     "window": ("(query - key <= window) &", "(query - key <= window + 1) &", ""),
     "scale of gates": ("SCALE, HIDDEN = 0.1, 64", "SCALE, HIDDEN = 0.1001, 64", ""),
-    "key offset": ("k.roll(1, 0), step_inputs", "k.roll(2, 0), step_inputs", ""),
+    "key offset": ("k.roll(1, 0), rope", "k.roll(2, 0), rope", ""),
     "newton_schulz": ("-4.7750, 2.0315)", "-4.7750, 2.0316)", ""),
     "six_maps": ("2.256537145403,", "2.256547145403,", ""),
     "outputs of matmuls": ("return x @ weight.type_as(x).T", "return 1.00001 * x @ weight.type_as(x).T", ""),
