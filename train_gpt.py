@@ -1402,12 +1402,12 @@ def adamw(weight, grad, state, args):
     exp_avg_sq = state["exp_avg_sq"].to(grad.dtype).lerp(grad.square(), 1 - beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
-    bias_correction = args.bias_correction2.sqrt() / args.bias_correction1
-    update = exp_avg / (exp_avg_sq.sqrt() + args.eps) * bias_correction
+    update = exp_avg / (exp_avg_sq.sqrt() + args.eps)
+    lr = args.lr * args.bias_correction2.sqrt() / args.bias_correction1
     decay = args.weight_decay
     if args.cautious:
         decay = decay * (update * weight > 0)
-    return weight * (1 - decay) - update * args.lr
+    return weight * (1 - decay) - update * lr
 
 
 def row_adam(weight, grad, state, args):
@@ -1419,13 +1419,14 @@ def row_adam(weight, grad, state, args):
     has_grad = (mean_square > 0) & mean_square.isfinite()
     exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
     exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
-    update = grad / (exp_avg_sq.sqrt() + args.eps) * args.bias_correction2.sqrt()
+    update = grad / (exp_avg_sq.sqrt() + args.eps)
+    lr = args.lr * args.bias_correction2.sqrt()
     decay = args.weight_decay
     if args.cautious:
         decay = decay * (update * weight > 0)
     state["exp_avg_sq"].copy_(torch.where(has_grad, exp_avg_sq, state["exp_avg_sq"]))
     state["last_update"].copy_(torch.where(has_grad, args.decay_time, state["last_update"]))
-    return torch.where(has_grad, weight * (1 - decay) - update * args.lr, weight)
+    return torch.where(has_grad, weight * (1 - decay) - update * lr, weight)
 
 
 RULES = {
