@@ -2731,7 +2731,7 @@ class BlockAttention(torch.autograd.Function):
         """q, k (T, H, K), v (T, H, L) -> (T, H, L)."""
         _, size, num_keys = mask.shape
         q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (N, C, K or L)
-        k, v = (F.pad(x.flatten(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # (N * C + (M-1) C, K or L)
+        k, v = (F.pad(x.flatten(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # ((N + M - 1) * C, ...)
         k, v = (x.unfold(0, num_keys, size).mT.contiguous() for x in (k, v))  # (N, M * C, K or L)
         ctx.num_heads = len(q) // len(mask)
         probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (N, C, M * C)
