@@ -1151,7 +1151,7 @@ def split_scalars(scalars: list[Scalar], values):
 #   xsa, head_gate               for each head: part that exclusive self attention subtracts, output's scale
 #   proj_scale, proj_out         learned scales of attention's output matrix
 #   down_out                     learned scale of the MLP's output matrix
-#   attn_out, mlp_out            the last two per token: they scale outputs, since a matrix has no tokens
+#   attn_out, mlp_out            scales of the outputs per token, in place of proj_out and down_out
 #   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
 
 
@@ -1253,7 +1253,7 @@ class ParamSpec(typing.NamedTuple):
     group: str
     lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
     wd_mul: float = 1.0
-    kind: str = ""  # matrices of several kinds are never updated together
+    kind: str = ""  # of a matrix. With --averages each kind has its own average
     is_table: bool = False  # a value or n-gram embedding, see TABLES
     by_row: bool = False  # a wide matrix with one second moment per row
 
@@ -1514,7 +1514,8 @@ ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 
 
 def plan_buckets(model, cfg):
     """Divide the parameters into buckets of (name, parameter), in the order of backward: last layers first.
-    A bucket has parameters of one segment, group and dtype. Matrices in it have one kind and shape."""
+    A bucket has parameters of one segment, group and dtype. Its matrices have one shape, and with averages
+    one kind."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec, key = param.spec, ()
@@ -2029,6 +2030,7 @@ class Batch(typing.NamedTuple):
 
 
 SWEEP_STEP = 20_011  # prime
+PREFETCHED = 4  # batches that are ready in advance, on a GPU
 
 
 class PackedSequence(typing.NamedTuple):
@@ -2271,7 +2273,7 @@ def prefetch(batches: Iterator[Batch], device):
         yield from batches
         return
     with ThreadPoolExecutor(1, "prefetch") as executor:
-        pending = deque(executor.submit(build) for _ in range(4))
+        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
         while batch := pending.popleft().result():
             pending.append(executor.submit(build))
             yield move_batch(batch, device)
@@ -2709,14 +2711,14 @@ def build_dense_mask(doc_ids, window, dtype):
     positions = torch.arange(num_tokens, device=doc_ids.device)
     first = torch.maximum(torch.searchsorted(doc_ids, doc_ids), positions - window)  # first visible key
     first = first.view(-1, size) - positions[::size, None]  # (T/C, C), relative to the block
-    num_before = -(int(first.min()) // size) * size  # keys
+    num_before = -(int(first.min()) // size) * size  # number of keys before the block
     earlier = hide_earlier_keys(num_before + size, dtype, doc_ids.device)
     mask = F.embedding(first + num_before, earlier)  # faster than comparisons
     mask[:, :, num_before:] += earlier[:size, :size].T
     return mask
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def hide_earlier_keys(num_keys: int, dtype, device):
     """(num_keys, num_keys): row i hides the keys before i, by -inf."""
     return torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=device).tril(-1)
