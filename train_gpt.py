@@ -3020,7 +3020,7 @@ class FusedMLP(torch.autograd.Function):
     def backward(ctx, grad):
         """grad (T, D) -> gradients of x (T, D), up and down (D, F), and two amax ()."""
         *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
-        x, up, down, hidden = itertools.starmap(Scaled, zip(pairs[::2], pairs[1::2]))
+        x, up, down, hidden = [Scaled(*pair) for pair in zip(pairs[::2], pairs[1::2])]
         dtype = None if hidden.scale is None else E5M2
         scaled_grad = quantize(grad.contiguous(), dtype, 2.0**-3)
         pre, pre_t, pre_amax = relu2_matmul(
