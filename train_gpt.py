@@ -764,6 +764,8 @@ class GPT(nn.Module):
             for i in sorted(used_tables)})
         self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
         self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
+        reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]
+        self.read_after = {layers: set().union(*reads[layers.stop :]) for layers in self.segments}
 
         # Learned scalars of all layers, with source (group, None): one parameter per group
         self.scalars = nn.ParameterDict()
@@ -827,19 +829,20 @@ class GPT(nn.Module):
         return sum(rows.to(dtype).view_as(signs) * signs)  # two kinds: faster than Tensor.sum()
 
     def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
-        """Run consecutive layers. Returns the new x, acts (T, D) and scalars (n,) or (T, n)."""
+        """Run consecutive layers. Returns x, and the acts (T, D) and per-token scalars that later ones read."""
         acts = dict(acts)
         scalars = dict(scalars)
-        for group, param in self.scalars.items():  # sliced in each graph, else each slice is an input
-            learned = [s for s in self.all_scalars if s.source == (group, None)]
-            scalars |= split_scalars(learned, param.to(ops.dtype))
+        learned = {}  # sliced in each graph, else each slice is an input
+        for group, param in self.scalars.items():
+            sliced = [s for s in self.all_scalars if s.source == (group, None)]
+            learned |= split_scalars(sliced, param.to(ops.dtype))
 
         # Embedding: smear (2025-09-18), then norm
         if layers.start == 0:
             smear_gate = self.blocks[0].smear_gate
             if smear_gate is not None:
                 gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
-                x = add_scaled(x, scalars[0, "smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
+                x = add_scaled(x, learned[0, "smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
             x = acts["x0"] = ops.rms_norm(x)
 
         masks = {}  # one for each (attention, paired) in this segment
@@ -850,7 +853,7 @@ class GPT(nn.Module):
                 scalars |= block.gates(x, self.gates_scale)
             if block.mudd is not None:
                 scalars |= block.mudd(x, TokenGates.SCALE)
-            s = {name: values for (number, name), values in scalars.items() if number == layer}
+            s = {name: values for (number, name), values in (learned | scalars).items() if number == layer}
             if "ngram_in" in s:  # as published, layer 0's gates do not see its n-grams
                 x = add_scaled(x, s["ngram_in"], acts["ngram"])
             if layer == 0 and "x_in" in self.saved:
@@ -862,9 +865,10 @@ class GPT(nn.Module):
             x = block(x, acts, s, masks.get(kind), step_inputs, ops)
             if f"h{layer}" in self.saved:
                 acts[f"h{layer}"] = x
-        if layers.stop < len(self.blocks):
-            return x, acts, scalars
-        return ops.rms_norm(x), {}, {}  # autograd would make zeros for the gradients of unused results
+        if layers.stop == len(self.blocks):
+            x = ops.rms_norm(x)
+        acts = {name: act for name, act in acts.items() if name in self.read_after[layers]}
+        return x, acts, {key: values for key, values in scalars.items() if key[0] >= layers.stop}
 
 
 class Block(nn.Module):
@@ -1284,11 +1288,10 @@ def output_std(cfg, part: str):
 # sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
 
 class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of one update. Those that vary are tensors, as a new float would cause recompilation.
-    Those of shape () are on the CPU."""
+    """Hyperparameters of an update. Those that vary are tensors, as a new float would cause recompilation."""
 
-    lr: Tensor  # broadcasts against the weight
-    weight_decay: Tensor  # broadcasts against the weight, already multiplied by lr
+    lr: Tensor  # () for Rule.update(). A rule gets the product with lr_mul
+    weight_decay: Tensor  # () for Rule.update(). A rule gets the product with wd_mul and its lr
     momentum: Tensor  # ()
     grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
@@ -1296,9 +1299,11 @@ class UpdateArgs(typing.NamedTuple):
     betas: tuple[Tensor | float, Tensor | float]  # () each
     eps: float
     decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
+    has_slow_momentum: Tensor | None = None  # () 1 once anvil's slow momentum acts, before that 0
+    lr_mul: Tensor | float = 1.0  # broadcasts against the weight
+    wd_mul: Tensor | float = 1.0
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
-    has_slow_momentum: Tensor | None = None  # () 1 once anvil's slow momentum acts, before that 0
     cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
 
 
@@ -1331,6 +1336,8 @@ class Rule:
 
     def update(self, param, grad, state, args):
         """Update param (M, ...) and its state in place, in float32."""
+        lr = args.lr_mul * args.lr
+        args = args._replace(lr=lr, weight_decay=lr * args.wd_mul * args.weight_decay)
         if "low_bits" not in state:
             param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
             return
@@ -1561,7 +1568,7 @@ class Bucket:
         self.lr_mul = self.make_multipliers("lr_mul")
         self.wd_mul = self.make_multipliers("wd_mul")
         self.num_pending = 0  # gradients that are missing in this step
-        self.grad = self.reducing = self.gathering = None
+        self.reducing = self.gathering = None
 
     def store(self, cfg):
         """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
@@ -1577,16 +1584,21 @@ class Bucket:
         align *= self.comm.world_size  # shards of all ranks have equal size
         size = -(-size // align) * align
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
+        self.total = torch.zeros_like(self.values)  # backward adds gradients in place
         for name, param in self.params.items():
             values = self.values[self.slices[name]].view(param.shape)
             values.copy_(param.data)
             param.data = values
+            param.grad = self.total[self.slices[name]].view(param.shape)
             if self.grid:
                 param.register_hook(functools.partial(round_to_multiple, unit=self.grid))
             if self.comm.world_size > 1:
                 param.register_post_accumulate_grad_hook(self.count_down)
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
+        self.grad = self.total  # of the shard, summed over ranks
+        if self.comm.world_size > 1:
+            self.grad = torch.zeros_like(self.shard)
 
     def make_multipliers(self, field: str):
         """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
@@ -1612,27 +1624,21 @@ class Bucket:
             self.start_reduce()
 
     def start_reduce(self):
-        """Pack the gradients as (M, *unit) and start their reduce-scatter."""
-        grads = [param.grad for param in self.params.values()]
-        if len(grads) == 1 and grads[0] is not None and grads[0].numel() == self.values.numel():
-            self.grad = grads[0].view(self.values.shape)
-        else:
-            self.grad = torch.zeros_like(self.values)
-            pairs = [(self.grad[part].view(grad.shape), grad)
-                     for part, grad in zip(self.slices.values(), grads) if grad is not None]
-            if pairs:
-                torch._foreach_copy_(*map(list, zip(*pairs)))
         if self.comm.world_size > 1:
-            self.grad, self.reducing = self.comm.reduce_scatter(self.grad)
+            self.reducing = self.comm.reduce_scatter(self.total, self.grad)
 
     def wait_for_gradient(self):
         if self.reducing is not None:
             self.reducing.wait()
 
-    def update(self, update: Callable, args):
+    def update(self):
         """Update this rank's shard, and clear the gradients."""
-        update(self.shard, self.grad, self.state, args)
+        self.run_rule()
         self.clear()
+
+    def run_rule(self):
+        self.update_rule(self.shard, self.grad, self.state, self.args)
+        return self.shard
 
     def start_gather(self):
         """Start to send the new values to all ranks."""
@@ -1645,9 +1651,8 @@ class Bucket:
             self.gathering = None
 
     def clear(self):
-        self.grad = self.reducing = None
-        for param in self.params.values():
-            param.grad = None
+        self.reducing = None
+        self.total.zero_()
 
     def owned(self):
         """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
@@ -1703,14 +1708,21 @@ class Optimizer:
     def __init__(self, model, cfg, rt):
         self.model, self.cfg, self.comm = model, cfg, rt.comm
         self.step_count = 0  # finished steps. Comments count steps from 0, so after step k this is k + 1
-        self.dtype = rt.dtype  # of the orthogonalization
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg):
             kind = Table if named[0][1].spec.is_table else Bucket
             self.buckets.append(kind(named, cfg, model, rt.comm))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        self.rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
+        rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
+        # Hyperparameters of all buckets: one copy to the device in each step. See compute_numbers()
+        self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
+                                   device=self.buckets[0].values.device)
+        for bucket, row in zip(self.buckets, self.numbers):
+            row = row.unbind()
+            bucket.update_rule = rules[bucket.group.rule]
+            bucket.args = UpdateArgs(*row[:6], row[6:8], cfg.adam_eps, *row[8:], bucket.lr_mul, bucket.wd_mul,
+                                     rt.dtype, cfg.orthogonalize, cautious=cfg.decay == "cautious")
 
         # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step = cfg.step_at(cfg.untie_frac)
@@ -1759,21 +1771,23 @@ class Optimizer:
         self.step_count += 1
         # 1. Start the reduce-scatters that no hook has started
         for bucket in due:
-            if bucket.grad is None:
+            if bucket.reducing is None:
                 bucket.start_reduce()
+        numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
+        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype))
         # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
-            bucket.update(self.rules[bucket.group.rule], self.make_args(bucket, state))
+            bucket.update()
             bucket.start_gather()
         if self.cfg.averages:
             self.update_averages()
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
 
-    def make_args(self, bucket, state):
-        """The hyperparameters of a bucket's update. step_count has counted this step."""
-        cfg, group, name = self.cfg, bucket.group, bucket.group_name
+    def compute_numbers(self, bucket, state):
+        """The first fields of a bucket's UpdateArgs, except eps. step_count has counted this step."""
+        group, name = bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
@@ -1781,15 +1795,10 @@ class Optimizer:
         # but about 1. exp(-decay_time), the product of beta2 over all updates so far, is exact
         beta1, beta2 = (beta**ratio for beta in group.betas)
         decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
-        lr = bucket.lr_mul * state.lr[name]
-        scalar = functools.partial(torch.tensor, dtype=at_least_fp32(bucket.values))
-        return UpdateArgs(
-            lr=lr, weight_decay=lr * bucket.wd_mul * state.weight_decay[name] * ratio,
-            momentum=scalar(state.momentum), has_slow_momentum=scalar(state.has_slow_momentum),
-            grad_scale=scalar(GRAD_TOKENS / cfg.tokens_per_step),  # as published, not the stage's tokens
-            bias_correction1=scalar(1 - beta1**num_updates), bias_correction2=scalar(1 - beta2**num_updates),
-            betas=(scalar(beta1), scalar(beta2)), decay_time=scalar(decay_time), eps=cfg.adam_eps,
-            dtype=self.dtype, polynomial=cfg.orthogonalize, cautious=cfg.decay == "cautious")
+        grad_scale = GRAD_TOKENS / self.cfg.tokens_per_step  # as published, not the stage's tokens
+        return (state.lr[name], state.weight_decay[name] * ratio, state.momentum, grad_scale,
+                1 - beta1**num_updates, 1 - beta2**num_updates, beta1, beta2, decay_time,
+                state.has_slow_momentum)
 
     def finish(self):
         """Wait for all new values. A tied embedding equals the head, for checkpoints and samples."""
@@ -3341,7 +3350,7 @@ class Table(Bucket):
         self.is_dry = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
-        self.total = None if self.is_sparse else torch.zeros_like(self.shard)
+        self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
 
     def start_reading(self, plan):
         """Fetch the rows of a micro-batch into a leaf."""
@@ -3374,17 +3383,16 @@ class Table(Bucket):
 
     def wait_for_gradient(self):
         self.collect()
-        self.grad = self.total
         if self.is_sparse:
             self.rows, self.grad = self.pieces[0]  # distinct rows
             if len(self.pieces) > 1:
                 rows, grads = map(torch.cat, zip(*self.pieces))
                 self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
 
-    def update(self, update: Callable, args):
+    def update(self):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
         if not self.is_sparse:
-            super().update(update, args)
+            super().update()
             return
         num_rows = len(self.rows)
         size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())  # a power of 2: few shapes compile
@@ -3394,7 +3402,8 @@ class Table(Bucket):
         tensors = [self.shard, *self.state.values()]
         for part, part_grad in zip(rows.split(size), grad.split(size)):
             new = [tensor[part] for tensor in tensors]
-            update(new[0], part_grad, dict(zip(self.state, new[1:])), args)  # changes `new` in place
+            state = dict(zip(self.state, new[1:]))
+            self.update_rule(new[0], part_grad, state, self.args)  # changes `new` in place
             for tensor, values in zip(tensors, new):
                 if not self.is_dry:
                     tensor[part] = values
@@ -3409,7 +3418,7 @@ class Table(Bucket):
         return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
 
     def clear(self):
-        self.grad, self.pieces, self.arriving = None, [], []
+        self.pieces, self.arriving = [], []
         if not self.is_sparse:
             self.total.zero_()
 
@@ -3655,10 +3664,9 @@ class Comm:
     gloo_group: dist.ProcessGroup | None = None  # on the CPU, for waits outside of training steps
     all_gather_group: dist.ProcessGroup | None = None
 
-    def reduce_scatter(self, full):
-        """Sum (M, ...) over ranks. Returns this rank's shard (M/N, ...), and work to wait for."""
-        shard = torch.empty_like(self.local_shard(full))
-        return shard, reduce_scatter_single(shard, full, async_op=True)
+    def reduce_scatter(self, full, shard):
+        """Sum (M, ...) over ranks into this rank's shard (M/N, ...). Returns work to wait for."""
+        return reduce_scatter_single(shard, full, async_op=True)
 
     def all_gather(self, full, shard):
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
@@ -4667,17 +4675,17 @@ class UpdateNorms:
         for bucket in optimizer.buckets:
             bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
-    def measure(self, bucket, run_update: Callable, rule_update, args):
+    def measure(self, bucket, run_update: Callable):
         """Update a bucket and add its sums: gradient of a step's summed loss, weight, update, momentum."""
         if not self.is_on:
-            run_update(rule_update, args)
+            run_update()
             return
         is_full = self.is_full and not bucket.rule.row_state
         if is_full:
             before = bucket.read_shard()
         last_step, late_step = self.optimizer.step_count - 1, self.optimizer.late_step
         norms = [measure_norm(bucket.grad) / bucket.group.period(last_step, late_step)]
-        run_update(rule_update, args)  # clears the gradient
+        run_update()  # clears the gradient
         if is_full:
             weight, momentum = bucket.read_shard(), next(iter(bucket.state.values()))
             norms += map(measure_norm, (weight, weight - before, momentum))
@@ -4726,7 +4734,8 @@ def lower_precision(trainer, run: dict):
         return "matmuls no longer use FP8"
     if trainer.ops.dtype == torch.bfloat16:
         trainer.choose_operations(torch.float32, trainer.fast)
-        trainer.optimizer.dtype = torch.float32
+        for bucket in trainer.optimizer.buckets:
+            bucket.args = bucket.args._replace(dtype=torch.float32)
         run["choices"]["dtype"] = "float32"
         return "activations become float32"
     return ""

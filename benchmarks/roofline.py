@@ -1,12 +1,17 @@
 """Predict the least time of a training step and its parts from compiled code, without the GPU.
 
-    python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [train_gpt.py options]
+    python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [--launches=1106]
+                                  [--us_per_launch=41] [train_gpt.py options]
 
 Compiles the step for each GPU (tests/cuda_without_gpu/cuda_compile.py, 2 to 10 minutes each) and keeps the
 results in FOLDER.
 Each kernel and library call takes the longer of bytes / bandwidth and FLOPs / peak. Each buffer is read or
-written once. Launch gaps and overlap are ignored, and all kernels run at the attainable rates below. The
+written once. Gaps between kernels and overlap are ignored, and all kernels run at the attainable rates. The
 order of the parts and the ratio of two versions are useful, the milliseconds are not.
+
+The host takes --us_per_launch for each of the --launches of a micro-batch. A step takes the longer of the
+times of host and GPU. The defaults were measured with `frontier` on one H100. A replayed CUDA graph is one
+launch.
 """
 
 import collections
@@ -118,13 +123,15 @@ def play_messages(run: dict, device: Device) -> dict:
     return simulate_ranks.play(events)
 
 
-def format_messages(run: dict, device: Device) -> str:
+def format_messages(run: dict, device: Device, host: simulate_ranks.Host) -> str:
     """The results of play_messages() per step as Markdown, with the longest waits."""
     found, steps = play_messages(run, device), run["updates"]
+    host_ms, ms, idle = host.limit(found["ms"] / steps, run["micros"] / steps)
     lines = [f"each of {run['ranks']} GPUs, {run['micro_tokens']:,} tokens a step on each: "
              f"{found['ms'] / steps:.2f} ms a step, {found['computing_ms'] / steps:.2f} of computing, "
              f"{found['exposed_ms'] / steps:.2f} of waiting for {found['sent_mb'] / steps:,.0f} MB "
-             f"(of {simulate_ranks.BUS_GB_PER_S:g} GB/s and {1e3 * simulate_ranks.LATENCY_MS:g} us)", "",
+             f"(of {simulate_ranks.BUS_GB_PER_S:g} GB/s and {1e3 * simulate_ranks.LATENCY_MS:g} us)",
+             f"with the host, which takes {host_ms:.2f} ms: {ms:.2f} ms a step, GPU idle {idle:.0f} %", "",
              f"| waits for, in {steps} steps | ms |", "|---|---:|"]
     longest = sorted(found["exposed"].items(), key=lambda row: -row[1])
     return "\n".join([*lines, *(f"| {name} | {ms:.2f} |" for name, ms in longest[:12])])
@@ -157,8 +164,8 @@ def tabulate(run: dict, device: Device, ranks: int) -> dict[str, list[float]]:
     return parts
 
 
-def format_table(runs: dict[str, dict]) -> str:
-    """Markdown: ms of each part on each kind of GPU, GB, TFLOP and kernels of the first kind, and sums."""
+def format_table(runs: dict[str, dict], host: simulate_ranks.Host) -> str:
+    """Markdown: ms of each part on each kind of GPU, GB, TFLOP and kernels of the first kind, sums, host."""
     tables = {name: tabulate(run, DEVICES[name], 1) for name, run in runs.items()}
     first = next(iter(tables))
     names = sorted(set().union(*tables.values()), key=lambda part: -tables[first].get(part, [0])[0])
@@ -173,9 +180,14 @@ def format_table(runs: dict[str, dict]) -> str:
     for part in names:
         add_line(part, {name: table.get(part, [0.0] * 4) for name, table in tables.items()})
     eight = {name: tabulate(run, DEVICES[name], 8) for name, run in runs.items()}
-    for title, found in (("**sum, one GPU**", tables), ("**sum, each of 8 GPUs**", eight)):
-        add_line(title, {name: list(map(sum, zip(*table.values()))) for name, table in found.items()})
-    add_line("of these sent, if nothing hid it", {name: table[SENT] for name, table in eight.items()})
+    for title, found, ranks in (("one GPU", tables, 1), ("each of 8 GPUs", eight, 8)):
+        sums = {name: list(map(sum, zip(*table.values()))) for name, table in found.items()}
+        add_line(f"**sum, {title}**", sums)
+        limits = [host.limit(sums[name][0], max(1, run["micros_per_step"] / ranks))
+                  for name, run in runs.items()]
+        for row, column in zip(("host", "**longer of host and GPU**", "GPU idle, %"), zip(*limits)):
+            lines.append(f"| {row} | {' | '.join(f'{value:,.1f}' for value in column)} | | | |")
+    add_line("of the last sum sent, if nothing hid it", {name: table[SENT] for name, table in eight.items()})
     return "\n".join(lines)
 
 
@@ -186,10 +198,15 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder for the compiled results")
     parser.add_argument("--ranks", type=at_least(1), default=1,
                         help="simulate a step with communication on this number of GPUs")
+    default = simulate_ranks.Host()
+    parser.add_argument("--launches", type=at_least(1), default=default.launches,
+                        help="kernels and copies that are launched in a micro-batch (default %(default)s)")
+    parser.add_argument("--us_per_launch", type=at_least(0, float), default=default.us_per_launch,
+                        help="the host's time for each of them (default %(default)g, measured on an H100)")
     args, options = parser.parse_known_args()
     if args.ranks > 1:
         options += [f"--ranks={args.ranks}", "--micros=1"]
-    cards = args.cards.split(",")
+    cards, host = args.cards.split(","), simulate_ranks.Host(args.launches, args.us_per_launch)
     if unknown := [card for card in cards if card not in DEVICES]:
         print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
               "choose among them", file=sys.stderr)
@@ -200,9 +217,9 @@ def main() -> int:
         runs = {card: load(DEVICES[card].code, folder, options) for card in cards}
         if args.ranks > 1:
             for card, run in runs.items():
-                print(f"{card}: {format_messages(run, DEVICES[card])}\n")
+                print(f"{card}: {format_messages(run, DEVICES[card], host)}\n")
         else:
-            print(format_table(runs))
+            print(format_table(runs, host))
     return 0
 
 

@@ -3,7 +3,7 @@
 Recorder makes one process do the work of rank 0 of N. It replaces the collectives of train_gpt.py by ones
 that send nothing, and records the start, the communicator and the wait of each message. play() then
 simulates the transfers in parallel with the computation. A communicator sends its messages in order, one
-after the other. Communicators that send simultaneously share the link.
+after the other. Communicators that send simultaneously share the link. Host adds the time of the launches.
 """
 
 import math
@@ -21,6 +21,22 @@ import train_gpt as gpt
 # 350 GB/s of bus bandwidth for large messages (450 GB/s in the data sheet) and 20 to 30 microseconds for
 # small ones. Assumed here, not measured. benchmarks/comm.py measures both.
 BUS_GB_PER_S, LATENCY_MS = 350.0, 0.025
+
+
+class Host(NamedTuple):
+    """Python launches kernels and copies. The defaults were measured with `frontier` on one H100."""
+
+    launches: int = 1106  # in a micro-batch. A replay of a CUDA graph is one
+    us_per_launch: float = 41.0  # 45 ms / 1,106
+
+    def limit(self, gpu_ms: float, micros: float) -> tuple[float, float, float]:
+        """(ms of the host, ms of the step, percent of it with the GPU idle) for a step of micro-batches.
+
+        The host launches while the GPU computes, so the step takes the longer of the two.
+        """
+        host_ms = micros * self.launches * self.us_per_launch / 1e3
+        ms = max(host_ms, gpu_ms)
+        return host_ms, ms, 100 * (1 - gpu_ms / ms)
 
 
 class Event(NamedTuple):

@@ -126,7 +126,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
             if mode == "raise":
                 raise ValueError("one step too many")
             if mode == "nan":
-                trainer.model.embed.grad = torch.full_like(trainer.model.embed, float("nan"))
+                trainer.model.embed.grad.fill_(float("nan"))
             if mode in signals:
                 os.kill(os.getpid(), signals[mode])
         return real(trainer, *args)

@@ -275,11 +275,11 @@ def test_rules_compares_on_other_seeds(monkeypatch, capsys):
     assert "| muon | 0.0125 (edge of the grid) | 2.513 | 0.707 |" in capsys.readouterr().out
 
 
-def test_the_roofline_adds_up(tmp_path):
-    """One kernel bound by memory, one by arithmetic, on rates of the data sheet times what is attainable."""
+def test_the_roofline_adds_up(monkeypatch, capsys):
+    """One kernel bound by memory, one by arithmetic, on attainable rates. A slow host decides the step."""
     nodes = [dict(kind="", call="", is_template=False, bytes=4.32e9, flops=0, operations=[]),
              dict(kind="", call="mm", is_template=False, bytes=1, flops=0.8 * 989e12, operations=[])]
-    graph = dict(name="Segment.run_blocks", direction="forward", nodes=nodes)
+    graph = dict(name="Segment.run_blocks", direction="forward", nodes=nodes, label="blocks")
     graph["calls"] = {"measured": 2, "training": 9}
     run = dict(graphs=[graph], eager={"measured update": {"zero_": [1, 4.32e9]}}, micros=2, updates=1,
                micros_per_step=8, bytes_per_rank=2 * 0.8 * 450e9)
@@ -290,6 +290,22 @@ def test_the_roofline_adds_up(tmp_path):
     eight = roofline.tabulate(run, roofline.DEVICES["h200"], 8)
     assert eight["pointwise forward"][0] == pytest.approx(1)
     assert eight["sent, if nothing hid it"][0] == pytest.approx(1750)  # 7/8 of 2 s
+    run |= dict(micros_per_step=4, ranks=8, micro_tokens=9, sequence=[("graph", "blocks")])
+    monkeypatch.setattr(roofline, "load", lambda *_: run)
+
+    def predict(*options):
+        monkeypatch.setattr(sys, "argv", ["roofline.py", "--cards=h200", "--us_per_launch=1000", *options])
+        assert roofline.main() == 0
+        return capsys.readouterr().out
+
+    rows = [line.split(" | ")[:2] for line in predict("--launches=3000").splitlines()[-9:]]
+    assert rows == [["| **sum, one GPU**", "4,005.0"], ["| host", "12,000.0"],  # 4 micro-batches
+                    ["| **longer of host and GPU**", "12,000.0"], ["| GPU idle, %", "66.6"],
+                    ["| **sum, each of 8 GPUs**", "2,250.6"], ["| host", "3,000.0"],  # one, of half the tokens
+                    ["| **longer of host and GPU**", "3,000.0"], ["| GPU idle, %", "25.0"],
+                    ["| of the last sum sent, if nothing hid it", "1,750.0"]]
+    assert "takes 1200.00 ms: 1200.00 ms a step, GPU idle 17 %" in predict("--ranks=8", "--launches=600")
+    assert "takes 1000.00 ms: 1001.00 ms a step, GPU idle 0 %" in predict("--ranks=8", "--launches=500")
 
 
 def test_repeats_are_found_within_a_document():

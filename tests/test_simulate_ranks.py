@@ -48,6 +48,13 @@ def test_a_message_is_awaited_in_the_next_cycle():
         assert (played["ms"], played["exposed"]) == (pytest.approx(18), {"m4": pytest.approx(5)})
 
 
+def test_a_step_takes_the_longer_of_host_and_gpu():
+    """Stages 1 and 3 of `frontier` on one H100, by their measured kernels, and with replayed graphs."""
+    assert simulate_ranks.Host().limit(126, 4) == pytest.approx((181.384, 181.384, 30.534), abs=1e-3)
+    assert simulate_ranks.Host().limit(399, 8) == pytest.approx((362.768, 399, 0))
+    assert simulate_ranks.Host(launches=100).limit(126, 4) == pytest.approx((16.4, 126, 0))
+
+
 @pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
 def test_a_recorded_step_has_all_its_messages(shards, preset, monkeypatch):
     """The bytes equal those of the arguments of Comm. Each message is awaited once. All-gathers are apart."""
