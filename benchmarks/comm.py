@@ -159,7 +159,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     trainer = gpt.Trainer(cfg, rt)
     cfg, state, bos = trainer.cfg, trainer.schedule.at(0), cfg.vocab_size - 1
     stage, rng = state.stage, np.random.default_rng(0)
-    _, rows = gpt.divide_step(cfg, rt.world_size, stage.tokens_per_step, stage.seq_len)
+    _, rows = gpt.divide_step(cfg, rt.world_size, stage)
     tokens = rng.integers(0, bos, (rt.world_size, rows, stage.seq_len + 1))
     tokens[:, :, :: stage.max_doc_len] = bos
     batch = gpt.add_plans(gpt.make_batch(tokens[rt.comm.rank], bos), list(tokens), rt.comm.rank, cfg)

@@ -191,8 +191,7 @@ def list_alternatives(cfg: gpt.Config, plain: dict, env: dict[str, str]) -> list
     splits, found = set(), []
     for tokens in (micro, *(n - n % longest for n in (2 * micro, micro // 2, 4 * micro) if n >= longest)):
         changed = dataclasses.replace(cfg, micro_batch_tokens=tokens)
-        split = tuple(gpt.divide_step(changed, ranks, stage.tokens_per_step, stage.seq_len)
-                      for stage in cfg.full_stages)
+        split = tuple(gpt.divide_step(changed, ranks, stage) for stage in cfg.full_stages)
         found += [] if split in splits else [f"--micro_batch_tokens={tokens}"]
         splits.add(split)
     if is_cuda:
