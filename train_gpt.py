@@ -76,7 +76,7 @@ import torch.nn.functional as F
 import torch.utils.benchmark as benchmark
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from tqdm import tqdm
 
 try:
@@ -2083,10 +2083,10 @@ def find_last(shard, token_sums: np.ndarray, first: int, seq_len: int, anywhere:
     return last if last < size else None
 
 
-def divide_step(cfg, world_size: int, tokens_per_step: int, seq_len: int):
+def divide_step(cfg, world_size: int, stage):
     """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
-    num_sequences = tokens_per_step // seq_len // world_size
-    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // seq_len)
+    num_sequences = stage.tokens_per_step // stage.seq_len // world_size
+    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // stage.seq_len)
     return num_sequences // per_micro_batch, per_micro_batch
 
 
@@ -2138,8 +2138,7 @@ class TrainData:
         for step in range(start, end):
             classes = next(chosen for number, chosen in sweep if number == step)  # skips earlier steps
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
-            num_micro_batches, size = divide_step(
-                cfg, comm.world_size, stage.tokens_per_step, stage.seq_len)
+            num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
             first = self.count_sequences(step)
             for i in range(num_micro_batches):
                 tokens = []  # of each rank, for add_plans()
@@ -2318,25 +2317,30 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         segments = split_layers(cfg.num_layers, rt.world_size)
         self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
+        self.graphs: list[StepGraphs] = []
         self.choose_operations(rt.dtype, rt.fast)
         self.optimizer = Optimizer(model, cfg, rt)
         self.fp8_scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
         model.run_segment = rt.compile(model.run_segment)
         model.sum_ngrams = rt.compile(model.sum_ngrams)
         model.head.forward = rt.compile(model.head.forward)
+        if "step_graphs" in rt.fast:
+            self.graphs = add_step_graphs(model, self.optimizer.buckets)
         self.progress = Progress()
-        self.step_inputs: dict[tuple[int, int], tuple[int, StepInputs]] = {}  # by (num_tokens, seq_len)
+        # By number of tokens: (stage, seq_len), and the inputs that have been made for them
+        self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}
 
     def choose_operations(self, dtype, fast: frozenset[str]):
         """Use these forms. FP8 and fused gradients are for training only."""
         self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
         self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
+        for graphs in self.graphs:  # of the earlier forms
+            graphs.graphs.clear()
 
     def train_step(self, batches: Iterator[Batch], state):
         """One optimizer step. Returns this rank's weighted loss per token, on the device."""
         device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
-        num_micro_batches, size = divide_step(
-            self.cfg, world_size, stage.tokens_per_step, stage.seq_len)
+        num_micro_batches, size = divide_step(self.cfg, world_size, stage)
         step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
         loss_weights = torch.tensor(state.loss_weights).to(device, non_blocking=True)
         total_loss = torch.zeros((), device=device)
@@ -2366,12 +2370,14 @@ class Trainer:
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
-        """The model's inputs at a schedule state, made once per stage."""
-        index, step_inputs = self.step_inputs.get((num_tokens, seq_len), (None, None))
-        if index != state.stage_index:
-            step_inputs = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
-            self.step_inputs[num_tokens, seq_len] = (state.stage_index, step_inputs)
-        return step_inputs
+        """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
+        made_for, step_inputs = self.step_inputs.get(num_tokens, (None, None))
+        if made_for != (state.stage_index, seq_len):
+            new = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
+            if step_inputs is not None:
+                new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, step_inputs, new)
+            self.step_inputs[num_tokens] = (state.stage_index, seq_len), new
+        return self.step_inputs[num_tokens][1]
 
     def warm_up(self, train_data, val_data):
         """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
@@ -2380,9 +2386,17 @@ class Trainer:
         saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
         for table in self.optimizer.tables:  # a snapshot has no sparse tables
             table.is_dry = True
-        for _, start, end in self.schedule.stage_ranges():
+
+        def count_tokens(stage_range):
+            stage, *_ = stage_range
+            return divide_step(self.cfg, self.rt.world_size, stage)[1] * stage.seq_len
+
+        # The largest micro-batches first: graphs of smaller ones fit into their memory. Without the data
+        # thread, because a capture fails if another thread uses CUDA
+        for _, start, end in sorted(self.schedule.stage_ranges(), key=count_tokens, reverse=True):
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
-            batches = prefetch(train_data.batches(self.rt.comm, start, start + num_steps), self.rt.device)
+            batches = (move_batch(batch, self.rt.device)
+                       for batch in train_data.batches(self.rt.comm, start, start + num_steps))
             for _ in range(num_steps):
                 self.train_step(batches, self.schedule.at(start))
             self.validate(val_data, self.schedule.at(start), num_batches)
@@ -2390,6 +2404,8 @@ class Trainer:
         saved.restore()
         for table in self.optimizer.tables:
             table.is_dry = False
+        for graphs in self.graphs:
+            graphs.can_capture = False
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
@@ -2498,7 +2514,7 @@ ATTENTION = ("attention", "make_mask", "is_visible")
 LOSS = ("head_loss", "Softcap", "linear")
 # name: functions of part one that it computes in another way
 FORMS = dict(rms_norm=("rms_norm",), qkv_kernel=QKV, flex_attention=ATTENTION, block_attention=ATTENTION,
-             head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",))
+             head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",), step_graphs=())
 FP8_FORMS = dict(fp8_head=LOSS, fp8_mlp=("relu2_mlp",), fp8_qkv=QKV)  # --fp8_parts names them
 DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
     linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
@@ -2540,7 +2556,8 @@ def choose_fast_forms(cfg, rt):
     has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
     auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
                 head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
-                relu2_mlp=has_kernels and has_tiles and capability == (9, 0))  # measured on Hopper only
+                relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
+                step_graphs=has_flex)  # block_attention reads a number from the GPU
     names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
     has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
     use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
@@ -2562,6 +2579,11 @@ def choose_fast_forms(cfg, rt):
     if longest > PLAIN_ATTENTION_TOKENS and not {"flex_attention", "block_attention"} & {*names}:
         names.append("flex_attention" if has_flex else "block_attention")
         lines.append(f"attention() needs masks of {longest} x {longest} tokens: {names[-1]} replaces it")
+    if "step_graphs" in names:
+        error = check.find_graph_error(names, rt.dtype) if cfg.warmup_iterations else "no warm-up to capture in"
+        if error:
+            names.remove("step_graphs")
+            lines.append(f"fast form step_graphs: off ({error})")
     return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
 
 
@@ -2600,30 +2622,55 @@ class FormCheck:
         self.batch, state = move_batch(batch, device), Schedule(cfg).at(0)
         self.step_inputs = make_step_inputs(state, 768, 384, cfg, device)
         self.loss_weights = torch.tensor(state.loss_weights, device=device)
+        self.ops: dict[tuple, Operations] = {}
         self.plain = self.run([], torch.float32)
 
     def run(self, names: list[str], dtype):
         """Loss and all gradients by the named forms."""
-        ops = make_operations(self.cfg, names, dtype)
+        forms = *names, dtype
+        if forms not in self.ops:  # one object per form, because step_graphs compares them
+            self.ops[forms] = make_operations(self.cfg, names, dtype)
         self.model.zero_grad()
-        loss = self.model(self.batch, self.step_inputs, ops, self.loss_weights)
+        loss = self.model(self.batch, self.step_inputs, self.ops[forms], self.loss_weights)
         loss.backward()
         named = self.model.named_parameters()
         grads = {name: param.grad for name, param in named if param.grad is not None}
         return {"loss": loss.detach(), **grads}
 
-    def find_error(self, names: list[str], dtype, limit: float):
+    def find_error(self, names: list[str], dtype, limit: float, expected: dict[str, Tensor] | None = None):
         """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients. If
         it is above 0.1, vectors are left out, because most terms of their gradients cancel."""
         try:
             results = self.run(names, dtype)
-            for name, plain in self.plain.items():
+            for name, plain in (expected or self.plain).items():
                 error = float((results[name] - plain).norm() / plain.norm())
-                if not error < (limit if limit < 0.1 or plain.dim() != 1 else math.inf):
+                if not error <= (limit if limit < 0.1 or plain.dim() != 1 else math.inf):
                     return f"{name} differs from its plain form by {error:.3g}"
         except Exception as failure:  # a compiler error must not stop training
             return f"it fails on this {self.loss_weights.device.type} device: {str(failure).strip()[:120]}"
         return ""
+
+    def find_graph_error(self, names: list[str], dtype):
+        """Why these forms cannot be replayed, or "". The second replay has other tokens, windows and loss
+        weights. The bits must be equal."""
+        expected = []
+        for _ in range(2):
+            expected.append(self.run(names, dtype))
+            self.change_inputs()
+        add_step_graphs(self.model)
+        for results in expected:
+            error = self.find_error(names, dtype, 0.0, results)
+            if error:
+                return error
+            self.change_inputs()
+        return ""
+
+    def change_inputs(self):
+        """The second call restores the inputs."""
+        batch, step_inputs = self.batch, self.step_inputs
+        self.batch = batch._replace(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
+        self.step_inputs = step_inputs._replace(windows=step_inputs.windows.flip(0))
+        self.loss_weights = -self.loss_weights
 
     def keep_equal(self, names: list[str], dtype, limit: float):
         """The names without forms whose results differ, and a line for each of those."""
@@ -2637,6 +2684,69 @@ class FormCheck:
             else:
                 kept.append(name)
         return kept, lines
+
+# ==== STEP GRAPHS ==========================================================================================
+# With step_graphs the segments, the head and the updates are CUDA graphs. A replay is one launch, so the GPU
+# does not wait for Python. Look-ups in tables, communication and validation have no graphs.
+
+class StepGraphs:
+    """CUDA graphs of a function, forward and backward, one pair for each kind of arguments.
+
+    Tensors among the arguments are copied into the graph. Other arguments are constants of the graph. So are
+    the addresses of all other tensors that the function uses: parameters, state and scales never move. The
+    graphs share memory, because only one of them is between its forward and its backward.
+    """
+
+    def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
+        """params: leaves that may get a gradient. None: the function needs no backward."""
+        self.function, self.params = function, list(params)
+        self.graphs: dict[tuple, tuple[Callable, list[Tensor]]] = {}  # with the leaves that get a gradient
+        self.pool = None
+        self.can_capture = True  # during the warm-up. Later another thread uses CUDA
+
+    def __call__(self, *args):
+        leaves, spec = tree_flatten(args)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        kind = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
+        is_validation = self.params and not torch.is_grad_enabled()
+        if self.can_capture and kind not in self.graphs and not is_validation:
+            self.graphs[kind] = self.capture(leaves, spec)
+        if kind not in self.graphs:
+            return self.function(*args)
+        graph, params = self.graphs[kind]
+        return graph(*tensors, *params)
+
+    def capture(self, leaves: list, spec):
+        """Capture a graph. Returns it and the leaves that get a gradient."""
+        def run(*tensors):
+            tensors = iter(tensors)
+            args = [next(tensors) if isinstance(x, Tensor) else x for x in leaves]
+            return self.function(*tree_unflatten(args, spec))
+
+        inputs = [x.detach().clone().requires_grad_() if x.requires_grad else x
+                  for x in leaves if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(run(*inputs)) if x.requires_grad]
+        grads = []
+        if outputs:
+            grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
+        params = [param for param, grad in zip(self.params, grads) if grad is not None]
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        return torch.cuda.make_graphed_callables(
+            run, (*inputs, *params), allow_unused_input=True, pool=self.pool), params
+
+
+def add_step_graphs(model, buckets: Iterable[Bucket] = ()):
+    """Replace each segment and the head of a model, and the updates of buckets, by StepGraphs. Returns them."""
+    scales = [scale for module in model.modules() if isinstance(module, MLP) for scale in module.scales or ()]
+    params = [*model.parameters(), *scales]  # the gradient of a scale is an amax
+    segments = {layers: StepGraphs(functools.partial(model.run_segment, layers), params)
+                for layers in model.segments}
+    model.run_segment = lambda layers, *args: segments[layers](*args)
+    model.head.forward = head = StepGraphs(model.head.forward, params)
+    updates = StepGraphs(Bucket.run_rule)
+    for bucket in buckets:
+        bucket.run_rule = functools.partial(updates, bucket)
+    return [*segments.values(), head, updates]
 
 # ==== FAST NORM AND ATTENTION ==============================================================================
 # Attention without T x T masks. On a GPU FlexAttention skips invisible blocks. Elsewhere each block of
@@ -4083,7 +4193,7 @@ def check_world_size(cfg, world_size: int):
         if tokens // seq_len % world_size:
             raise RunError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
                            f"seq_len={seq_len}, which {world_size} ranks cannot share", 2)
-    return divide_step(cfg, world_size, tokens, seq_len)
+    return divide_step(cfg, world_size, stage)
 
 
 def derived_numbers(cfg, world_size: int):

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 import train_gpt as gpt  # noqa: E402
 from benchmarks import comm  # noqa: E402
+from cpu_graphs import graphs_on_cpu  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of child processes
 
@@ -138,6 +139,12 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
     gpt.Trainer.train_step = train_step
     gpt.Stop.catch_signals = lambda stop: (is_warm.append(True), catch_signals(stop))
     return gpt.main(list(argv))
+
+
+def train_with_graphs(*argv: str) -> int:
+    torch.set_num_threads(1)
+    with graphs_on_cpu():
+        return gpt.main(list(argv))
 
 
 def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:

@@ -285,7 +285,7 @@ def test_ranks_that_cannot_share_the_sequences():
     (1, 512, (4, 1)), (1, 1024, (2, 2)), (1, 1536, (2, 2)), (2, 9999, (1, 2)), (4, 512, (1, 1))])
 def test_sequences_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
-    assert gpt.divide_step(cfg, world_size, cfg.tokens_per_step, cfg.seq_len) == expected
+    assert gpt.divide_step(cfg, world_size, cfg.full_stages[0]) == expected
     assert gpt.check_world_size(cfg, world_size) == expected
 
 

@@ -342,7 +342,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
     )
     with ObservedMode(observer), values_are(True):
         trainer = make_trainer(cfg, observer, num_ranks)
-    accum, rows = gpt.divide_step(cfg, 1, cfg.tokens_per_step, cfg.seq_len)
+    accum, rows = gpt.divide_step(cfg, 1, cfg.full_stages[-1])
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
     val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
 
