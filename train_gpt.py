@@ -76,7 +76,7 @@ import torch.nn.functional as F
 import torch.utils.benchmark as benchmark
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from tqdm import tqdm
 
 try:
@@ -750,9 +750,6 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
-        self.inputs_of = {layers: set().union(*(cfg.layers[layer].inputs() for layer in layers))
-                          for layers in self.segments}  # names of activations that a segment reads
-        self.saved = set().union(*self.inputs_of.values())
         # wait_for(i) waits for the new values of segment i's parameters. An untied head is the last one
         self.wait_for = lambda segment: None
         storage = getattr(torch, cfg.embed_dtype)
@@ -764,8 +761,7 @@ class GPT(nn.Module):
             for i in sorted(used_tables)})
         self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
         self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
-        reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]
-        self.read_after = {layers: set().union(*reads[layers.stop :]) for layers in self.segments}
+        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # names in acts
 
         # Learned scalars of all layers, with source (group, None): one parameter per group
         self.scalars = nn.ParameterDict()
@@ -818,10 +814,14 @@ class GPT(nn.Module):
             acts["ngram"] = self.sum_ngrams(ngrams.read(), signs, ops.dtype)  # (T, D)
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
-            for name in sorted(reads.keys() & self.inputs_of[layers]):
+            for name in sorted(reads.keys() & self.list_reads(layers.start, layers.stop)):
                 acts[name] = reads.pop(name).read().to(ops.dtype)  # (T, D)
             x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
         return x
+
+    def list_reads(self, start: int, stop: int | None = None):
+        """Names of the activations that these layers read."""
+        return set().union(*self.reads[start:stop])
 
     def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
@@ -829,7 +829,7 @@ class GPT(nn.Module):
         return sum(rows.to(dtype).view_as(signs) * signs)  # two kinds: faster than Tensor.sum()
 
     def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
-        """Run consecutive layers. Returns x, and the acts (T, D) and per-token scalars that later ones read."""
+        """Run consecutive layers. Returns x, and the acts (T, D) and scalars per token for later layers."""
         acts = dict(acts)
         scalars = dict(scalars)
         learned = {}  # sliced in each graph, else each slice is an input
@@ -856,18 +856,17 @@ class GPT(nn.Module):
             s = {name: values for (number, name), values in (learned | scalars).items() if number == layer}
             if "ngram_in" in s:  # as published, layer 0's gates do not see its n-grams
                 x = add_scaled(x, s["ngram_in"], acts["ngram"])
-            if layer == 0 and "x_in" in self.saved:
+            if layer == 0:
                 acts["x_in"] = x
             kind = (spec.attention, spec.paired)
             if spec.attention != "none" and kind not in masks:
                 window = step_inputs.windows[int(spec.attention == "short")]
                 masks[kind] = ops.make_mask(doc_ids.repeat_interleave(1 + spec.paired), window)
             x = block(x, acts, s, masks.get(kind), step_inputs, ops)
-            if f"h{layer}" in self.saved:
-                acts[f"h{layer}"] = x
+            acts[f"h{layer}"] = x
         if layers.stop == len(self.blocks):
             x = ops.rms_norm(x)
-        acts = {name: act for name, act in acts.items() if name in self.read_after[layers]}
+        acts = {name: act for name, act in acts.items() if name in self.list_reads(layers.stop)}
         return x, acts, {key: values for key, values in scalars.items() if key[0] >= layers.stop}
 
 
@@ -1288,10 +1287,10 @@ def output_std(cfg, part: str):
 # sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
 
 class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of an update. Those that vary are tensors, as a new float would cause recompilation."""
+    """Hyperparameters of an update. Those that vary are tensors, else each value would be compiled."""
 
-    lr: Tensor  # () for Rule.update(). A rule gets the product with lr_mul
-    weight_decay: Tensor  # () for Rule.update(). A rule gets the product with wd_mul and its lr
+    lr: Tensor  # (). Rule.update() multiplies it by lr_mul
+    weight_decay: Tensor  # (). Rule.update() multiplies it by wd_mul and the new lr
     momentum: Tensor  # ()
     grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
     bias_correction1: Tensor  # (), 1 - beta1^t
@@ -1596,9 +1595,7 @@ class Bucket:
                 param.register_post_accumulate_grad_hook(self.count_down)
         self.comm.broadcast(self.values)
         self.shard = self.comm.local_shard(self.values)
-        self.grad = self.total  # of the shard, summed over ranks
-        if self.comm.world_size > 1:
-            self.grad = torch.zeros_like(self.shard)
+        self.grad = self.comm.local_shard(self.total)
 
     def make_multipliers(self, field: str):
         """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
@@ -1625,7 +1622,7 @@ class Bucket:
 
     def start_reduce(self):
         if self.comm.world_size > 1:
-            self.reducing = self.comm.reduce_scatter(self.total, self.grad)
+            self.reducing = self.comm.reduce_scatter(self.total)
 
     def wait_for_gradient(self):
         if self.reducing is not None:
@@ -1721,8 +1718,9 @@ class Optimizer:
         for bucket, row in zip(self.buckets, self.numbers):
             row = row.unbind()
             bucket.update_rule = rules[bucket.group.rule]
-            bucket.args = UpdateArgs(*row[:6], row[6:8], cfg.adam_eps, *row[8:], bucket.lr_mul, bucket.wd_mul,
-                                     rt.dtype, cfg.orthogonalize, cautious=cfg.decay == "cautious")
+            bucket.args = UpdateArgs(
+                *row[:6], row[6:8], cfg.adam_eps, *row[8:], bucket.lr_mul, bucket.wd_mul, rt.dtype,
+                cfg.orthogonalize, cautious=cfg.decay == "cautious")
 
         # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step = cfg.step_at(cfg.untie_frac)
@@ -2386,20 +2384,18 @@ class Trainer:
         saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
         for table in self.optimizer.tables:  # a snapshot has no sparse tables
             table.is_dry = True
-
-        def count_tokens(stage_range):
-            stage, *_ = stage_range
-            return divide_step(self.cfg, self.rt.world_size, stage)[1] * stage.seq_len
-
-        # The largest micro-batches first: graphs of smaller ones fit into their memory. Without the data
-        # thread, because a capture fails if another thread uses CUDA
-        for _, start, end in sorted(self.schedule.stage_ranges(), key=count_tokens, reverse=True):
+        # Large steps first: the graphs of small ones fit into their memory. Without the data thread, because
+        # a capture fails if another thread uses CUDA
+        ranges = self.schedule.stage_ranges()
+        ranges.sort(key=lambda entry: -entry[0].tokens_per_step)
+        for stage, start, end in ranges:
+            print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
             batches = (move_batch(batch, self.rt.device)
                        for batch in train_data.batches(self.rt.comm, start, start + num_steps))
             for _ in range(num_steps):
                 self.train_step(batches, self.schedule.at(start))
-            self.validate(val_data, self.schedule.at(start), num_batches)
+        print_phase("warm-up of the validation", self.rt)
         self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         saved.restore()
         for table in self.optimizer.tables:
@@ -2414,12 +2410,13 @@ class Trainer:
 def train(cfg, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
-    rt, started = start_runtime(cfg), time.perf_counter()
+    rt = start_runtime(cfg)
+    print_phase("data", rt)
     train_data = TrainData(cfg, Schedule(cfg))
     val_data = ValData(cfg)
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
     run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
-    data_setup_s = round(time.perf_counter() - started, 2)
+    data_setup_s = round(time.perf_counter() - rt.started, 2)
     folder, saved, resume_line = find_start(cfg, run, rt)
     result = find_result_folder(cfg) / f"{run['run_id']}.json"
     if result.exists():
@@ -2563,24 +2560,25 @@ def choose_fast_forms(cfg, rt):
     use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
     names += [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
 
-    lines = []
+    check = FormCheck(cfg, rt.device)
+    lines = check.lines
     for function, digest in compute_digests().items():
         off = [name for name in names if function in (FORMS | FP8_FORMS)[name]]
         if off and digest != DIGESTS[function]:
             names = [name for name in names if name not in off]
             lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
-    check, fp8 = FormCheck(cfg, rt.device), [name for name in names if name in FP8_FORMS]
-    names, more_lines = check.keep_equal([name for name in names if name in FORMS], torch.float32, 0.01)
-    lines += more_lines
+    fp8 = [name for name in names if name in FP8_FORMS]
+    names = check.keep_equal([name for name in names if name in FORMS], torch.float32, 0.01)
     if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
-        names, more_lines = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
-        lines += more_lines
+        names = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
     longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
     if longest > PLAIN_ATTENTION_TOKENS and not {"flex_attention", "block_attention"} & {*names}:
         names.append("flex_attention" if has_flex else "block_attention")
         lines.append(f"attention() needs masks of {longest} x {longest} tokens: {names[-1]} replaces it")
     if "step_graphs" in names:
-        error = check.find_graph_error(names, rt.dtype) if cfg.warmup_iterations else "no warm-up to capture in"
+        error = "warmup_iterations is 0"
+        if cfg.warmup_iterations:
+            error = check.find_graph_error(names, rt.dtype)
         if error:
             names.remove("step_graphs")
             lines.append(f"fast form step_graphs: off ({error})")
@@ -2602,6 +2600,7 @@ class FormCheck:
     """A small copy of the model: random parameters, 768 tokens in four documents, and its plain results."""
 
     def __init__(self, cfg, device):
+        self.lines: list[str] = []  # for the log
         stage = dataclasses.replace(cfg.full_stages[0], window_long=255, window_short=140, seq_len=384,
                                     tokens_per_step=768, num_classes=None)
         self.cfg = cfg = dataclasses.replace(
@@ -2673,17 +2672,17 @@ class FormCheck:
         self.loss_weights = -self.loss_weights
 
     def keep_equal(self, names: list[str], dtype, limit: float):
-        """The names without forms whose results differ, and a line for each of those."""
+        """The names without forms whose results differ. Those get a line."""
         if not self.find_error(names, dtype, limit):
-            return names, []
-        kept, lines = [], []
+            return names
+        kept = []
         for name in names:
             error = self.find_error([*kept, name], dtype, limit)
             if error:
-                lines.append(f"fast form {name}: off ({error})")
+                self.lines.append(f"fast form {name}: off ({error})")
             else:
                 kept.append(name)
-        return kept, lines
+        return kept
 
 # ==== STEP GRAPHS ==========================================================================================
 # With step_graphs the segments, the head and the updates are CUDA graphs. A replay is one launch, so the GPU
@@ -2698,7 +2697,7 @@ class StepGraphs:
     """
 
     def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
-        """params: leaves that may get a gradient. None: the function needs no backward."""
+        """params: leaves that may get a gradient. (): there is no backward."""
         self.function, self.params = function, list(params)
         self.graphs: dict[tuple, tuple[Callable, list[Tensor]]] = {}  # with the leaves that get a gradient
         self.pool = None
@@ -2706,39 +2705,38 @@ class StepGraphs:
 
     def __call__(self, *args):
         leaves, spec = tree_flatten(args)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
         kind = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
         is_validation = self.params and not torch.is_grad_enabled()
         if self.can_capture and kind not in self.graphs and not is_validation:
-            self.graphs[kind] = self.capture(leaves, spec)
+            self.graphs[kind] = self.capture(args)
         if kind not in self.graphs:
             return self.function(*args)
         graph, params = self.graphs[kind]
-        return graph(*tensors, *params)
+        return graph(*filter(torch.is_tensor, leaves), *params)
 
-    def capture(self, leaves: list, spec):
+    def capture(self, args: tuple):
         """Capture a graph. Returns it and the leaves that get a gradient."""
-        def run(*tensors):
-            tensors = iter(tensors)
-            args = [next(tensors) if isinstance(x, Tensor) else x for x in leaves]
-            return self.function(*tree_unflatten(args, spec))
+        def fix(x):
+            return x.detach().clone().requires_grad_() if x.requires_grad else x
 
-        inputs = [x.detach().clone().requires_grad_() if x.requires_grad else x
-                  for x in leaves if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(run(*inputs)) if x.requires_grad]
+        args = tree_map_only(Tensor, fix, args)  # replays copy their tensors to these
+        outputs = [x for x in tree_leaves(self.function(*args)) if x.requires_grad]
         grads = []
         if outputs:
             grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
         params = [param for param, grad in zip(self.params, grads) if grad is not None]
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        return torch.cuda.make_graphed_callables(
-            run, (*inputs, *params), allow_unused_input=True, pool=self.pool), params
+        graph = torch.cuda.make_graphed_callables(
+            lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
+            allow_unused_input=True, pool=self.pool)
+        return graph, params
 
 
 def add_step_graphs(model, buckets: Iterable[Bucket] = ()):
-    """Replace each segment and the head of a model, and the updates of buckets, by StepGraphs. Returns them."""
-    scales = [scale for module in model.modules() if isinstance(module, MLP) for scale in module.scales or ()]
-    params = [*model.parameters(), *scales]  # the gradient of a scale is an amax
+    """Make StepGraphs of a model's segments and head, and of the updates of buckets. Returns them."""
+    params = list(model.parameters())
+    for module in model.modules():
+        params += getattr(module, "scales", None) or ()  # the gradient of an FP8 scale is an amax
     segments = {layers: StepGraphs(functools.partial(model.run_segment, layers), params)
                 for layers in model.segments}
     model.run_segment = lambda layers, *args: segments[layers](*args)
@@ -3576,6 +3574,7 @@ class Runtime:
     fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
+    started: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def world_size(self):
@@ -3618,6 +3617,7 @@ def start_runtime(cfg):
 
 def choose_precision(cfg, rt):
     """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
+    print_phase("check of the fast forms", rt)
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
     use_compile = cfg.compile == "on" or (
         cfg.compile == "auto" and rt.device.type == "cuda" and triton is not None
@@ -3774,9 +3774,9 @@ class Comm:
     gloo_group: dist.ProcessGroup | None = None  # on the CPU, for waits outside of training steps
     all_gather_group: dist.ProcessGroup | None = None
 
-    def reduce_scatter(self, full, shard):
-        """Sum (M, ...) over ranks into this rank's shard (M/N, ...). Returns work to wait for."""
-        return reduce_scatter_single(shard, full, async_op=True)
+    def reduce_scatter(self, full):
+        """Sum this rank's shard (M/N, ...) of (M, ...) over ranks, in place. Returns work to wait for."""
+        return reduce_scatter_single(self.local_shard(full), full, async_op=True)
 
     def all_gather(self, full, shard):
         """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
@@ -4044,8 +4044,6 @@ def load_preset(name: str):
         try:
             content = json.loads(path.read_text())
             if "config" in content:
-                if "key" not in content:
-                    raise RunError(f"--preset={name} is of an older script: run the script beside it", 2)
                 cfg = config_from_dict(content["config"])
                 return dataclasses.replace(cfg, record="", resume="", out=".")
             parent, changes, name = content["parent"], content["options"], path.stem
@@ -4078,11 +4076,6 @@ def make_config(values: dict):
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
-    for key in options.keys() & GROUP_OPTIONS.keys():
-        with torch.device("meta"):
-            used = {param.spec.group for param in GPT(cfg).parameters()}
-        if GROUP_OPTIONS[key][0] not in used:
-            raise RunError(f"--{key}: this model has no parameter of group {GROUP_OPTIONS[key][0]}", 2)
     return cfg
 
 
@@ -4304,6 +4297,12 @@ def print0(text: str, rt):
         sys.stdout.flush()
 
 
+def print_phase(name: str, rt):
+    """Print the beginning of a part of the start that can take minutes on a GPU."""
+    if rt.device.type == "cuda":
+        print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
+
+
 def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
     """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -4411,10 +4410,8 @@ class RunLog:
     def print_start(self, resume_line: str):
         """Print sizes and choices, and begin to show progress."""
         cfg, derived = self.cfg, self.run["config"]["derived"]
-        size = f"{derived['num_params'] / 1e6:.2f} M"
-        if derived["num_params"] >= 1e9:
-            size = f"{derived['num_params'] / 1e9:.2f} B"
-        line = (f"preset {cfg.preset}: {size} parameters, {self.rt.world_size} x {self.rt.device.type}, "
+        line = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
+                f"{self.rt.world_size} x {self.rt.device.type}, "
                 f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
         lines = [line, *self.rt.notes, resume_line]
         if cfg.record:
@@ -4837,17 +4834,17 @@ class Telemetry:
 
 def lower_precision(trainer, run: dict):
     """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
-    fp8 = trainer.fast & {*FP8_FORMS}
+    fp8, note = trainer.fast & {*FP8_FORMS}, ", without step_graphs" * bool(trainer.graphs)
     if fp8:
         trainer.choose_operations(trainer.ops.dtype, trainer.fast - fp8)
         run["choices"]["fp8"] = "off"
-        return "matmuls no longer use FP8"
+        return f"matmuls no longer use FP8{note}"
     if trainer.ops.dtype == torch.bfloat16:
         trainer.choose_operations(torch.float32, trainer.fast)
         for bucket in trainer.optimizer.buckets:
             bucket.args = bucket.args._replace(dtype=torch.float32)
         run["choices"]["dtype"] = "float32"
-        return "activations become float32"
+        return f"activations become float32{note}"
     return ""
 
 

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+from cpu_graphs import graphs_on_cpu  # noqa: E402
+
 import train_gpt as gpt  # noqa: E402
 from benchmarks import comm  # noqa: E402
-from cpu_graphs import graphs_on_cpu  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of child processes
 

@@ -292,7 +292,7 @@ def test_gradients_and_parameters_have_a_group_each(monkeypatch):
         timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
         for name in ("reduce_scatter_single", "all_gather_single"):
             monkeypatch.setattr(gpt, name, lambda *_, group=None, async_op: used.append(group))
-        comm.reduce_scatter(torch.zeros(4), torch.zeros(2)), comm.all_gather(torch.zeros(4), torch.zeros(2))
+        comm.reduce_scatter(torch.zeros(4)), comm.all_gather(torch.zeros(4), torch.zeros(2))
     finally:
         dist.destroy_process_group()
     assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7] and used == [None, groups[2]]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, data_args, gpt, launch, relative_error, run_script, smoke_config, smoke_run
 
 pytestmark = pytest.mark.gpu
@@ -81,6 +82,28 @@ def test_no_form_that_auto_takes_is_refused(preset):
     cfg = gpt.make_config({"preset": preset, "compile": "auto", "dtype": "auto"})
     rt = gpt.choose_precision(cfg, gpt.Runtime(CUDA))
     assert " off (" not in "".join(rt.notes) and ("flex_attention" in rt.fast) == rt.use_compile, rt.notes
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_a_run_with_step_graphs_has_the_bits_of_a_run_without(shards, tmp_path, has_group):
+    """Stages, micro-batches, untying, averages, FP8. NCCL's threads do not disturb a capture."""
+    options = ["--preset=smoke_frontier", "--device=cuda", "--grad_grid=0", "--orthogonalize=polar_express"]
+    if has_group:  # main() destroys it
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=CUDA)
+        dist.all_reduce(torch.ones(1, device=CUDA))
+    with_graphs = smoke_run(shards, tmp_path, *options)
+    forms = with_graphs["choices"]["fast"]
+    assert "step_graphs" in forms
+    without = smoke_run(shards, tmp_path, *options, f"--fast={','.join(name for name in forms if name != 'step_graphs')}")
+    assert with_graphs["train_points"] == without["train_points"]
+    assert with_graphs["final_val_loss"] == without["final_val_loss"]
+
+
+def test_step_graphs_of_the_newest_recipe():
+    cfg = gpt.make_config({"preset": "frontier"})
+    names = [name for name in gpt.FORMS if name != "block_attention"]
+    names += gpt.FP8_FORMS if torch.cuda.get_device_capability() >= (8, 9) else ()
+    assert gpt.FormCheck(cfg, CUDA).find_graph_error(names, choose_dtype()) == ""
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -65,7 +65,7 @@ def test_a_resumed_run(tmp_path):
     assert_same_run((dict(again, val_points=whole[0]["val_points"]), tensors), whole)
 
 
-def test_the_guard(tmp_path, monkeypatch):
+def test_the_guard(tmp_path, monkeypatch, capsys):
     """After a rollback activations and updates are in float32, and have no graphs."""
     real, captures = gpt.Trainer.train_step, []
 
@@ -78,6 +78,7 @@ def test_the_guard(tmp_path, monkeypatch):
     options = [*SMOKE, "--dtype=bfloat16", "--fp8=off", "--guard=on"]
     runs = [train(tmp_path / str(has_graphs), *options, has_graphs=has_graphs) for has_graphs in (False, True)]
     assert runs[1][0]["choices"]["dtype"] == "float32" and captures == [False] * 3
+    assert "restored weights of step 0, activations become float32, without step_graphs\n" in capsys.readouterr().out
     assert_same_run(*runs)
 
 
