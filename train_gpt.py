@@ -18,7 +18,7 @@ Part one, the recipe. It decides the loss.
     DATA             packed sequences and batches
     TRAINING         one step, and the whole run: train()
 Part two, the same mathematics, faster. A check at startup compares it with part one.
-    FAST FORMS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
+    FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
@@ -618,42 +618,40 @@ def shift_right(x, is_sequence_start):
 
 
 def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
-    """Rows (n, T) of the bigrams, and with order=3 of the trigrams, that end at each token.
+    """Rows of the bigrams, and with order=3 of the trigrams, that end at each token: n times (T,).
 
     Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
     their part. As published, the bigram of a sequence's second token is hashed as if its first token
-    were size - 1. Integers wrap around. Source: record 92.
+    were size - 1. tokens: int32, an array or a tensor. Source: record 92.
     """
     size = num_rows // (order - 1)
-    bigram_tokens = tokens.int().masked_fill(is_sequence_start, size - 1)
-    bigrams = mix_tokens(bigram_tokens, is_sequence_start, 36313, 27191)
-    trigrams = mix_tokens(tokens, is_sequence_start, 17351, 60961, 45259)
-    rows = torch.stack((bigrams, trigrams))[: order - 1] % (size - 1)
-    rows = rows.masked_fill(find_cut_ngrams(is_sequence_start, order), size - 1)
-    return rows + size * torch.arange(order - 1, device=rows.device, dtype=torch.int32)[:, None]
+    bigram_tokens = 1 * tokens
+    bigram_tokens[is_sequence_start] = size - 1
+    kinds = (bigram_tokens, 36313, 27191), (tokens, 17351, 60961, 45259)
+    return [hash_tokens(x, is_sequence_start, size - 1, size - 1, *factors) + size * kind
+            for kind, (x, *factors) in enumerate(kinds[: order - 1])]
 
 
 def hash_signs(tokens, is_sequence_start, order: int):
-    """Rows (n, T) of the table of signs, for the n-grams of hash_ngrams(). Cut ones get row 0."""
-    bigrams = mix_tokens(tokens, is_sequence_start, 48271, 30011)
-    trigrams = mix_tokens(tokens, is_sequence_start, 58699, 39779, 26801)
-    rows = torch.stack((bigrams, trigrams))[: order - 1] % NUM_SIGN_ROWS
-    return rows.masked_fill(find_cut_ngrams(is_sequence_start, order), 0)
+    """Rows of the table of signs, n times (T,), for the n-grams of hash_ngrams(). Cut ones get row 0."""
+    kinds = (48271, 30011), (58699, 39779, 26801)
+    return [hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, *kind) for kind in kinds[: order - 1]]
 
 
-def mix_tokens(tokens, is_sequence_start, *factors: int):
-    """XOR of factors[0] * token, factors[1] * previous token, ... (T,), int32."""
-    mixed = 0
-    x = tokens.int()
-    for factor in factors:
-        mixed = mixed ^ factor * x
-        x = shift_right(x, is_sequence_start)
+def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factor: int, *earlier_factors: int):
+    """XOR of factor * token, the next factor * previous token, ..., modulo num_rows (T,). Integers wrap
+    around. N-grams that begin before their sequence get cut_row."""
+    mixed = factor * tokens
+    for factor in earlier_factors:
+        earlier = 0 * tokens
+        earlier[1:] = tokens[:-1]
+        earlier[is_sequence_start] = 0
+        mixed ^= factor * earlier
+        tokens = earlier
+    mixed -= mixed // num_rows * num_rows  # as %=, but fast in NumPy
+    for distance in range(len(earlier_factors)):
+        mixed[distance:][is_sequence_start[: len(mixed) - distance]] = cut_row
     return mixed
-
-
-def find_cut_ngrams(is_sequence_start, order: int):
-    """Whether the bigram, and the trigram, begins before its sequence (n, T)."""
-    return torch.stack((is_sequence_start, is_sequence_start | is_sequence_start.roll(1)))[: order - 1]
 
 
 def make_ngram_signs(num_rows: int, dim: int):
@@ -804,13 +802,14 @@ class GPT(nn.Module):
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
             order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
             rows = None
+            signs = batch.sign_rows
             if batch.ngram_plan is None:
-                rows = hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order).flatten()  # n kinds
+                rows = torch.cat(hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order))
+                signs = torch.stack(hash_signs(batch.inputs, is_start, order))
             ngrams = start_reading(self.ngram, rows, batch.ngram_plan)  # first, since needed first
         reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
                  for i, table in self.value_embeds.items()}
         if ngrams is not None:
-            signs = hash_signs(batch.inputs, is_start, order)
             acts["ngram"] = self.sum_ngrams(ngrams.read(), signs, ops.dtype)  # (T, D)
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
@@ -2034,6 +2033,7 @@ class Batch(typing.NamedTuple):
     classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
     token_plan: RowPlan | None = None  # of value embeddings. None: read whole tables
     ngram_plan: RowPlan | None = None
+    sign_rows: Tensor | None = None  # (n, T) int32, signs of n-grams. With ngram_plan
 
 
 SWEEP_STEP = 20_011  # prime
@@ -2132,43 +2132,43 @@ class TrainData:
         """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
         The sweeps through the classes begin at step sweep_from (None: start)."""
         cfg = self.cfg
-        sweep = sweep_classes(self, start if sweep_from is None else sweep_from)
+        sweep_from = start if sweep_from is None else sweep_from
+        sweep = functools.cache(lambda slot: sweep_classes(self, slot, sweep_from))
         for step in range(start, end):
-            classes = next(chosen for number, chosen in sweep if number == step)  # skips earlier steps
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
             first = self.count_sequences(step)
             for i in range(num_micro_batches):
-                tokens = []  # of each rank, for add_plans()
-                for rank in range(comm.world_size):
-                    index = first + (rank * num_micro_batches + i) * size
-                    tokens.append(self.read_batch(range(index, index + size)))
+                # The first slot of each rank. A slot is the place of a sequence in its step
+                slots = [(rank * num_micro_batches + i) * size for rank in range(comm.world_size)]
+                tokens = [self.read_batch(range(first + slot, first + slot + size)) for slot in slots]
                 batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
-                if classes:
-                    slot = (comm.rank * num_micro_batches + i) * size
-                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes[slot : slot + size])))
+                if stage.num_classes:
+                    classes = []
+                    for slot in range(slots[comm.rank], slots[comm.rank] + size):
+                        classes.append(next(chosen for number, chosen in sweep(slot) if number == step))
+                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
 
-def sweep_classes(data, first_step: int):
-    """Yield (step, classes (C,) of each of its sequences) from first_step on. No classes: all.
+def sweep_classes(data, slot: int, first_step: int):
+    """Yield (step, classes (C,) of sequence `slot` of the step) from first_step on, if the step has classes.
 
     Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
     a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Slot
     i is the i-th sequence of every step, and each slot has its own sweep. So a sweep is equal for any number
-    of ranks. It depends on all earlier targets, which a resumed run reads again. Source: record 92.
+    of ranks. It depends on all earlier targets of its slot. A rank reads them when it first needs the slot,
+    in a resumed run, or in a stage that divides its steps in another way. Source: record 92.
     """
     schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
     num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
-    offsets = [vocab_size * slot // num_slots for slot in range(num_slots)]
+    offset = vocab_size * slot // num_slots
     for step in range(first_step, schedule.num_iterations):
         stage = schedule.stages[schedule.find_stage(step)[0]]
-        classes = []
-        for slot in range(stage.tokens_per_step // stage.seq_len if stage.num_classes else 0):
+        if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
             targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-            chosen, offsets[slot] = choose_classes(targets, stage.num_classes, vocab_size, offsets[slot])
-            classes.append(chosen)
-        yield step, classes
+            classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
+            yield step, classes
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
@@ -2176,7 +2176,7 @@ def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offse
     few of them are negatives, takes evenly spaced negatives. Returns (classes (C,), new offset)."""
     is_chosen = np.zeros(vocab_size, dtype=bool)
     is_chosen[targets] = True
-    num_missing = num_classes - int(is_chosen.sum())
+    num_missing = num_classes - np.count_nonzero(is_chosen)
     if num_missing < 0:
         raise RunError(f"a packed sequence has {is_chosen.sum()} distinct targets, but its stage has "
                        f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
@@ -2198,10 +2198,11 @@ def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
     inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
     is_start = inputs == bos
     is_start[:, 0] = True
+    is_start = is_start.ravel()
     if max_attention_len:
-        place = np.arange(inputs.shape[1])
-        place = place - np.maximum.accumulate(np.where(is_start, place, 0), axis=1)  # within the document
-        is_start |= place % max_attention_len == 0
+        starts = np.flatnonzero(is_start).tolist()
+        for start, end in itertools.pairwise([*starts, len(is_start)]):
+            is_start[start:end:max_attention_len] = True
     doc_ids = is_start.cumsum(dtype=np.int32)  # (T,) over all sequences
     inputs = inputs.ravel().astype(np.int32)
     return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
@@ -3403,30 +3404,46 @@ class RowPlan(typing.NamedTuple):
     received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
 
 
-def plan_rows(reads, rank: int, num_rows: int):
+def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
     size = -(-num_rows // len(reads))
     first_row = rank * size
-    distinct, places = reads[rank].unique(return_inverse=True)
-    if len(reads) == 1:
-        return RowPlan(places, distinct.long(), (len(distinct),), (len(distinct),))
-    received = torch.bincount(distinct // size, minlength=len(reads)).tolist()
+    distinct, places = find_distinct(reads[rank])
+    by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
     wanted = []
-    for rows in reads:
-        owned = rows[(rows >= first_row) & (rows < first_row + size)]
-        wanted.append(torch.from_numpy(np.sort(owned.numpy())).unique_consecutive())  # faster than unique()
-    return RowPlan(places, torch.cat(wanted).long() - first_row, tuple(map(len, wanted)), tuple(received))
+    for reader, rows in enumerate(reads):
+        owned = by_owner[rank] - first_row
+        if reader != rank:
+            rows = rows - first_row
+            is_owned = (rows >= 0) & (rows < size)
+            owned, _ = find_distinct(rows.compress(is_owned))  # faster than rows[is_owned]
+        wanted.append(owned)
+    return RowPlan(torch.from_numpy(places), torch.from_numpy(np.concatenate(wanted)),
+                   tuple(map(len, wanted)), tuple(map(len, by_owner)))
+
+
+def find_distinct(rows):
+    """Returns (the distinct rows in ascending order, the place of each of `rows` among them)."""
+    keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
+    ordered = keys >> 32
+    is_new = np.diff(ordered, prepend=-1) > 0
+    places = np.empty_like(keys)
+    places[keys & 0xFFFFFFFF] = is_new.cumsum() - 1
+    return ordered.compress(is_new), places
 
 
 def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
     """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
-    inputs = [torch.from_numpy(x[:, :-1].astype(np.int32).ravel()) for x in tokens]
+    inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
     batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
     if not cfg.ngram_rows:
         return batch
-    is_start = torch.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
-    rows = [hash_ngrams(x, is_start, cfg.ngram_rows, cfg.ngram_order).flatten() for x in inputs]
-    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows))
+    order = cfg.ngram_order
+    is_start = np.zeros(len(inputs[0]), dtype=bool)
+    is_start[:: tokens[0].shape[1] - 1] = True
+    rows = [np.concatenate(hash_ngrams(x, is_start, cfg.ngram_rows, order)) for x in inputs]
+    sign_rows = torch.from_numpy(np.stack(hash_signs(inputs[rank], is_start, order)))
+    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
 
 
 def make_ngram_table(cfg, rt):
@@ -3574,7 +3591,7 @@ class Runtime:
     fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
-    started: float = dataclasses.field(default_factory=time.perf_counter)
+    started: float = dataclasses.field(default_factory=lambda: time.perf_counter())
 
     @property
     def world_size(self):

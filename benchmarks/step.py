@@ -5,11 +5,16 @@
     python benchmarks/step.py --preset=laptop --compare='--compile=on'   # the ratio of two configs
     torchrun --standalone --nproc_per_node=8 benchmarks/step.py --num_steps=60
     python benchmarks/step.py --predict_ranks=8                 # a simulated step on 8 devices like this one
+    python benchmarks/step.py --preset=frontier --data_ranks=1,8 --num_steps=120   # only the data thread
 
 Takes the options of train_gpt.py. Warms up as a real run does, and times each step of a short run through
 all stages. Two configs are interleaved step by step. A few more steps under the profiler give the parts of a
 step. On a GPU the kernels are sorted by name, and the ten longest are listed. After the steps the output of
 each layer is measured. Missing shards are replaced by random tokens, whose steps take equal time.
+
+With --data_ranks nothing is trained. Each rank of these numbers of ranks makes its batches, one after the
+other. The figures are medians of CPU time in one thread, which other processes hardly change, of the slowest
+rank. Random tokens have more distinct rows than text.
 """
 
 import dataclasses
@@ -331,6 +336,51 @@ def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
                 exposed=exposed, **{name: value / steps for name, value in played.items()})
 
 
+def time_batches(data: gpt.TrainData, rank: int, num_ranks: int) -> list[float]:
+    """Median milliseconds that a rank needs to make the batches of a step, by stage."""
+    batches = data.batches(gpt.Comm(rank, num_ranks), 0, data.cfg.num_iterations)
+    medians = []
+    for stage, start, end in data.schedule.stage_ranges():
+        count, _ = gpt.divide_step(data.cfg, num_ranks, stage)
+        times = []
+        for _ in range(start, end):
+            begin = time.thread_time()
+            for _ in range(count):
+                next(batches)
+            times.append(1e3 * (time.thread_time() - begin))
+        medians.append(float(np.median(times)))
+    return medians
+
+
+def measure_data(args: Namespace, argv: list[str]) -> None:
+    """Time the data thread for each number of ranks, print a table, write the JSON."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg, rt, name = prepare(argv, args.num_steps, folder, None)
+        data, rows = gpt.TrainData(cfg, gpt.Schedule(cfg)), []
+        for num_ranks in args.data_ranks:
+            gpt.check_world_size(cfg, num_ranks)
+            ranks = [time_batches(data, rank, num_ranks)
+                     for rank in tqdm(range(num_ranks), desc=f"{num_ranks} ranks", disable=not rt.is_main)]
+            for number, (stage, _, _) in enumerate(data.schedule.stage_ranges(), 1):
+                count, _ = gpt.divide_step(cfg, num_ranks, stage)
+                ms = [medians[number - 1] for medians in ranks]
+                rows.append(dict(ranks=num_ranks, stage=number, micro_batches=count, ms=max(ms),
+                                 ms_by_rank=ms))
+        result = dict(common.describe_run(rt), data=name, cpu=gpt.describe_machine(rt)["hardware"]["cpu"],
+                      data_thread=rows)
+    lines = [f"{result['cpu']}, PyTorch {result['torch']}, {name}", "",
+             "| ranks | stage | micro-batches | CPU ms a step | a micro-batch |", "|---:" * 5 + "|"]
+    lines += [f"| {row['ranks']} | {row['stage']} | {row['micro_batches']} | {row['ms']:.2f} | "
+              f"{row['ms'] / row['micro_batches']:.2f} |" for row in rows]
+    common.write_report("\n" + "\n".join(lines), result, args.json)
+
+
+def list_counts(text: str) -> list[int]:
+    """Numbers of ranks, separated by commas."""
+    return [at_least(1)(number) for number in text.split(",")]
+
+
 def format_report(result: dict) -> str:
     """Everything measured, as Markdown."""
     lines = [f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}", "",
@@ -455,9 +505,11 @@ def main() -> int:
                         help="simulate a step on N devices like this one")
     parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=simulate_ranks.BUS_GB_PER_S,
                         help="bandwidth for --predict_ranks, from benchmarks/comm.py")
+    parser.add_argument("--data_ranks", type=list_counts, metavar="N,M",
+                        help="only time the data thread of a rank, for these numbers of ranks")
     args, rest = parser.parse_known_args()
 
-    return run_guarded(lambda: measure(args, rest))
+    return run_guarded(lambda: (measure_data if args.data_ranks else measure)(args, rest))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import arg_tree_leaves, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 
 class Recording(TorchDispatchMode):
@@ -30,7 +30,8 @@ class Recording(TorchDispatchMode):
             new = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
             self.made |= {x.data_ptr(): x for x in new if x.untyped_storage().data_ptr() not in given}
             writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-            self.calls.append((func, args, kwargs or {}, [] if writes else new))
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))  # fixed addresses
+            self.calls.append((func, args, kwargs, [] if writes else new))
         return out
 
     def replay(self):

@@ -45,7 +45,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
 
 
 @pytest.mark.parametrize("tool, option", [
-    ("step", "--num_steps=2"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
+    ("step", "--num_steps=2"), ("step", "--data_ranks=1,0"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
     ("comm", "--max_mb=-1"), ("compare_scripts", "--rounds=0"), ("copy_loss", "--depth=3"),
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
@@ -118,6 +118,20 @@ def test_random_shards_have_fewer_tokens_than_classes(tmp_path):
     assert {batch.classes.size(1) for batch in batches} == {192, 128}
     assert len(set(torch.cat([batch.targets for batch in batches]).tolist())) == 128  # with BOS
     assert step.classify("aten::mm", [[512, 64], [64, 192]], cfg) == "head and loss"
+
+
+def test_the_data_thread_of_any_number_of_ranks(tmp_path, monkeypatch, capsys):
+    """One row for each number of ranks and stage. Three ranks cannot share four sequences."""
+    words = ["step.py", "--preset=smoke_frontier", "--device=cpu", "--num_steps=12", f"--json={tmp_path}/data.json"]
+    monkeypatch.setattr(gpt, "choose_precision", lambda cfg, rt: rt)
+    monkeypatch.setattr(sys, "argv", [*words, "--data_ranks=1,2"])
+    assert step.main() == 0
+    rows = json.loads((tmp_path / "data.json").read_text())["data_thread"]
+    ranks, num_stages = [row["ranks"] for row in rows], len(rows) // 2
+    assert ranks == [1] * num_stages + [2] * num_stages and num_stages > 1
+    assert all(row["ms"] == max(row["ms_by_rank"]) > 0 and len(row["ms_by_rank"]) == row["ranks"] for row in rows)
+    monkeypatch.setattr(sys, "argv", [*words, "--data_ranks=3"])
+    assert step.main() == 2 and "3 ranks cannot share" in capsys.readouterr().err
 
 
 @pytest.mark.slow

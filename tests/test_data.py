@@ -143,8 +143,9 @@ def test_stages_change_sequences_per_step_and_lengths(shards):
 
 
 def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
-    """Each sequence has all its targets among its classes. The other classes change from step to step."""
-    stages = (gpt.Stage(1, 64, 64, tokens_per_step=1024, seq_len=256, num_classes=200),
+    """Each sequence has all its targets among its classes. The other classes change from step to step. From the second
+    stage on the first of two ranks also has the second sequence of a step."""
+    stages = (gpt.Stage(1, 64, 64, tokens_per_step=512, seq_len=256, num_classes=200),
               gpt.Stage(1, 64, 64, num_classes=250), gpt.Stage(1, 64, 64, num_classes=384))
 
     def collect(micro_batch_tokens: int, start: int, end: int, num_ranks: int = 1) -> list[list[int]]:
@@ -161,11 +162,13 @@ def test_classes_do_not_depend_on_ranks_micro_batches_and_resumption(shards):
 
     whole = [collect(2048, step, step + 1) for step in range(12)]  # a resumed run begins anywhere
     sizes = [[len(row) for row in rows] for rows in whole]
-    assert sizes == [[200] * 4] * 5 + [[250] * 4] * 4 + [[384] * 4] * 3
+    assert sizes == [[200] * 2] * 5 + [[250] * 4] * 4 + [[384] * 4] * 3
     assert all(rows[0] != rows[1] for rows in whole[:9]) and whole[0] != whole[1]
     for micro_batch_tokens in (512, 1024, 2048):
         assert collect(micro_batch_tokens, 0, 12) == sum(whole, [])
         assert [collect(micro_batch_tokens, step, step + 1, num_ranks=2) for step in range(12)] == whole
+    halves = [rows[len(rows) // 2 * rank :][: len(rows) // 2] for rank in (0, 1) for rows in whole]
+    assert collect(1024, 0, 12, num_ranks=2) == sum(halves, [])
 
 
 def test_too_few_tokens_are_counted(shards):
@@ -361,9 +364,22 @@ def test_sweeps_of_a_step_begin_at_equal_distances(shards):
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     vocab_size = cfg.padded_vocab_size
     for slot in range(4):
-        sweep, offset = gpt.sweep_classes(data, 0), vocab_size * slot // 4
+        sweep, offset = gpt.sweep_classes(data, slot, 0), vocab_size * slot // 4
         for step in range(3):
             targets = data.read_tokens(4 * step + slot)[1:]
             expected, offset = gpt.choose_classes(targets, 300, vocab_size, offset)
             number, classes = next(sweep)
-            assert number == step and classes[slot].tolist() == expected.tolist()
+            assert number == step and classes.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_ranks, calls", [(1, 48), (2, 24), (4, 12)])
+def test_a_rank_computes_only_the_classes_of_its_sequences(shards, num_ranks, calls, monkeypatch):
+    """Twelve steps of four sequences. A run that resumes at step 9 reads the earlier steps again."""
+    cfg, found = smoke_config(shards, stages=(gpt.Stage(1, 64, 64, num_classes=300),)), []
+    real = gpt.choose_classes
+    monkeypatch.setattr(gpt, "choose_classes", lambda *args: found.append(0) or real(*args))
+    data = gpt.TrainData(cfg, gpt.Schedule(cfg))
+    for start in (0, 9):
+        assert list(data.batches(gpt.Comm(num_ranks - 1, num_ranks), start, 12, sweep_from=0))
+        assert len(found) == calls
+        found.clear()

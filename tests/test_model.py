@@ -194,11 +194,17 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
     """Each packed sequence restarts positions. A validation sequence does not, even of an equal length."""
     trainer = gpt.Trainer(smoke_config(shards), make_runtime())
     state = trainer.schedule.at(0)
-    training, validation = trainer.get_step_inputs(state, 1024, 512), trainer.get_step_inputs(state, 1024, 1024)
-    own, other = training.ropes["long", False].cos, validation.ropes["long", False].cos
-    assert torch.equal(own[:512], own[512:]) and not torch.equal(other[:512], other[512:])
+    training = trainer.get_step_inputs(state, 1024, 512)
+    table = training.ropes["long", False].cos
+    own = table.clone()
     assert trainer.get_step_inputs(state, 1024, 512) is training  # made once
-    assert trainer.get_step_inputs(trainer.schedule.at(9), 1024, 512) is not training  # until the stage changes
+    validation = trainer.get_step_inputs(state, 1024, 1024)
+    assert torch.equal(own[:512], own[512:]) and not torch.equal(table[:512], table[512:])
+    assert validation.ropes["long", False].cos is table  # step_graphs read it there
+    assert trainer.get_step_inputs(trainer.schedule.at(9), 1024, 512).windows.tolist() == [256, 128]
+    assert validation.windows.tolist() == [256, 128]
+    trainer.get_step_inputs(state, 1024, 512)
+    assert torch.equal(table, own) and validation.windows.tolist() == [128, 64]
 
 
 def test_initial_scalars():

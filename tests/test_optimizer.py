@@ -123,10 +123,11 @@ def test_parameters_live_in_buckets_and_gradients_are_autograds_own():
 
 @pytest.mark.parametrize("num_rows, num_ranks", [(37, 1), (37, 3), (40, 4), (5 * 2**20, 2)])
 def test_a_plan_of_rows(num_rows, num_ranks):
-    """Against Python's sets. One rank reads only the end of the table. 2^20 rows are read in another way."""
-    torch.manual_seed(0)
+    """Against Python's sets. One rank reads only the end of the table. Rows of a large table are sorted."""
+    rng = np.random.default_rng(0)
     least = [0, 0, num_rows - 3, 0][:num_ranks]
-    reads = [torch.randint(low, num_rows, (60,)).int() for low in least]
+    num_reads = 70_000 if num_rows > 2**17 else 60
+    reads = [rng.integers(low, num_rows, num_reads, dtype=np.int32) for low in least]
     plans = [gpt.plan_rows(reads, rank, num_rows) for rank in range(num_ranks)]
     size = -(-num_rows // num_ranks)
     for rank, plan in enumerate(plans):
@@ -141,12 +142,15 @@ def test_a_plan_of_rows(num_rows, num_ranks):
 
 
 def test_plans_of_a_batch():
-    """Value embeddings read the inputs. N-grams read two rows for each token, as the model computes them."""
+    """Value embeddings read the inputs. N-grams read two rows for each token, as the model computes them. It computes
+    rows and signs of this rank, from tensors, only without a plan."""
     cfg = gpt.make_config(dict(preset="smoke_frontier"))
     tokens = [np.random.default_rng(rank).integers(0, 257, (2, 65)).astype(np.uint16) for rank in range(2)]
     batch = gpt.add_plans(gpt.make_batch(tokens[1], 256), tokens, 1, cfg)
-    inputs = [torch.tensor(x[:, :-1].ravel().astype(int)) for x in tokens]
-    rows = [gpt.hash_ngrams(x, torch.arange(128) % 64 == 0, 1024, 3).flatten() for x in inputs]
+    inputs, is_start = [x[:, :-1].ravel().astype(np.int32) for x in tokens], np.arange(128) % 64 == 0
+    rows = [np.concatenate(gpt.hash_ngrams(x, is_start, 1024, 3)) for x in inputs]
+    signs = gpt.hash_signs(batch.inputs, torch.tensor(is_start), 3)
+    assert torch.equal(batch.sign_rows, torch.stack(signs)) and signs[0].dtype == torch.int32
     for plan, reads, num_rows in ((batch.token_plan, inputs, 384), (batch.ngram_plan, rows, 1024)):
         expected = gpt.plan_rows(reads, 1, num_rows)
         assert torch.equal(plan.places, expected.places) and torch.equal(plan.wanted, expected.wanted)
@@ -191,7 +195,8 @@ def test_a_table_reads_and_sums_like_a_dense_embedding(name, num_ranks):
         param = gpt.parameter(data, name.removesuffix("s.0"), is_table=True)
         table = gpt.Table([(name, param)], cfg, Ends(), ThreadComm(rank, shared, barrier))
         for rows, grad in zip(reads, grads):
-            found = param.owner.start_reading(gpt.plan_rows(rows, rank, 38)).read()
+            plan = gpt.plan_rows([x.numpy() for x in rows], rank, 38)
+            found = param.owner.start_reading(plan).read()
             assert torch.equal(found, whole[rows[rank]])
             found.backward(grad[rank].double())
         table.wait_for_gradient()
@@ -240,7 +245,7 @@ def test_a_sparse_table_is_updated_like_all_of_its_rows(monkeypatch):
         grad = torch.randn(12, 6, generator=generator)
         if step == 9:
             rows, grad = torch.tensor([*rows, 5]), F.pad(grad, (0, 0, 0, 1), value=torch.nan)
-        table.start_reading(gpt.plan_rows([rows], 0, 38)).read().backward(grad)
+        table.start_reading(gpt.plan_rows([rows.numpy()], 0, 38)).read().backward(grad)
         total.index_add_(0, rows, grad)
         optimizer.step(schedule.at(step))
         if table.group.is_due(step, optimizer.late_step):

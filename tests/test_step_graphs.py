@@ -11,7 +11,8 @@ from run_ranks import run_ranks
 
 FORMS = "rms_norm,head_loss"
 COMMON = ["--device=cpu", "--grad_grid=0"]  # a graph would also round the parts of a gradient
-FRONTIER = ["--preset=smoke_frontier", "--dtype=float32", "--fp8=on", "--slow_momentum_start=0.4"]
+FRONTIER = ["--preset=smoke_frontier", "--dtype=float32", "--fp8=on", "--fp8_parts=head,mlp",
+            "--slow_momentum_start=0.4"]
 SMOKE = ["--preset=smoke", "--micro_batch_tokens=512"]
 
 
@@ -57,7 +58,7 @@ def test_laptop(tmp_path):
 
 def test_a_resumed_run(tmp_path):
     """Parameters, state and FP8 scales of a checkpoint are copied to where the graphs read them."""
-    options = [*SMOKE, "--fp8=on", "--checkpoint_every=6"]
+    options = [*SMOKE, "--fp8=on", "--fp8_parts=head,mlp", "--checkpoint_every=6"]
     whole = train(tmp_path, *options)
     (step,) = tmp_path.glob("checkpoints/*/*/step_000006")
     again, tensors = train(tmp_path, *options, f"--resume={step}")

@@ -183,7 +183,7 @@ def test_the_first_two_updates_of_the_optimizer_are_adams(every):
             for name, param in named.items():
                 grad = torch.randn_like(param) / 8
                 if param.spec.is_table:  # a gradient of each row
-                    plan = gpt.plan_rows([torch.arange(len(param))], 0, len(param))
+                    plan = gpt.plan_rows([np.arange(len(param))], 0, len(param))
                     param.owner.start_reading(plan).read().backward(grad)
                 else:
                     param.grad += grad

@@ -276,14 +276,15 @@ class FakeBatches:
     def __init__(self, batch_tokens: int, cfg: gpt.Config, num_ranks: int = 1, num_batches: int = 0,
                  num_classes: int | None = None, seq_len: int = 1):
         self.batch_tokens, self.num_batches = batch_tokens, num_batches
-        plan = functools.partial(self.plan_rows, num_ranks=num_ranks)
+        plan, num_kinds = functools.partial(self.plan_rows, num_ranks=num_ranks), cfg.ngram_order - 1
         types = torch.int32, torch.int64, torch.int32
         shape = batch_tokens // seq_len, num_classes or 0
         self.batch = gpt.Batch(
             *(torch.empty(batch_tokens, dtype=kind, device=DEVICE) for kind in types),
             classes=torch.empty(shape, dtype=torch.int64, device=DEVICE) if num_classes else None,
             token_plan=plan(batch_tokens),
-            ngram_plan=plan((cfg.ngram_order - 1) * batch_tokens) if cfg.ngram_rows else None)
+            ngram_plan=plan(num_kinds * batch_tokens) if cfg.ngram_rows else None,
+            sign_rows=torch.empty(num_kinds, batch_tokens, dtype=torch.int32, device=DEVICE))
 
     def plan_rows(self, num_rows: int, num_ranks: int) -> gpt.RowPlan:
         rows = torch.empty(num_rows, dtype=torch.int64, device=DEVICE)
