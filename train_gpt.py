@@ -300,7 +300,6 @@ class Config:
     late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
     averages: bool = option(False, "in the end, move weights towards their running averages", off=False)
     untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
-    grad_grid: float = option(0.0, "round gradients to multiples of this, for exact sums. 0: off", 0.0)
     lr_warmup_frac: float = option(0.0, "fraction of the schedule with rising lr", 0.0, 1.0)
     cooldown_frac: float = option(0.5, "fraction of the schedule with falling lr", 0.0, 1.0, off=0.0)
     matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
@@ -460,7 +459,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         ngram_rows=16_384, ngram_order=3, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention",
         softcap=(23.0, 5.0, 7.5), orthogonalize="polar_express", momentum=(0.8, 0.8),
         momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
-        grad_grid=2.0**-12, groups=dict(
+        groups=dict(
             matrix=Group(rule="normuon", lr=0.07, betas=(0.9, 0.9)),
             embed=Group(lr=0.3, betas=(0.5, 0.95)),
             head=Group(lr=0.008, betas=(0.5, 0.95)),
@@ -480,7 +479,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         vocab_size=257, num_layers=4, num_heads=2, head_dim=32, model_dim=64, embed_dtype="float32",
         dtype="float32", num_iterations=12, tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024,
         max_doc_len=256, val_tokens=4096, val_seq_len=1024, val_loss_every=6, warmup_iterations=1,
-        momentum_warmup_steps=10, adam_eps=1e-2, grad_grid=2.0**-12, val_windows=(320, 128), stages=(
+        momentum_warmup_steps=10, adam_eps=1e-2, val_windows=(320, 128), stages=(
             Stage(duration=1, window_long=128, window_short=64),
             Stage(duration=1, window_long=192, window_short=64),
             Stage(duration=1, window_long=256, window_short=128)))),
@@ -618,12 +617,10 @@ def shift_right(x, is_sequence_start):
 
 
 def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
-    """Rows of the bigrams, and with order=3 of the trigrams, that end at each token: n times (T,).
-
-    Each kind has an equal part of the table. N-grams that begin before their sequence get the last row of
-    their part. As published, the bigram of a sequence's second token is hashed as if its first token
-    were size - 1. tokens: int32, an array or a tensor. Source: record 92.
-    """
+    """Rows of the bigrams, and with order=3 of the trigrams, that end at each token: n times (T,). Each kind
+    has an equal part of the table. N-grams that begin before their sequence get the last row of their part.
+    As published, the bigram of a sequence's second token is hashed as if its first token were size - 1.
+    tokens: int32, an array or a tensor. Source: record 92."""
     size = num_rows // (order - 1)
     bigram_tokens = 1 * tokens
     bigram_tokens[is_sequence_start] = size - 1
@@ -663,8 +660,7 @@ def make_ngram_signs(num_rows: int, dim: int):
 
 
 class Softcap(typing.NamedTuple):
-    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound. Sources: records 9 and 19, and
-    2025-12-26 for the shift."""
+    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound. Records 9, 19, 2025-12-26."""
 
     cap: float
     shift: float
@@ -819,7 +815,6 @@ class GPT(nn.Module):
         return x
 
     def list_reads(self, start: int, stop: int | None = None):
-        """Names of the activations that these layers read."""
         return set().union(*self.reads[start:stop])
 
     def sum_ngrams(self, rows, sign_rows, dtype):
@@ -1376,10 +1371,7 @@ def muon(weight, grad, state, args):
 
 def anvil(weight, grad, state, args):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
-
-    Before slow_momentum_start the fast one has all of the weight, so this is Nesterov momentum. Meant for
-    orthogonalize=six_maps.
-    """
+    Before slow_momentum_start this is Nesterov momentum. Meant for orthogonalize=six_maps."""
     is_late = args.has_slow_momentum > 0
     fast_beta = torch.where(is_late, FAST_BETA, args.momentum)
     fast_weight = torch.where(is_late, FAST_WEIGHT, torch.ones_like(args.momentum))
@@ -1518,9 +1510,8 @@ ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 
 
 
 def plan_buckets(model, cfg):
-    """Divide the parameters into buckets of (name, parameter), in the order of backward: last layers first.
-    A bucket has parameters of one segment, group and dtype. Its matrices have one shape, and with averages
-    one kind."""
+    """Divide the parameters into buckets of (name, parameter), last layers first, like backward. Those of a
+    bucket have one segment, group and dtype. Matrices have one shape, and with averages one kind."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec, key = param.spec, ()
@@ -1542,20 +1533,13 @@ def find_segment(name: str, model):
     return next(number for number, layers in enumerate(model.segments) if layer in layers)
 
 
-def round_to_multiple(x, unit: float):
-    """Round to multiples of a power of two, so that sums are exact and independent of their order. Sums are
-    exact below 2^24 units in float32, 2^8 in bfloat16."""
-    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
-    return (x + shift).sub_(shift)
-
-
 class Bucket:
     """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state. A
     unit is a matrix, or an element. Padding has zero gradient."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
         self.name, first = named[0]
-        self.params, self.comm, self.grid = dict(named), comm, cfg.grad_grid
+        self.params, self.comm = dict(named), comm
         self.group_name = first.spec.group
         self.kind = first.spec.kind or self.group_name
         self.group = cfg.groups[self.group_name]
@@ -1588,8 +1572,6 @@ class Bucket:
             values.copy_(param.data)
             param.data = values
             param.grad = self.total[self.slices[name]].view(param.shape)
-            if self.grid:
-                param.register_hook(functools.partial(round_to_multiple, unit=self.grid))
             if self.comm.world_size > 1:
                 param.register_post_accumulate_grad_hook(self.count_down)
         self.comm.broadcast(self.values)
@@ -2052,12 +2034,10 @@ class PackedSequence(typing.NamedTuple):
 
 
 def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
-    """Yield the packed sequences of the whole run in order. Ends early if the shards run out.
-
-    A sequence takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of
-    its last document is dropped. With anywhere, it begins with the last target of the previous sequence. The
-    end of a shard is dropped if it is too short for a sequence.
-    """
+    """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
+    takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
+    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
+    shard is dropped if it is too short for a sequence."""
     (index, shard), first = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
         token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
@@ -2153,13 +2133,10 @@ class TrainData:
 
 def sweep_classes(data, slot: int, first_step: int):
     """Yield (step, classes (C,) of sequence `slot` of the step) from first_step on, if the step has classes.
-
     Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
     a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Slot
-    i is the i-th sequence of every step, and each slot has its own sweep. So a sweep is equal for any number
-    of ranks. It depends on all earlier targets of its slot. A rank reads them when it first needs the slot,
-    in a resumed run, or in a stage that divides its steps in another way. Source: record 92.
-    """
+    i is the i-th sequence of every step, and has its own sweep. So sweeps are equal for any number of ranks.
+    They depend on all earlier targets, which a rank reads when it first needs the slot. Record 92."""
     schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
     num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
     offset = vocab_size * slot // num_slots
@@ -2319,7 +2296,7 @@ class Trainer:
         self.graphs: list[StepGraphs] = []
         self.choose_operations(rt.dtype, rt.fast)
         self.optimizer = Optimizer(model, cfg, rt)
-        self.fp8_scales = DelayedScales(model, rt.comm, has_fp8="fp8_mlp" in rt.fast)
+        self.fp8_scales = DelayedScales(model, rt.comm)
         model.run_segment = rt.compile(model.run_segment)
         model.sum_ngrams = rt.compile(model.sum_ngrams)
         model.head.forward = rt.compile(model.head.forward)
@@ -2371,12 +2348,13 @@ class Trainer:
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
         """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
         made_for, step_inputs = self.step_inputs.get(num_tokens, (None, None))
-        if made_for != (state.stage_index, seq_len):
-            new = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
-            if step_inputs is not None:
-                new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, step_inputs, new)
-            self.step_inputs[num_tokens] = (state.stage_index, seq_len), new
-        return self.step_inputs[num_tokens][1]
+        if made_for == (state.stage_index, seq_len):
+            return step_inputs
+        new = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
+        if step_inputs is not None:
+            new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, step_inputs, new)
+        self.step_inputs[num_tokens] = (state.stage_index, seq_len), new
+        return new
 
     def warm_up(self, train_data, val_data):
         """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
@@ -2385,11 +2363,8 @@ class Trainer:
         saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
         for table in self.optimizer.tables:  # a snapshot has no sparse tables
             table.is_dry = True
-        # Large steps first: the graphs of small ones fit into their memory. Without the data thread, because
-        # a capture fails if another thread uses CUDA
-        ranges = self.schedule.stage_ranges()
-        ranges.sort(key=lambda entry: -entry[0].tokens_per_step)
-        for stage, start, end in ranges:
+        # Large steps first: graphs of small ones fit into their memory. No data thread may disturb a capture
+        for stage, start, end in sorted(self.schedule.stage_ranges(), key=lambda x: -x[0].tokens_per_step):
             print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
             num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
             batches = (move_batch(batch, self.rt.device)
@@ -2412,7 +2387,6 @@ def train(cfg, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
     rt = start_runtime(cfg)
-    print_phase("data", rt)
     train_data = TrainData(cfg, Schedule(cfg))
     val_data = ValData(cfg)
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
@@ -2524,21 +2498,19 @@ PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part on
 
 def make_operations(cfg, names: Iterable[str], dtype):
     """Operations with the named fast forms. Later rows replace earlier ones."""
-    names, replaced = set(names), {}
+    names, scales, replaced = set(names), None, {}
+    if "fp8_head" in names:
+        scales = head_fp8_scales(cfg)
+    head = dict(head_loss=functools.partial(FusedHeadLoss.apply, "cross_entropy" in names, scales))
+    mlp = dict(relu2_mlp=functools.partial(
+        fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8="fp8_mlp" in names))
+    qkv = dict(make_qkv=functools.partial(fused_qkv, use_fp8="fp8_qkv" in names))
     rows = dict(
-        rms_norm=dict(rms_norm=RMSNorm.apply),
-        qkv_kernel=dict(make_qkv=fused_qkv),
+        rms_norm=dict(rms_norm=RMSNorm.apply), qkv_kernel=qkv, fp8_qkv=qkv, head_loss=head,
+        cross_entropy=head, fp8_head=head, relu2_mlp=mlp, fp8_mlp=mlp,
         flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
         block_attention=dict(make_mask=functools.partial(build_dense_mask, dtype=dtype),
-                             attention=BlockAttention.apply),
-        head_loss=dict(head_loss=functools.partial(FusedHeadLoss.apply, False, None)),
-        cross_entropy=dict(head_loss=functools.partial(FusedHeadLoss.apply, True, None)),
-        relu2_mlp=dict(relu2_mlp=fused_relu2_mlp),
-        fp8_head=dict(head_loss=functools.partial(
-            FusedHeadLoss.apply, "cross_entropy" in names, head_fp8_scales(cfg))),
-        fp8_mlp=dict(relu2_mlp=functools.partial(
-            fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8=True)),
-        fp8_qkv=dict(make_qkv=functools.partial(fused_qkv, use_fp8=True)))
+                             attention=BlockAttention.apply))
     for name, functions in rows.items():
         if name in names:
             replaced |= functions
@@ -2619,58 +2591,45 @@ class FormCheck:
         tokens[:, 200:220] = 1  # equal targets
         batch = make_batch(tokens, cfg.vocab_size - 1, cfg.max_attention_len)
         batch.targets[::5] = -1
-        self.batch, state = move_batch(batch, device), Schedule(cfg).at(0)
-        self.step_inputs = make_step_inputs(state, 768, 384, cfg, device)
-        self.loss_weights = torch.tensor(state.loss_weights, device=device)
-        self.ops: dict[tuple, Operations] = {}
+        batch, state = move_batch(batch, device), Schedule(cfg).at(0)
+        step_inputs = make_step_inputs(state, 768, 384, cfg, device)
+        loss_weights = torch.tensor(state.loss_weights, device=device)
+        # The second inputs are for step_graphs: other tokens, windows and loss weights
+        other_batch = batch._replace(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
+        other_step_inputs = step_inputs._replace(windows=step_inputs.windows.flip(0))
+        self.inputs = (batch, step_inputs, loss_weights), (other_batch, other_step_inputs, -loss_weights)
+        self.make_operations = functools.cache(lambda *names, dtype: make_operations(cfg, names, dtype))
         self.plain = self.run([], torch.float32)
 
-    def run(self, names: list[str], dtype):
-        """Loss and all gradients by the named forms."""
-        forms = *names, dtype
-        if forms not in self.ops:  # one object per form, because step_graphs compares them
-            self.ops[forms] = make_operations(self.cfg, names, dtype)
+    def run(self, names: list[str], dtype, case: int = 0):
+        """Loss and all gradients by the named forms. case: which inputs."""
+        batch, step_inputs, loss_weights = self.inputs[case]
         self.model.zero_grad()
-        loss = self.model(self.batch, self.step_inputs, self.ops[forms], self.loss_weights)
+        loss = self.model(batch, step_inputs, self.make_operations(*names, dtype=dtype), loss_weights)
         loss.backward()
         named = self.model.named_parameters()
         grads = {name: param.grad for name, param in named if param.grad is not None}
         return {"loss": loss.detach(), **grads}
 
-    def find_error(self, names: list[str], dtype, limit: float, expected: dict[str, Tensor] | None = None):
+    def find_error(self, names: list[str], dtype, limit: float, case: int = 0, expected: dict | None = None):
         """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients. If
         it is above 0.1, vectors are left out, because most terms of their gradients cancel."""
         try:
-            results = self.run(names, dtype)
+            results = self.run(names, dtype, case)
             for name, plain in (expected or self.plain).items():
                 error = float((results[name] - plain).norm() / plain.norm())
                 if not error <= (limit if limit < 0.1 or plain.dim() != 1 else math.inf):
                     return f"{name} differs from its plain form by {error:.3g}"
         except Exception as failure:  # a compiler error must not stop training
-            return f"it fails on this {self.loss_weights.device.type} device: {str(failure).strip()[:120]}"
+            return f"it fails on this {self.plain['loss'].device.type} device: {str(failure).strip()[:120]}"
         return ""
 
     def find_graph_error(self, names: list[str], dtype):
-        """Why these forms cannot be replayed, or "". The second replay has other tokens, windows and loss
-        weights. The bits must be equal."""
-        expected = []
-        for _ in range(2):
-            expected.append(self.run(names, dtype))
-            self.change_inputs()
+        """Why step_graphs cannot be used with these forms, or "". All bits of a second replay are equal."""
+        expected = [self.run(names, dtype, case) for case in range(2)]
         add_step_graphs(self.model)
-        for results in expected:
-            error = self.find_error(names, dtype, 0.0, results)
-            if error:
-                return error
-            self.change_inputs()
-        return ""
-
-    def change_inputs(self):
-        """The second call restores the inputs."""
-        batch, step_inputs = self.batch, self.step_inputs
-        self.batch = batch._replace(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
-        self.step_inputs = step_inputs._replace(windows=step_inputs.windows.flip(0))
-        self.loss_weights = -self.loss_weights
+        errors = [self.find_error(names, dtype, 0.0, case, expected[case]) for case in range(2)]
+        return errors[0] or errors[1]
 
     def keep_equal(self, names: list[str], dtype, limit: float):
         """The names without forms whose results differ. Those get a line."""
@@ -2690,25 +2649,23 @@ class FormCheck:
 # does not wait for Python. Look-ups in tables, communication and validation have no graphs.
 
 class StepGraphs:
-    """CUDA graphs of a function, forward and backward, one pair for each kind of arguments.
-
-    Tensors among the arguments are copied into the graph. Other arguments are constants of the graph. So are
-    the addresses of all other tensors that the function uses: parameters, state and scales never move. The
-    graphs share memory, because only one of them is between its forward and its backward.
-    """
+    """CUDA graphs of a function, forward and backward, one pair for each kind of arguments. Tensors among
+    the arguments are copied into the graph. Other arguments are constants of the graph. So are the addresses
+    of all other tensors that the function uses: parameters, state and scales never move. The graphs share
+    memory, because only one of them is between its forward and its backward."""
 
     def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
         """params: leaves that may get a gradient. (): there is no backward."""
         self.function, self.params = function, list(params)
-        self.graphs: dict[tuple, tuple[Callable, list[Tensor]]] = {}  # with the leaves that get a gradient
+        self.graphs = {}  # by kind: the graph, and the leaves that get a gradient
         self.pool = None
         self.can_capture = True  # during the warm-up. Later another thread uses CUDA
 
     def __call__(self, *args):
         leaves, spec = tree_flatten(args)
         kind = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
-        is_validation = self.params and not torch.is_grad_enabled()
-        if self.can_capture and kind not in self.graphs and not is_validation:
+        is_training = torch.is_grad_enabled() or not self.params
+        if self.can_capture and is_training and kind not in self.graphs:
             self.graphs[kind] = self.capture(args)
         if kind not in self.graphs:
             return self.function(*args)
@@ -2775,12 +2732,9 @@ FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=3
 
 
 def build_block_mask(doc_ids, window):
-    """make_mask() for FlexAttention, from the range of documents in each block.
-
-    window is a tensor, so one compiled graph serves all windows. The visible key blocks of a query block
-    are contiguous and end with the query block. Key blocks without masked pairs are contiguous too.
-    Therefore the lists need no sort. Sources: records 12 and 16.
-    """
+    """make_mask() for FlexAttention, from the range of documents in each block. window is a tensor, so one
+    compiled graph serves all windows. The visible key blocks of a query block are contiguous, and end with
+    it. So are those without masked pairs. Therefore the lists need no sort. Sources: records 12 and 16."""
     first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
     block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
     row = block[:, None]  # row of the lists: query block in lists by query, key block in lists by key
@@ -2904,9 +2858,9 @@ class Scaled(typing.NamedTuple):
 class HeadScales(typing.NamedTuple):
     """Scales of the FP8 head, and the dtype of its logits."""
 
-    x: float
-    weight: float
-    grad: float
+    x: float = 1.0
+    weight: float = 1.0
+    grad: float = 1.0
     logits_dtype: torch.dtype | None = None  # None: dtype of x
 
 
@@ -2947,9 +2901,10 @@ def transpose(x: Scaled, use_kernel: bool = False):
         return Scaled(values.T)
     if not use_kernel:
         return Scaled(values.T.contiguous(), scale)
-    out = values.new_empty(values.size(1), values.size(0), dtype=torch.uint8)
-    transpose_kernel[triton.cdiv(values.size(1), 128), triton.cdiv(values.size(0), 128)](
-        values.view(torch.uint8), out, *values.shape, BLOCK=128, num_warps=8)
+    rows, columns = values.shape
+    out = values.new_empty(columns, rows, dtype=torch.uint8)
+    transpose_kernel[triton.cdiv(columns, 128), triton.cdiv(rows, 128)](
+        values.view(torch.uint8), out, rows, columns, BLOCK=128, num_warps=8)
     return Scaled(out.view(values.dtype), scale)
 
 
@@ -2959,14 +2914,14 @@ class DelayedScales:
 
     FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
-    def __init__(self, model, comm, has_fp8: bool = True):
-        mlps = [module for module in model.modules() if isinstance(module, MLP) and has_fp8]
+    def __init__(self, model, comm):
         self.comm, self.amax, device = comm, None, model.embed.device
         self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
-        for mlp in mlps:
-            mlp.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
-                               for value in (1.0, 2.0**-3))
-            self.leaves += mlp.scales
+        for module in model.modules():
+            if isinstance(module, MLP):
+                module.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
+                                      for value in (1.0, 2.0**-3))
+                self.leaves += module.scales
         self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
     def record_amax(self):
@@ -2978,8 +2933,7 @@ class DelayedScales:
                 leaf.grad = None
 
     def update(self):
-        """After the last backward: set the scales of the next step, from the amax over all ranks. If an amax
-        is 0 or not finite, its scale stays."""
+        """Set the scales of the next step, from the amax over all ranks. 0, inf or NaN change none."""
         if self.amax is not None:
             amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
             new = (amax * self.factors).maximum(self.floors)
@@ -3082,8 +3036,7 @@ def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad
 
 
 class FusedHeadLoss(torch.autograd.Function):
-    """head_loss() that computes its gradients in forward. Logits exist for LOGITS_CHUNK tokens at a time.
-    With FP8, x must be RMS-normalized."""
+    """head_loss() that computes its gradients in forward, by LOGITS_CHUNK tokens. FP8 needs normalized x."""
 
     @staticmethod
     def forward(ctx, use_kernel: bool, scales, x, weight, targets, target_weights, softcap):
@@ -3093,7 +3046,7 @@ class FusedHeadLoss(torch.autograd.Function):
             dtype, grad_dtype = E4M3, E5M2
             grad_scale = torch.full((), scales.grad, device=x.device)
         else:
-            scales = HeadScales(1.0, 1.0, 1.0)
+            scales = HeadScales()
         loss, grad_xs, grad_w = 0.0, [], 0.0
         w = quantize(weight.type_as(x), dtype, scales.weight)  # (V, D)
         w_t = transpose(w, use_kernel)  # (D, V)
@@ -3123,8 +3076,7 @@ class FusedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
         """x (T, D), up and down (D, F) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
-        activation, and of the gradient of x @ up, or None. Backward returns the amax of these two tensors as
-        the gradients of their scales."""
+        activation, and of the gradient of x @ up, or None. Their gradients are the amax of these two."""
         dtype = None if hidden_scale is None else E4M3
         scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
         up, down = quantize(up, dtype), quantize(down, dtype)
@@ -3171,10 +3123,9 @@ def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: 
     is_precise = is_fp8 and is_backward  # gradients: float32 sums
     is_wide = columns % 256 == 0 and num_bytes < 4 and not is_precise  # four stages fit Hopper's memory
     width, depth = 256 if is_wide else 128, 128 // num_bytes
-    if rows % 128 or columns % width or inner % depth:
-        raise ValueError(f"tiles of 128 x {depth} x {width} do not divide {rows} x {inner} x {columns}")
-    out = torch.empty(rows, columns, dtype=out_dtype, device=x.values.device)
-    weight, out_t, scales, amax = w.values.contiguous(), out, out, out
+    assert rows % 128 == columns % width == inner % depth == 0, "the tiles do not divide the matrices"
+    out = x.values.new_empty(rows, columns, dtype=out_dtype)
+    weight, out_t, scales, amax = w.values.contiguous(), out.T, out, None
     if is_fp8:
         weight = transpose(w).values.T  # the layout of FP8 tensor cores
         scale = x.scale * w.scale
@@ -3183,14 +3134,11 @@ def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: 
         out_t, scales = out.new_empty(columns, rows), torch.stack((scale, 1 / out_scale))
         amax = torch.zeros_like(scale)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
-        x.values, weight, hidden.values if is_backward else out, out, out_t, scales, amax, rows, columns,
-        inner, *weight.stride(), IS_BACKWARD=is_backward,
+        x.values, weight, hidden.values if is_backward else out, out, out_t, scales,
+        amax if is_fp8 else out, rows, columns, inner, *weight.stride(), IS_BACKWARD=is_backward,
         LIMIT=torch.finfo(out_dtype).max if is_fp8 else 0.0, MAX_IMPRECISE=depth if is_precise else None,
         BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
-    if is_fp8:
-        return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
-    return Scaled(out), transpose(Scaled(out)), None
-
+    return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
 
 # ==== TRITON KERNELS =======================================================================================
 # Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.
@@ -3213,12 +3161,9 @@ if triton is not None:
                    N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
                    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
                    BLOCK_K: tl.constexpr):
-        """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate.
-
-        In backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
-        programs copy the gradient of v. If FP8_SCALE > 0, the gradient is multiplied by it, and its
-        transpose is stored, too.
-        """
+        """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate. In
+        backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
+        programs copy that of v. If FP8_SCALE > 0, it is multiplied, and its transpose is stored, too."""
         slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         HALF: tl.constexpr = BLOCK_K // 2
         columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
@@ -3352,12 +3297,10 @@ if triton is not None:
                             LIMIT: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
                             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
         """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
-
         If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
         and clamped to LIMIT, and its transpose is stored, too. MAX_IMPRECISE: products that FP8 tensor cores
         may add before the sum moves to float32. NaN stays NaN, and its amax is infinite. Neighboring tiles
-        share rows of X and columns of W in the cache.
-        """
+        share rows of X and columns of W in the cache."""
         number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
         first = number // (GROUP * num_columns) * GROUP
         height = min(ROWS // BLOCK_M - first, GROUP)
@@ -3407,18 +3350,15 @@ class RowPlan(typing.NamedTuple):
 def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
     size = -(-num_rows // len(reads))
-    first_row = rank * size
     distinct, places = find_distinct(reads[rank])
     by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
     wanted = []
     for reader, rows in enumerate(reads):
-        owned = by_owner[rank] - first_row
+        owned = by_owner[rank]
         if reader != rank:
-            rows = rows - first_row
-            is_owned = (rows >= 0) & (rows < size)
-            owned, _ = find_distinct(rows.compress(is_owned))  # faster than rows[is_owned]
+            owned, _ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
         wanted.append(owned)
-    return RowPlan(torch.from_numpy(places), torch.from_numpy(np.concatenate(wanted)),
+    return RowPlan(torch.from_numpy(places), torch.from_numpy(np.concatenate(wanted) - rank * size),
                    tuple(map(len, wanted)), tuple(map(len, by_owner)))
 
 
@@ -3439,8 +3379,7 @@ def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
     if not cfg.ngram_rows:
         return batch
     order = cfg.ngram_order
-    is_start = np.zeros(len(inputs[0]), dtype=bool)
-    is_start[:: tokens[0].shape[1] - 1] = True
+    is_start = np.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
     rows = [np.concatenate(hash_ngrams(x, is_start, cfg.ngram_rows, order)) for x in inputs]
     sign_rows = torch.from_numpy(np.stack(hash_signs(inputs[rank], is_start, order)))
     return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
@@ -3487,8 +3426,7 @@ class Table(Bucket):
     def add(self, plan, leaf):
         """Send the gradient of a leaf to the owners of the rows."""
         self.collect()  # of earlier micro-batches, so that memory is bounded
-        grad = round_to_multiple(leaf.grad, self.grid) if self.grid else leaf.grad
-        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
+        self.arriving.append((plan, *self.comm.all_to_all(leaf.grad, plan.received, plan.sent)))
         leaf.grad = None
 
     def start_reduce(self):
@@ -4088,8 +4026,6 @@ def make_config(values: dict):
             if part not in known:
                 raise RunError(f"--without={part[:100]}: this recipe can leave out {', '.join(known)}", 2)
             cfg = parts.get(part, cfg)  # gone with an earlier part, as variance with muon
-        if {*cfg.without} & {*list_parts(cfg)}:
-            raise RunError(f"--without={','.join(cfg.without)}: one of these parts brings another back", 2)
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
@@ -4430,12 +4366,8 @@ class RunLog:
         line = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
                 f"{self.rt.world_size} x {self.rt.device.type}, "
                 f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
-        lines = [line, *self.rt.notes, resume_line]
-        if cfg.record:
-            lines += [f"--record={cfg.record} has seed {cfg.seed} already: {path}"
-                      for path in find_result_folder(cfg).glob(f"[0-9]*_seed{cfg.seed}_*.json")]
-        for line in filter(None, lines):
-            self.print(line)
+        for text in filter(None, (line, *self.rt.notes, resume_line)):
+            self.print(text)
         if sys.stderr.isatty() and self.rt.is_main:
             self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
@@ -4606,11 +4538,7 @@ def find_start(cfg, run: dict, rt):
         return step, saved, f"resumed {step}"
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
-    others = sorted(folder.parent.glob(f"{cfg.preset}_seed{cfg.seed}_*/*/step_[0-9]*"), key=os.path.getmtime)
-    newest = next((step for step in reversed(others)
-                   if int(step.name[5:]) <= cfg.num_iterations and is_whole(step, rt)), None)
-    hint = newest and f". The newest with other data or config is --resume={shlex.quote(str(newest))}"
-    return None, {}, f"starting anew: no whole checkpoint in {folder}{hint or ''}"
+    return None, {}, f"starting anew: no whole checkpoint in {folder}"
 
 
 def collect_rows(trainer):
@@ -4632,7 +4560,7 @@ def load_state(trainer, step: Path, metadata: dict):
               for entry, pieces in entries.items()}
     needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
               for name in bucket.params for key, tensor in bucket.tensors().items()}
-    stored.pop("fp8/scales", None)  # a run without FP8 may continue one with it
+    stored.pop("fp8/scales", None)
     for entry in sorted(needed.keys() | stored.keys()):
         if needed.get(entry) != stored.get(entry):
             raise RunError(f"{step} has {entry} of shape {stored.get(entry)}, this run {needed.get(entry)}: "
@@ -4648,7 +4576,7 @@ def load_state(trainer, step: Path, metadata: dict):
         bucket.start_gather()
         bucket.clear()
     optimizer.finish()
-    for _, scales in entries.get("fp8/scales", ()) if trainer.fp8_scales.leaves else ():
+    for _, scales in entries.get("fp8/scales", ()):
         trainer.fp8_scales.set(scales)
     for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
         setattr(trainer.progress, name, metadata["progress"][name])

@@ -28,7 +28,6 @@ VARIANTS = {  # name: changes of the config
     "float32 activations": {"dtype": "float32"},
     "torch.compile": {"compile": "on"},
     "two micro-batches of 1024": {"micro_batch_tokens": 1024},
-    "gradients as they are": {"grad_grid": 0.0},
 }
 
 

@@ -998,7 +998,7 @@ FIXED = dict(        # options with the only values that this reading has
     sequence_start="document", epochs=1, qk_norm=True, smear=True,
     x0_mix="after_attention", attention_gate_dim=0, value_gate_dim=12, gains=[], ngram_order=3,
     softcap=[23.0, 5.0, 7.5], tie_head=True, orthogonalize="six_maps", decay="cautious", decay_schedule="lr",
-    momentum=[0.85, 0.93], lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0, averages=True, grad_grid=0.0)
+    momentum=[0.85, 0.93], lr_warmup_frac=0.0, matrix_cooldown_frac=-1.0, averages=True)
 FIXED_GROUPS = dict(
     matrix=dict(rule="anvil", betas=[0.9, 0.9], every=1), **{
         group: dict(rule="row_adam" if group == "ngram" else "adamw", every=2,

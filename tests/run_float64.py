@@ -16,7 +16,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = ("--device=cpu", "--dtype=float32", "--embed_dtype=float32", "--matrix_dtype=float32", "--fp8=off")
-EXACT += ("--grad_grid=0",)
 
 
 class Torch:

@@ -4,6 +4,7 @@ python tests/run_ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit sta
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,31 @@ import train_gpt as gpt  # noqa: E402
 from benchmarks import comm  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # of child processes
+
+
+def round_to_multiple(x, unit: float):
+    """Round to multiples of a power of two, so that sums are exact and independent of their order. Sums are exact below
+    2^24 units in float32, 2^8 in bfloat16."""
+    shift = 1.5 * unit / torch.finfo(x.dtype).eps  # neighboring floats around this value are one unit apart
+    return (x + shift).sub_(shift)
+
+
+@contextmanager
+def exact_sums(unit: float = 2.0**-12):
+    """Round all gradients to multiples of a unit. Then any number of ranks has equal bits. 0: no rounding."""
+    store, add = gpt.Bucket.store, gpt.Table.add
+
+    def store_with_hooks(bucket, cfg):
+        store(bucket, cfg)
+        for param in bucket.params.values():
+            param.register_hook(functools.partial(round_to_multiple, unit=unit))
+
+    def add_rounded(table, plan, leaf):
+        leaf.grad = round_to_multiple(leaf.grad, unit)
+        add(table, plan, leaf)
+
+    with patch.object(gpt.Bucket, "store", store_with_hooks), patch.object(gpt.Table, "add", add_rounded):
+        yield
 
 
 def run_ranks(function: str, num_ranks: int, *arguments, cwd=None) -> tuple[list, str, str]:
@@ -70,29 +98,36 @@ def leave(result: object, out: str, rt: gpt.Runtime) -> None:
 def equality(out: str, cases: str, num_threads: str = "1") -> None:
     """Train half of the steps of each case. Save the parameters, and the bytes that each rank sends in a step."""
     torch.set_num_threads(int(num_threads))
-    cfgs = {name: gpt.make_config(changes) for name, changes in json.loads(cases).items()}
+    cases = json.loads(cases)
+    units = {name: changes.pop("unit", 2.0**-12) for name, changes in cases.items()}
+    cfgs = {name: gpt.make_config(changes) for name, changes in cases.items()}
     rt, results, gpt.GPT = gpt.start_runtime(next(iter(cfgs.values()))), {}, OtherModel
-    forms = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
     for name, cfg in cfgs.items():
-        steps = cfg.num_iterations // 2
-        trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms))
-        batches = gpt.prefetch(gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, steps), rt.device)
-        sent = Counter()
-        for step in range(steps):
-            with comm.count_bytes() as counted:
-                trainer.train_step(batches, trainer.schedule.at(step))
-            sent += counted
-            if step % 2:  # the other steps begin with pending all-gathers
-                check_ranks(trainer.optimizer)
-        batches.close()
-        check_ranks(trainer.optimizer)
-        params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-        params |= {table.name: table.gather().clone() for table in trainer.optimizer.tables}
-        minimum = comm.count_minimum_bytes(trainer.optimizer, 0, steps) / steps
-        rows = rt.comm.gather_objects(sent.pop("all_to_all", 0) / steps)
-        others = rt.comm.gather_objects(sum(sent.values()) / steps)
-        results[name] = dict(params=params, rows=rows, others=others, minimum=minimum)
+        with exact_sums(units[name]):
+            results[name] = train_half(cfg, rt)
     leave(results, out, rt)
+
+
+def train_half(cfg: gpt.Config, rt: gpt.Runtime) -> dict:
+    steps = cfg.num_iterations // 2
+    forms = frozenset({"rms_norm", "block_attention", "head_loss"})  # those that a CPU chooses
+    trainer = gpt.Trainer(cfg, dataclasses.replace(rt, fast=forms))
+    batches = gpt.prefetch(gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, steps), rt.device)
+    sent = Counter()
+    for step in range(steps):
+        with comm.count_bytes() as counted:
+            trainer.train_step(batches, trainer.schedule.at(step))
+        sent += counted
+        if step % 2:  # the other steps begin with pending all-gathers
+            check_ranks(trainer.optimizer)
+    batches.close()
+    check_ranks(trainer.optimizer)
+    params = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    params |= {table.name: table.gather().clone() for table in trainer.optimizer.tables}
+    minimum = comm.count_minimum_bytes(trainer.optimizer, 0, steps) / steps
+    rows = rt.comm.gather_objects(sent.pop("all_to_all", 0) / steps)
+    others = rt.comm.gather_objects(sum(sent.values()) / steps)
+    return dict(params=params, rows=rows, others=others, minimum=minimum)
 
 
 def scales(out: str) -> None:
@@ -139,7 +174,8 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         gpt.Guard.end_step = end_step_and_compare
     gpt.Trainer.train_step = train_step
     gpt.Stop.catch_signals = lambda stop: (is_warm.append(True), catch_signals(stop))
-    return gpt.main(list(argv))
+    with exact_sums():
+        return gpt.main(list(argv))
 
 
 def train_with_graphs(*argv: str) -> int:

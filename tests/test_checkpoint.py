@@ -33,7 +33,7 @@ from conftest import (
     slow_but,
     smoke_config,
 )
-from run_ranks import ENVIRONMENT, run_ranks
+from run_ranks import ENVIRONMENT, exact_sums, run_ranks
 
 from records import sample
 
@@ -96,7 +96,7 @@ VARIANTS = {
     "muon": [],
     "warm-up": ["--warmup_iterations=2"],
     "hyperball": ["--matrix_rule=normuonh", "--gains=norm,output"],  # momentum, second momentum, radius
-    "bfloat16": ["--matrix_dtype=bfloat16", "--embed_dtype=bfloat16", "--grad_grid=0"],
+    "bfloat16": ["--matrix_dtype=bfloat16", "--embed_dtype=bfloat16"],
     "every": ['--groups={"embed":{"every":3},"value_embed":{"every":3},"head":{"every":3},"scalar":{"every":3}}'],
     "untied before": ["--tie_head=on", "--untie_frac=0.5"],
     "untied after": ["--tie_head=on", "--untie_frac=0.9", '--groups={"embed":{"every":2},"head":{"every":2}}'],
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_run(shards, here, name, capsys, monkeypatch):
     measured, end, model = read_telemetry(whole), read_tensors(find_saved(12)), next(Path().rglob("model.pt"))
     weights = torch.load(model, weights_only=True)["tensors"]
     assert ("blocks.1.attention.qk/low_bits" in end) == (name == "low_bits")
-    assert ("fp8/scales" in end) == (name == "fp8")
+    assert "fp8/scales" in end
     assert ({"ngram/", "ngram/exp_avg_sq", "head.weight/average0"} <= end.keys()) == (name == "all mechanisms")
 
     forget(12)
@@ -208,10 +208,16 @@ JOBS = {  # name: (preset, options, number of ranks, steps with checkpoints)
 }
 
 
+@pytest.fixture(name="rounding")
+def round_gradients():
+    with exact_sums():
+        yield
+
+
 @pytest.mark.parametrize("name", ["smoke", "frontier", pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.recipe])])
-def test_other_numbers_of_ranks_continue_a_run(shards, here, name, monkeypatch):
-    """One rank, then several from the first checkpoint, then one from the second: equal bits, because gradients are on
-    a grid."""
+def test_other_numbers_of_ranks_continue_a_run(shards, here, name, monkeypatch, rounding):
+    """One rank, then several from the first checkpoint, then one from the second: equal bits, because gradients are
+    rounded."""
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     preset, args, num_ranks, (first, second, last) = JOBS[name]
     whole, end = train(shards, *args, preset=preset), read_tensors(find_saved(last))
@@ -233,7 +239,7 @@ def test_other_numbers_of_ranks_continue_a_run(shards, here, name, monkeypatch):
 
 
 @pytest.mark.parametrize("mode, signum", slow_but([("term", 15), ("int", 2)], ("term", 15)))
-def test_all_ranks_stop_at_the_same_step(shards, here, mode, signum):
+def test_all_ranks_stop_at_the_same_step(shards, here, mode, signum, rounding):
     """A signal to one of three ranks: one line and one checkpoint. One rank continues it to equal bits."""
     args = [ONE_SEQUENCE, "--num_iterations=8", "--tokens_per_step=1536", "--val_loss_every=4"]
     errors = train_ranks(3, mode, shards, *args, status=128 + signum)
@@ -358,7 +364,7 @@ def test_the_key_of_a_run(shards, monkeypatch):
 
 
 def test_auto_takes_the_newest_run_of_its_key(shards, here, monkeypatch, capsys):
-    """Another learning rate or seed is another key, which is only named."""
+    """Another learning rate or seed is another key."""
     args, moments = ["--num_iterations=400", AT_THE_END], iter(range(1, 9))
     monkeypatch.setattr(gpt.time, "strftime", lambda *_: f"20260101-00000{next(moments)}")
     for step, more in ((4, []), (3, ["--head_lr=0.01"]), (2, []), (5, ["--seed=1"])):
@@ -374,7 +380,6 @@ def test_auto_takes_the_newest_run_of_its_key(shards, here, monkeypatch, capsys)
             lines += re.findall(r"^(?:resumed|starting anew).*$", capsys.readouterr().out, re.M)
     assert re.fullmatch(r"resumed \S+/20260101-000003_seed0_\w+/step_000002", lines[0])
     assert lines[1].startswith("starting anew: no whole checkpoint in ")
-    assert re.search(r"--resume=\S+/20260101-000003_seed0_\w+/step_000006$", lines[1])
 
 
 def test_a_path_begins_a_new_run_that_continues_itself(shards, here, monkeypatch):
@@ -624,15 +629,11 @@ def test_ranks_agree_on_the_newest_whole_step(shards, here):
     assert_same_bits(read_tensors(find_saved(6)), end)
 
 
-def test_a_step_without_all_files_is_no_model_and_no_hint(shards, saved, here, capsys):
-    """As while a run writes it. The step before is sampled, and named to a run of another key."""
+def test_a_step_without_all_files_is_no_model(saved, here):
+    """As while a run writes it. The step before is sampled."""
     shutil.copytree(saved[0], "checkpoints")
     for model in Path("checkpoints").rglob("model.pt"):
         model.unlink()
     (find_saved(6) / "rank0.pt").unlink()
     os.utime(find_saved(6))
-    step = find_saved(3)
-    assert sample.find_model(Path("checkpoints")) == step
-    capsys.readouterr()
-    train(shards, *SAVED, "--head_lr=0.01", "--resume=auto")
-    assert re.search(r"--resume=(\S+)\n", capsys.readouterr().out)[1] == str(step)
+    assert sample.find_model(Path("checkpoints")) == find_saved(3)

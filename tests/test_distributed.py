@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, assert_same_bits, data_args, gpt, launch, slow_but, smoke_config, smoke_run
-from run_ranks import ENVIRONMENT, find_port, run_ranks
+from run_ranks import ENVIRONMENT, find_port, round_to_multiple, run_ranks
 
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 SMALL = dict(num_layers=3, model_dim=32, num_heads=2, head_dim=16)
 CASES = {
     "exact": dict(groups={group: {"every": 2} for group in ("embed", "value_embed", "head", "scalar")}),
     "tied": dict(tie_head="on", embed_std=(0.02, 0.01), head_lr=0.0036, groups={"matrix": {"every": 2}}),
-    "bfloat16": dict(embed_dtype="bfloat16", grad_grid=8.0),
-    "rounded": dict(grad_grid=0.0, micro_batch_tokens=3072),
+    "bfloat16": dict(embed_dtype="bfloat16", unit=8.0),
+    "rounded": dict(unit=0.0, micro_batch_tokens=3072),
 }
 RULES_AND_CASES = [(rule, "exact") for rule in gpt.RULES if rule != "row_adam"]
 RULES_AND_CASES += [(rule, case) for rule in ("muon", "adamw") for case in ("tied", "bfloat16", "rounded")]
@@ -77,7 +77,8 @@ def test_parameters_are_those_of_one_rank_to_the_last_bit(equality, rule, case, 
     assert_same_bits(one, several)
     assert (one["embed"].dtype == torch.bfloat16) == (case == "bfloat16")
     assert torch.equal(one["embed"], one["head.weight"]) == (case == "tied")
-    start = gpt.GPT(smoke_config(**SMALL, **CASES[case])).state_dict()
+    options = {name: value for name, value in CASES[case].items() if name != "unit"}
+    start = gpt.GPT(smoke_config(**SMALL, **options)).state_dict()
     change = one["head.weight"].float() - start["head.weight"].float()
     assert change.abs().max() > 1e-3  # training has changed it
 
@@ -137,9 +138,9 @@ def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_segments", [2, 5])
 def test_gradients_do_not_depend_on_the_segments(dtype, num_segments, monkeypatch):
-    """To the last bit, without a grid, with all mechanisms. Several ranks have more segments than one."""
+    """To the last bit, with all mechanisms. Several ranks have more segments than one."""
     monkeypatch.setattr(gpt, "MULTI_RANK_SEGMENTS", num_segments)
-    cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu", grad_grid=0.0))
+    cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu"))
     state, tokens, gradients = gpt.Schedule(cfg).at(0), torch.arange(512) ** 2 % 257, []
     batch = gpt.Batch(tokens.int(), tokens.roll(-1), torch.arange(512).int() // 100)
     step_inputs = gpt.make_step_inputs(state, 512, 256, cfg, torch.device("cpu"))
@@ -159,7 +160,7 @@ def test_gradients_do_not_depend_on_the_segments(dtype, num_segments, monkeypatc
 def test_round_to_grid_makes_sums_exact():
     torch.manual_seed(0)
     for dtype, grid, size in ((torch.float32, 2.0**-12, 30.0), (torch.bfloat16, 0.5, 6.0)):
-        x = gpt.round_to_multiple((torch.randn(64, 100) * size / 8).to(dtype), grid)
+        x = round_to_multiple((torch.randn(64, 100) * size / 8).to(dtype), grid)
         assert torch.equal(x / grid, (x / grid).round()) and x.abs().max() > 4 * grid
         sequential, backwards = torch.zeros(100, dtype=dtype), torch.zeros(100, dtype=dtype)
         for row in x:

@@ -87,7 +87,7 @@ def test_no_form_that_auto_takes_is_refused(preset):
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_run_with_step_graphs_has_the_bits_of_a_run_without(shards, tmp_path, has_group):
     """Stages, micro-batches, untying, averages, FP8. NCCL's threads do not disturb a capture."""
-    options = ["--preset=smoke_frontier", "--device=cuda", "--grad_grid=0", "--orthogonalize=polar_express"]
+    options = ["--preset=smoke_frontier", "--device=cuda", "--orthogonalize=polar_express"]
     if has_group:  # main() destroys it
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=CUDA)
         dist.all_reduce(torch.ones(1, device=CUDA))

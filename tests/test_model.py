@@ -143,7 +143,7 @@ def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
     """Adam's first step by hand, g / (|g| + eps / sqrt(1 - beta2)), with the options of the head. g is the sum of
     the gradients of two equal tables. While tied, the model reads only the head, and finish() copies it."""
     size = dict(tokens_per_step=512, micro_batch_tokens=512)
-    cfg = smoke_config(shards, tie_head="on", embed_std=(0.1, 1.0), grad_grid=0.0, head_lr=0.01, **size)
+    cfg = smoke_config(shards, tie_head="on", embed_std=(0.1, 1.0), head_lr=0.01, **size)
     trainer = gpt.Trainer(cfg, make_runtime(fast=fast))
     data, model, comm = gpt.TrainData(cfg, trainer.schedule), trainer.model, trainer.rt.comm
     first, embed, head = next(data.batches(comm, 0, 1)), model.embed, model.head.weight

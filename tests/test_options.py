@@ -31,7 +31,7 @@ OTHER_VALUES = dict(
     num_iterations=[7], tokens_per_step=[4096], seq_len=[1024, 256], max_doc_len=[32],
     max_attention_len=[0, 64],
     matrix_cooldown_frac=[0.2], untie_frac=[0.2], lr_warmup_frac=[0.5], momentum_cooldown_steps=[3],
-    late_start=[0.0, 1.0], grad_grid=[0.25], yarn_max_window=[0], momentum=["0.5,0.95", "0.85,0.9"],
+    late_start=[0.0, 1.0], yarn_max_window=[0], momentum=["0.5,0.95", "0.85,0.9"],
     ngram_rows=[100], ngram_order=[2, 3], short_qk_dim=[0, 8], mudd_groups=[1, 2], value_gate_dim=[4],
     gains=["norm", "output", "norm,output"],
     softcap=["23.0,5.0,7.5", "15.0,0.0,7.5", "30.0,0.0,5.0", "0.0,0.0,7.5"],

@@ -10,7 +10,7 @@ from cpu_graphs import graphs_on_cpu
 from run_ranks import run_ranks
 
 FORMS = "rms_norm,head_loss"
-COMMON = ["--device=cpu", "--grad_grid=0"]  # a graph would also round the parts of a gradient
+COMMON = ["--device=cpu"]
 FRONTIER = ["--preset=smoke_frontier", "--dtype=float32", "--fp8=on", "--fp8_parts=head,mlp",
             "--slow_momentum_start=0.4"]
 SMOKE = ["--preset=smoke", "--micro_batch_tokens=512"]
@@ -87,7 +87,7 @@ def test_which_graphs_are_captured(shards):
     """One for each size of micro-batches and kind of targets, and one for each dense bucket. None in validation, or
     after the warm-up. Segments and head use memory of their own."""
     stages = (gpt.Stage(1, 64, 64, tokens_per_step=512), gpt.Stage(1, 128, 64), gpt.Stage(1, 128, 64, num_classes=200))
-    cfg = smoke_config(shards, stages=stages, micro_batch_tokens=1024, grad_grid=0.0)
+    cfg = smoke_config(shards, stages=stages, micro_batch_tokens=1024)
     with graphs_on_cpu() as pools:
         trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({"step_graphs"})))
         trainer.warm_up(gpt.TrainData(cfg, trainer.schedule), gpt.ValData(cfg))

@@ -139,7 +139,8 @@ def test_a_snapshot_returns_exactly(shards, changes):
     assert trainer.optimizer.has_no_pending_gradients() == ("preset" not in changes)
     after = copy_rows(trainer)
     kept = {entry for entry in before if entry.startswith("ngram/")}
-    assert find_changes(before, after) == before.keys() and len(kept) == (3 if "preset" in changes else 0)
+    unused = {"fp8/scales/0"} if "preset" in changes else set()
+    assert find_changes(before, after) == before.keys() - unused and len(kept) == (3 if "preset" in changes else 0)
     snapshot.restore()
     restored = copy_rows(trainer)
     assert find_changes(before, restored) == kept

@@ -168,7 +168,7 @@ def test_the_first_two_updates_of_the_optimizer_are_adams(every):
     groups = {name: dict(lr=lr, betas=betas, weight_decay=decay, every=every)
               for name, (lr, betas, decay) in table.items()}
     groups["matrix"]["rule"] = "adamw"
-    cfg = smoke_config(groups=groups, mlp_lr_mul=(3.0, 1.0), gains="norm,output", adam_eps=1e-3, grad_grid=0.0)
+    cfg = smoke_config(groups=groups, mlp_lr_mul=(3.0, 1.0), gains="norm,output", adam_eps=1e-3)
     model = gpt.GPT(cfg)
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
     named = dict(model.named_parameters())

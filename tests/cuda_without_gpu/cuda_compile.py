@@ -311,6 +311,7 @@ class NotingRecorder(simulate_ranks.Recorder):
 def make_trainer(cfg: gpt.Config, observer: Observer, num_ranks: int) -> gpt.Trainer:
     """The real Trainer, with the fast forms of a GPU on which all are right."""
     gpt.measure_matmul = lambda *_: 1e15  # a fake GPU has no time
+    gpt.print_phase = fake_cuda.always(None)  # it prints, and stdout is for the figures
     gpt.FormCheck = lambda *_: SimpleNamespace(keep_equal=lambda names, *_: names, lines=[],
                                                find_graph_error=lambda *_: "nothing can be captured here")
     comm = gpt.Comm(0, num_ranks)
@@ -344,7 +345,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
     )
     with ObservedMode(observer), values_are(True):
         trainer = make_trainer(cfg, observer, num_ranks)
-    accum, rows = gpt.divide_step(cfg, 1, cfg.full_stages[-1])
+    accum, rows = gpt.divide_step(cfg, 1, cfg)  # stages without values of their own
     micro_tokens, last = rows * cfg.seq_len, cfg.num_iterations - 1
     val_tokens = max(1, cfg.micro_batch_tokens // cfg.val_seq_len) * cfg.val_seq_len
 
