@@ -2303,8 +2303,7 @@ class Trainer:
         if "step_graphs" in rt.fast:
             self.graphs = add_step_graphs(model, self.optimizer.buckets)
         self.progress = Progress()
-        # By number of tokens: (stage, seq_len), and the inputs that have been made for them
-        self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}
+        self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}  # by number of tokens
 
     def choose_operations(self, dtype, fast: frozenset[str]):
         """Use these forms. FP8 and fused gradients are for training only."""
@@ -2417,6 +2416,7 @@ def train(cfg, argv: list[str]):
         checkpoints.start(trainer)
     with log, checkpoints, stop:
         log.print_start(resume_line)
+        gc.set_threshold(100_000, 20, 100)  # the compilers make many objects
         trainer.warm_up(train_data, val_data)
         gc.freeze()  # the garbage collector ignores all objects of the setup
         setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)

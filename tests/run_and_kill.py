@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run_ranks import start_ranks  # noqa: E402
+from run_ranks import exact_sums, start_ranks  # noqa: E402
 
 import train_gpt as gpt  # noqa: E402
 
@@ -73,7 +73,8 @@ def live(number: int, argv: list[str], num_ranks: int, what: str, victim: int | 
         torch.set_num_threads(1)
         if what in WRITES and int(os.environ["RANK"]) == victim:
             die_in(what, lines)
-        return gpt.main([*argv, "--resume=auto"])
+        with exact_sums():
+            return gpt.main([*argv, "--resume=auto"])
 
     pids, deadline, ends = start_ranks(num_ranks, run), time.monotonic() + 300, {}
     if what == "moment":

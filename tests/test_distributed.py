@@ -210,7 +210,7 @@ def test_two_agents_make_one_job(shards, tmp_path):
     assert result["hardware"]["ranks"] == 2
     (tmp_path / "one").mkdir()
     alone = smoke_run(shards, tmp_path / "one", "--micro_batch_tokens=512")
-    assert result["final_val_loss"] == alone["final_val_loss"]
+    assert result["final_val_loss"] == pytest.approx(alone["final_val_loss"], abs=1e-4)  # sums in another order
 
 
 @pytest.mark.slow
