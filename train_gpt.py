@@ -2504,7 +2504,7 @@ def make_operations(cfg, names: Iterable[str], dtype):
     head = dict(head_loss=functools.partial(FusedHeadLoss.apply, "cross_entropy" in names, scales))
     mlp = dict(relu2_mlp=functools.partial(
         fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8="fp8_mlp" in names))
-    qkv = dict(make_qkv=functools.partial(fused_qkv, use_fp8="fp8_qkv" in names))
+    qkv = dict(make_qkv=functools.partial(fused_qkv, fp8_dtype=E4M3 if "fp8_qkv" in names else None))
     rows = dict(
         rms_norm=dict(rms_norm=RMSNorm.apply), qkv_kernel=qkv, fp8_qkv=qkv, head_loss=head,
         cross_entropy=head, fp8_head=head, relu2_mlp=mlp, fp8_mlp=mlp,
@@ -2957,16 +2957,17 @@ class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads, use_fp8: bool):
+    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads, fp8_dtype):
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
-        tables, (H, K, *_) = (cos, sin, softmax_scale, is_start), heads
-        dtype = E4M3 if use_fp8 else None
-        scaled_x, scaled_w = quantize(x, dtype, QKV_LIMIT / 448), quantize(weight.type_as(x), dtype)
+        tables = cos, sin, softmax_scale, is_start
+        H, K, *_ = heads
+        scaled_x = quantize(x, fp8_dtype, QKV_LIMIT / 448)
+        scaled_w = quantize(weight.type_as(x), fp8_dtype)
         packed = matmul(scaled_x, scaled_w, x.dtype, fast=True)  # (T, 2HK + HL)
-        q, k = x.new_empty(len(x), H, K), x.new_empty(len(x), H, K)
+        q = x.new_empty(len(x), H, K)
+        k = torch.empty_like(q)
         launch_qkv(packed, tables, num_rotating, heads, q, k)
-        ctx.num_rotating, ctx.heads = num_rotating, heads
-        ctx.use_fp8, ctx.weight_dtype = use_fp8, weight.dtype
+        ctx.options = num_rotating, heads, fp8_dtype, weight.dtype
         ctx.save_for_backward(packed, *scaled_x, *scaled_w, *tables)
         return q, k, packed[:, 2 * H * K :]
 
@@ -2974,22 +2975,25 @@ class FusedQKV(torch.autograd.Function):
     def backward(ctx, *grads):
         """Gradients of queries, keys and values -> gradients of x (T, D) and weight (2HK + HL, D)."""
         packed, x, x_scale, w, w_scale, *tables = ctx.saved_tensors
+        num_rotating, heads, fp8_dtype, weight_dtype = ctx.options
         grads = [grad.contiguous() for grad in grads]
-        grad = torch.empty_like(packed, dtype=E4M3 if ctx.use_fp8 else packed.dtype)
-        grad_t = scale = None
-        if ctx.use_fp8:
-            grad_t = grad.new_empty(grad.size(1), grad.size(0))
+        grad = torch.empty_like(packed, dtype=fp8_dtype or packed.dtype)
+        if fp8_dtype:
             scale = torch.full_like(x_scale, QKV_LIMIT / 448)
-        launch_qkv(packed, tables, ctx.num_rotating, ctx.heads, *grads, grad, grad_t)
-        grad_t = Scaled(grad.T if grad_t is None else grad_t, scale)
+            grad_t = Scaled(grad.new_empty(grad.size(1), grad.size(0)), scale)
+            launch_qkv(packed, tables, num_rotating, heads, *grads, grad, grad_t.values)
+        else:
+            scale = None
+            launch_qkv(packed, tables, num_rotating, heads, *grads, grad)
+            grad_t = Scaled(grad.T)
         grad_x = matmul(Scaled(grad, scale), transpose(Scaled(w, w_scale)), packed.dtype)
-        grad_w = matmul(grad_t, transpose(Scaled(x, x_scale), ctx.use_fp8), packed.dtype)
-        return grad_x, grad_w.to(ctx.weight_dtype), *[None] * 7
+        grad_w = matmul(grad_t, transpose(Scaled(x, x_scale), use_kernel=bool(fp8_dtype)), packed.dtype)
+        return grad_x, grad_w.to(weight_dtype), *[None] * 7
 
 
-def fused_qkv(x, weight, rope, heads, step_inputs, _ops, use_fp8: bool = False):
-    """make_qkv() by FusedQKV. use_fp8: FP8 matmuls."""
-    return FusedQKV.apply(x, weight, *rope[:4], step_inputs.is_sequence_start, heads, use_fp8)
+def fused_qkv(x, weight, rope, heads, step_inputs, _ops, fp8_dtype=None):
+    """make_qkv() by FusedQKV. fp8_dtype: of its matmuls."""
+    return FusedQKV.apply(x, weight, *rope[:4], step_inputs.is_sequence_start, heads, fp8_dtype)
 
 
 def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
@@ -3001,7 +3005,9 @@ def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None
     num_slots = 2 * H
     if is_backward:
         num_slots += triton.cdiv(H * L, K)
-    fp8_scale = 0.0 if grad_t is None else 448 / QKV_LIMIT
+    fp8_scale = 0.0
+    if grad_t is not None:
+        fp8_scale = 448 / QKV_LIMIT
     width_k = triton.next_power_of_2(K)
     block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
     v, grad, grad_t = (packed if x is None else x for x in (v, grad, grad_t))
@@ -3024,11 +3030,16 @@ def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad
             CAP=softcap.cap, SHIFT=softcap.shift, WIDTH=softcap.width, GRAD_SCALE=grad_scale,
             IS_APPROXIMATE=logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
         return losses, grads
-    capped = softcap(logits.float() if logits.dtype == E4M3 else logits)  # (T, V)
+    if logits.dtype == E4M3:
+        logits = logits.float()
+    capped = softcap(logits)  # (T, V)
     log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
-    weights, targets = weights.type_as(capped) * (targets >= 0), targets.clamp(min=0)  # (T, n)
+    weights = weights.type_as(capped) * (targets >= 0)  # (T, n)
+    targets = targets.clamp(min=0)
     losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
-    weights = weights / (grad_scale * softcap.width if softcap.cap else grad_scale)
+    if softcap.cap:
+        grad_scale = grad_scale * softcap.width
+    weights = weights / grad_scale
     grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
     if softcap.cap:  # softcap derivative. 1/width is applied above
         grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))
@@ -3041,13 +3052,16 @@ class FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use_kernel: bool, scales, x, weight, targets, target_weights, softcap):
         """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
-        dtype, grad_dtype, grad_scale = None, x.dtype, None
+        dtype = grad_scale = None
+        grad_dtype = x.dtype
         if scales:
-            dtype, grad_dtype = E4M3, E5M2
+            dtype = E4M3
+            grad_dtype = E5M2
             grad_scale = torch.full((), scales.grad, device=x.device)
         else:
             scales = HeadScales()
-        loss, grad_xs, grad_w = 0.0, [], 0.0
+        loss = grad_w = 0.0
+        grad_xs = []
         w = quantize(weight.type_as(x), dtype, scales.weight)  # (V, D)
         w_t = transpose(w, use_kernel)  # (D, V)
         for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
@@ -3070,18 +3084,24 @@ class FusedHeadLoss(torch.autograd.Function):
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x. With use_kernel x @ up is not stored. With scales it
-    is in FP8, forward and backward. Sources: 2026-01-14, 2026-06-11, record 92."""
+    """relu2_mlp() of normalized x. With use_kernel x @ up is not stored. With scales it is in FP8. Sources:
+    2026-01-14, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
         """x (T, D), up and down (D, F) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
         activation, and of the gradient of x @ up, or None. Their gradients are the amax of these two."""
-        dtype = None if hidden_scale is None else E4M3
+        dtype = None
+        if hidden_scale is not None:
+            dtype = E4M3
         scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
-        up, down = quantize(up, dtype), quantize(down, dtype)
-        hidden, hidden_t, hidden_amax = relu2_matmul(
-            scaled_x, up, hidden_scale, dtype or x.dtype, x.dtype, use_kernel)  # (T, F), (F, T), ()
+        up = quantize(up, dtype)
+        down = quantize(down, dtype)
+        multiply = relu2_matmul
+        if use_kernel:
+            multiply = launch_relu2_matmul
+        hidden, hidden_t, hidden_amax = multiply(scaled_x, up, hidden_scale, x.dtype)  # (T, F), (F, T), ()
+        ctx.multiply = multiply
         ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
         ctx.use_kernel = use_kernel
         return matmul(hidden, down, x.dtype, fast=True)
@@ -3091,10 +3111,11 @@ class FusedMLP(torch.autograd.Function):
         """grad (T, D) -> gradients of x (T, D), up and down (D, F), and two amax ()."""
         *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
         x, up, down, hidden = [Scaled(*pair) for pair in zip(pairs[::2], pairs[1::2])]
-        dtype = None if hidden.scale is None else E5M2
+        dtype = None
+        if hidden.scale is not None:
+            dtype = E5M2
         scaled_grad = quantize(grad.contiguous(), dtype, 2.0**-3)
-        pre, pre_t, pre_amax = relu2_matmul(
-            scaled_grad, down, pre_grad_scale, dtype or grad.dtype, grad.dtype, ctx.use_kernel, hidden)
+        pre, pre_t, pre_amax = ctx.multiply(scaled_grad, down, pre_grad_scale, grad.dtype, hidden)
         grad_x = matmul(pre, up, grad.dtype)
         grad_up = matmul(transpose(x, ctx.use_kernel), pre_t, grad.dtype)
         grad_t = transpose(scaled_grad, ctx.use_kernel)
@@ -3104,41 +3125,60 @@ class FusedMLP(torch.autograd.Function):
 
 def fused_relu2_mlp(x, up, down, scales, use_kernel: bool = True, use_fp8: bool = False):
     """relu2_mlp() by FusedMLP. use_fp8: FP8 matmuls with these scales."""
-    return FusedMLP.apply(x, up, down, *(scales if use_fp8 else (None, None)), use_kernel)
+    if not use_fp8:
+        scales = None, None
+    return FusedMLP.apply(x, up, down, *scales, use_kernel)
 
 
-def relu2_matmul(x: Scaled, w: Scaled, out_scale, out_dtype, dtype, use_kernel: bool,
-                 hidden: Scaled | None = None):
+def relu2_matmul(x: Scaled, w: Scaled, out_scale, dtype, hidden: Scaled | None = None):
     """x (T, D), w (D, F) -> relu(x w)^2 (T, F). With hidden: (x w) * 2 sqrt(hidden). The second form is the
     gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
-    the product x w without the kernel. Returns the result, its transpose (F, T), and in FP8 its amax ()."""
-    is_fp8, is_backward = out_scale is not None, hidden is not None
-    if not use_kernel:
-        y = matmul(x, transpose(w), dtype, fast=not is_backward).float()
-        y = y * 2 * (hidden.values.float() * hidden.scale).sqrt() if is_backward else F.relu(y).square()
-        out = quantize(y, out_dtype, out_scale)
-        return out, transpose(out), y.abs().max()
+    the product x w. Returns the result in the dtype of x, its transpose (F, T), and its amax ()."""
+    y = matmul(x, transpose(w), dtype, fast=hidden is None).float()
+    if hidden is None:
+        y = F.relu(y).square()
+    else:
+        y = y * 2 * (hidden.values.float() * hidden.scale).sqrt()
+    out = quantize(y, x.values.dtype, out_scale)
+    return out, transpose(out), y.abs().max()
 
-    (rows, inner), columns, num_bytes = x.values.shape, w.values.size(1), x.values.element_size()
+
+def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled | None = None):
+    """relu2_matmul() by one kernel, which does not store x w."""
+    rows, inner = x.values.shape
+    columns = w.values.size(1)
+    depth = 128 // x.values.element_size()
+    is_fp8 = out_scale is not None
+    is_backward = hidden is not None
     is_precise = is_fp8 and is_backward  # gradients: float32 sums
-    is_wide = columns % 256 == 0 and num_bytes < 4 and not is_precise  # four stages fit Hopper's memory
-    width, depth = 256 if is_wide else 128, 128 // num_bytes
+    width = 128
+    num_stages = 3
+    if columns % 256 == 0 and depth > 32 and not is_precise:  # four stages fit Hopper's memory
+        width = 256
+        num_stages = 4
     assert rows % 128 == columns % width == inner % depth == 0, "the tiles do not divide the matrices"
-    out = x.values.new_empty(rows, columns, dtype=out_dtype)
-    weight, out_t, scales, amax = w.values.contiguous(), out.T, out, None
+    out = x.values.new_empty(rows, columns)
+    out_t = scales = amax = saved = out  # of the arguments that are not used
+    weight = w.values.contiguous()
+    limit = 0.0
+    if is_backward:
+        saved = hidden.values
     if is_fp8:
         weight = transpose(w).values.T  # the layout of FP8 tensor cores
+        limit = torch.finfo(out.dtype).max
         scale = x.scale * w.scale
         if is_backward:
             scale = scale * hidden.scale.sqrt()
-        out_t, scales = out.new_empty(columns, rows), torch.stack((scale, 1 / out_scale))
+        out_t = out.new_empty(columns, rows)
+        scales = torch.stack((scale, 1 / out_scale))
         amax = torch.zeros_like(scale)
     relu2_matmul_kernel[(rows // 128 * (columns // width),)](
-        x.values, weight, hidden.values if is_backward else out, out, out_t, scales,
-        amax if is_fp8 else out, rows, columns, inner, *weight.stride(), IS_BACKWARD=is_backward,
-        LIMIT=torch.finfo(out_dtype).max if is_fp8 else 0.0, MAX_IMPRECISE=depth if is_precise else None,
-        BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=4 if is_wide else 3)
-    return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
+        x.values, weight, saved, out, out_t, scales, amax, rows, columns, inner, *weight.stride(),
+        IS_BACKWARD=is_backward, LIMIT=limit, MAX_IMPRECISE=depth if is_precise else None, BLOCK_M=128,
+        BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=num_stages)
+    if is_fp8:
+        return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
+    return Scaled(out), transpose(Scaled(out)), None
 
 # ==== TRITON KERNELS =======================================================================================
 # Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.

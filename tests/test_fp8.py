@@ -85,13 +85,13 @@ def test_queries_keys_and_values_in_fp8():
         outputs = make_qkv(x, w, rope, heads, inputs, gpt.Operations(), **options)
         return torch.cat([y.flatten(1) for y in outputs], 1)
 
-    exact, ours = run(gpt.make_qkv, x), run(gpt.fused_qkv, x, use_fp8=True)
+    exact, ours = run(gpt.make_qkv, x), run(gpt.fused_qkv, x, fp8_dtype=gpt.E4M3)
     assert 1e-3 < relative_error(ours, exact) < 0.05
     differentiate = lambda y, grad: torch.autograd.grad(y, (x, w), grad, retain_graph=True)
     for ours_grad, exact_grad in zip(differentiate(ours, grad), differentiate(exact, grad)):
         assert 1e-3 < relative_error(ours_grad, exact_grad) < (0.05 if device == "cuda" else 0.12)
     large = x.detach() * 10
-    saturated, clamped = (run(gpt.fused_qkv, y, use_fp8=True) for y in (large, large.clamp(-8, 8)))
+    saturated, clamped = (run(gpt.fused_qkv, y, fp8_dtype=gpt.E4M3) for y in (large, large.clamp(-8, 8)))
     assert torch.equal(saturated, clamped) and large.abs().max() > 8
     large = grad * 1e3
     assert all(map(torch.equal, differentiate(ours, large), differentiate(ours, large.clamp(-8, 8))))

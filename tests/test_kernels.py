@@ -243,17 +243,17 @@ def test_the_squared_product_of_scaled_factors():
     hidden = torch.rand(256, 128, device=DEVICE).half()
     one, scale, small, hidden_scale = (torch.tensor(value, device=DEVICE) for value in (1.0, 0.05, 1e-5, 0.25))
     product, limit = x.double() @ w.double() * 0.05, torch.finfo(torch.float16).max
-    given = gpt.Scaled(x, scale), gpt.Scaled(w, one), small, torch.float16, torch.float32, True
+    given = gpt.Scaled(x, scale), gpt.Scaled(w, one), small, torch.float32
     saved = gpt.Scaled(hidden, hidden_scale)
     backward = product * 2 * (hidden.double() * 0.25).sqrt()
     for more, exact in (((), product.relu().square()), ((saved,), backward)):
-        (ours, _), (ours_t, _), amax = gpt.relu2_matmul(*given, *more)
+        (ours, _), (ours_t, _), amax = gpt.launch_relu2_matmul(*given, *more)
         assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-3)
         assert ours.dtype == torch.float16 and torch.equal(ours_t, ours.T)
         assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()
     assert (ours == -limit).any()
     x[3, 5] = math.nan  # it must not become a finite number
     for more in ((), (saved,)):
-        (ours, _), (ours_t, _), amax = gpt.relu2_matmul(*given, *more)
+        (ours, _), (ours_t, _), amax = gpt.launch_relu2_matmul(*given, *more)
         assert ours[3].isnan().all() and ours_t[:, 3].isnan().all() and amax == math.inf
         assert not ours[:3].isnan().any()

@@ -13,7 +13,7 @@ ALLOWED = {"torch", "numpy", "tqdm", "triton"}
 PARTS = {
     "PART ONE: THE RECIPE": ("CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING", 21000),
     "PART TWO: FAST FORMS OF PART ONE": (
-        "FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 10700),
+        "FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES", 11000),
     "PART THREE: INFRASTRUCTURE": (
         "DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN", 11700),
 }  # sections, and the largest number of code tokens
@@ -91,7 +91,7 @@ def test_parts_stay_short(part):
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NO_CODE
               if not (token.type == tokenize.STRING and token.start[0] in docstrings)]
     assert len(tokens) <= PARTS[part][1]
-    assert len(SCRIPT.read_text().splitlines()) <= 4900
+    assert len(SCRIPT.read_text().splitlines()) <= 4950
 
 
 @pytest.mark.house
