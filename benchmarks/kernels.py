@@ -18,6 +18,7 @@ TRITON_INTERPRET=1 Triton's interpreter computes errors on the CPU, with float32
 halves FP8 numbers that round up to a power of two.
 """
 
+import json
 import math
 import os
 import re
@@ -28,6 +29,7 @@ import tempfile
 import warnings
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -374,11 +376,21 @@ def list_cases(args: Namespace, cfg: gpt.Config, device: torch.device) -> Iterat
     seen = set()
     for num_tokens in args.num_tokens:
         sizes = Sizes(cfg, num_tokens, device, args.variants)
-        for case in (case for name in args.only for cases in LISTS[name](sizes) for case in cases):
-            if case[:2] not in seen:
-                seen.add(case[:2])
-                print(f"{case.name}, {case.shape}", file=sys.stderr, flush=True)
-                yield case
+        for cases in (cases for name in args.only for cases in LISTS[name](sizes)):
+            with report_failure(f"{cases.__name__}, {num_tokens} tokens"):
+                for case in cases:
+                    if case[:2] not in seen:
+                        seen.add(case[:2])
+                        yield case
+
+
+@contextmanager
+def report_failure(name: str) -> Iterator[None]:
+    """Continue after an error. A kernel that does not compile must not end a measurement."""
+    try:
+        yield
+    except Exception as error:
+        print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
 
 
 def time_us(run: Callable) -> float:
@@ -421,9 +433,11 @@ def measure(args: Namespace, cfg: gpt.Config) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, rates = [], measure_rates() if device.type == "cuda" else {}
     for case in list_cases(args, cfg, device):
-        case.run()
-        rows.append(dict(name=case.name, shape=case.shape, **case.find_errors()))
-        rows[-1] |= rate(case, time_us(case.run), rates) if rates else {}
+        with report_failure(f"{case.name}, {case.shape}"):
+            case.run()
+            rows.append(dict(name=case.name, shape=case.shape, **case.find_errors()))
+            rows[-1] |= rate(case, time_us(case.run), rates) if rates else {}
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)  # in case the command is ended
     return dict(common.describe_run(gpt.Runtime(device)), triton=triton.__version__, rates=rates,
                 kernels=rows)
 
@@ -456,6 +470,7 @@ def compile_all(args: Namespace, cfg: gpt.Config) -> dict:
     with cuda_compile.ObservedMode(observer), cuda_compile.values_are(True):
         for case in list_cases(args, cfg, cuda_compile.DEVICE):
             Recorder.compiled = []
+            print(f"{case.name}, {case.shape}", file=sys.stderr, flush=True)
             case.run()
             found = [describe_code(*made) for made in Recorder.compiled]
             found += [row for row in observer.kernels if row["kernel"].startswith("triton_tem")]
@@ -505,6 +520,10 @@ def format_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def list_tokens(text: str) -> list[int]:
+    return [at_least(1)(number) // 128 * 128 or 128 for number in text.split(",")]
+
+
 def list_names(text: str) -> list[str]:
     if wrong := [name for name in text.split(",") if name not in LISTS]:
         raise ArgumentTypeError(f"{wrong[0] or 'nothing'} is not one of {', '.join(LISTS)}")
@@ -515,8 +534,7 @@ def main() -> int:
     """Parse, measure or compile, and print."""
     parser = Parser(__doc__)
     parser.add_argument("--num_tokens", default=[49_152, 32_768, 16_384], metavar="N,N",
-                        type=lambda text: [128 * at_least(1)(int(n) // 128) for n in text.split(",")],
-                        help="multiples of 128 (default: 49152,32768,16384)")
+                        type=list_tokens, help="multiples of 128 (default: 49152,32768,16384)")
     parser.add_argument("--only", type=list_names, default=[*LISTS], metavar="NAME,NAME",
                         help=f"of {', '.join(LISTS)}")
     parser.add_argument("--variants", action="store_true", help="also candidates")
