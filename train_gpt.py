@@ -2674,10 +2674,8 @@ class StepGraphs:
 
     def capture(self, args: tuple):
         """Capture a graph. Returns it and the leaves that get a gradient."""
-        def fix(x):
-            return x.detach().clone().requires_grad_() if x.requires_grad else x
-
-        args = tree_map_only(Tensor, fix, args)  # replays copy their tensors to these
+        args = tree_map_only(  # replays copy their tensors to these
+            Tensor, lambda x: x.detach().clone().requires_grad_() if x.requires_grad else x, args)
         outputs = [x for x in tree_leaves(self.function(*args)) if x.requires_grad]
         grads = []
         if outputs:
@@ -2729,6 +2727,11 @@ class RMSNorm(torch.autograd.Function):
 # FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
 FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
                     num_warps=4)
+# Hopper's tiles by channels (K, L). PyTorch's defaults spill registers. Chosen by compilation, not measured
+FLEX_HOPPER = {
+    (64, 128): dict(fwd_BLOCK_M=128, fwd_BLOCK_N=128, fwd_num_warps=8, fwd_num_stages=2),
+    (64, 64): dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=2, bwd_BLOCK_M1=32,
+                   bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)}
 
 
 def build_block_mask(doc_ids, window):
@@ -2763,7 +2766,11 @@ def build_block_mask(doc_ids, window):
 
 def attend_flex(q, k, v, mask):
     """attention() by FlexAttention, which never stores the scores."""
-    options = FLEX_FLOAT32 if q.dtype == torch.float32 else None
+    options = None
+    if q.dtype == torch.float32:
+        options = FLEX_FLOAT32
+    elif q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
+        options = FLEX_HOPPER.get((q.size(-1), v.size(-1)))
     attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
     q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
     y = attend(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
@@ -3148,8 +3155,7 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
     rows, inner = x.values.shape
     columns = w.values.size(1)
     depth = 128 // x.values.element_size()
-    is_fp8 = out_scale is not None
-    is_backward = hidden is not None
+    is_fp8, is_backward = out_scale is not None, hidden is not None
     is_precise = is_fp8 and is_backward  # gradients: float32 sums
     width = 128
     num_stages = 3
@@ -3350,16 +3356,20 @@ if triton is not None:
         depth = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + rows[:, None] * INNER + depth[None, :]
         w_ptrs = w_ptr + depth[:, None] * STRIDE_K + columns[None, :] * STRIDE_N
+        here = rows[:, None] * COLUMNS + columns[None, :]
+        if IS_BACKWARD and LIMIT > 0:  # before the loop, else Triton 3.6 computes the roots twice
+            hidden = tl.load(hidden_ptr + here)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for _ in range(0, INNER, BLOCK_K):
             total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total, max_num_imprecise_acc=MAX_IMPRECISE)
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * STRIDE_K
-        here = rows[:, None] * COLUMNS + columns[None, :]
         if LIMIT > 0:
             total *= tl.load(scales_ptr)
         if IS_BACKWARD:
-            total *= 2 * tl.sqrt(tl.load(hidden_ptr + here).to(tl.float32))
+            if LIMIT == 0:
+                hidden = tl.load(hidden_ptr + here)
+            total *= 2 * tl.sqrt(hidden.to(tl.float32))
         else:
             total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
             total *= total
