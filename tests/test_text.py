@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,12 +405,14 @@ def test_an_interrupted_call_can_be_repeated(tmp_path, capsys, monkeypatch):
     assert sorted(read_shards(out)) == sorted(read_info(out)["files"]) == TWO_SHARDS
 
 
-def test_a_second_call_waits_for_the_first(tmp_path, capfd):
+def test_a_second_call_waits_for_the_first(tmp_path):
     """The partial folder of a call that still runs is not removed. Later it is."""
-    book, out, said = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine", ""
+    book, out, said = write_book(tmp_path / "book.txt", 20_000), tmp_path / "mine", tmp_path / "said.txt"
     is_locked = multiprocessing.Event()
+    said.touch()
 
     def call():
+        sys.stderr = open(said, "w", buffering=1)  # capfd loses what is written while it reads
         is_locked.wait()
         sys.exit(text.main([str(book), f"--out={out}"]))
 
@@ -419,9 +422,9 @@ def test_a_second_call_waits_for_the_first(tmp_path, capfd):
         with text.lock_folder(out):
             (out / "tmpabcdefgh.partial").mkdir()
             is_locked.set()
-            while not said.endswith("\n"):  # it may come in pieces
-                said += capfd.readouterr().err
-            assert said == f"text.py: waiting for another process, which writes {out}\n"
+            while not said.read_text().endswith("\n"):
+                time.sleep(0.01)
+            assert said.read_text() == f"text.py: waiting for another process, which writes {out}\n"
             assert sorted(out.iterdir()) == [out / "tmpabcdefgh.partial"]
         second.join()
     assert second.exitcode == 0 and sorted(read_shards(out)) == TWO_SHARDS
