@@ -622,7 +622,7 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     As published, the bigram of a sequence's second token is hashed as if its first token were size - 1.
     tokens: int32, an array or a tensor. Source: record 92."""
     size = num_rows // (order - 1)
-    bigram_tokens = 1 * tokens
+    bigram_tokens = 1 * tokens  # a copy of an array or a tensor
     bigram_tokens[is_sequence_start] = size - 1
     kinds = (bigram_tokens, 36313, 27191), (tokens, 17351, 60961, 45259)
     return [hash_tokens(x, is_sequence_start, size - 1, size - 1, *factors) + size * kind
@@ -640,7 +640,7 @@ def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factor: 
     around. N-grams that begin before their sequence get cut_row."""
     mixed = factor * tokens
     for factor in earlier_factors:
-        earlier = 0 * tokens
+        earlier = 0 * tokens  # zeros
         earlier[1:] = tokens[:-1]
         earlier[is_sequence_start] = 0
         mixed ^= factor * earlier
@@ -755,7 +755,7 @@ class GPT(nn.Module):
             for i in sorted(used_tables)})
         self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
         self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
-        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # names in acts
+        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # acts
 
         # Learned scalars of all layers, with source (group, None): one parameter per group
         self.scalars = nn.ParameterDict()
@@ -809,13 +809,10 @@ class GPT(nn.Module):
             acts["ngram"] = self.sum_ngrams(ngrams.read(), signs, ops.dtype)  # (T, D)
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
-            for name in sorted(reads.keys() & self.list_reads(layers.start, layers.stop)):
+            for name in sorted(reads.keys() & set().union(*self.reads[layers.start : layers.stop])):
                 acts[name] = reads.pop(name).read().to(ops.dtype)  # (T, D)
             x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
         return x
-
-    def list_reads(self, start: int, stop: int | None = None):
-        return set().union(*self.reads[start:stop])
 
     def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
@@ -860,7 +857,8 @@ class GPT(nn.Module):
             acts[f"h{layer}"] = x
         if layers.stop == len(self.blocks):
             x = ops.rms_norm(x)
-        acts = {name: act for name, act in acts.items() if name in self.list_reads(layers.stop)}
+        read_later = set().union(*self.reads[layers.stop :])
+        acts = {name: act for name, act in acts.items() if name in read_later}
         return x, acts, {key: values for key, values in scalars.items() if key[0] >= layers.stop}
 
 
@@ -1616,7 +1614,7 @@ class Bucket:
 
     def run_rule(self):
         self.update_rule(self.shard, self.grad, self.state, self.args)
-        return self.shard
+        return self.shard  # step_graphs need a result
 
     def start_gather(self):
         """Start to send the new values to all ranks."""
@@ -1753,7 +1751,7 @@ class Optimizer:
             if bucket.reducing is None:
                 bucket.start_reduce()
         numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
-        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype))
+        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype), non_blocking=True)
         # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
@@ -4076,6 +4074,8 @@ def make_config(values: dict):
             if part not in known:
                 raise RunError(f"--without={part[:100]}: this recipe can leave out {', '.join(known)}", 2)
             cfg = parts.get(part, cfg)  # gone with an earlier part, as variance with muon
+        if {*cfg.without} & {*list_parts(cfg)}:
+            raise RunError(f"--without={','.join(cfg.without)}: one of these parts brings another back", 2)
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)

@@ -105,13 +105,14 @@ def test_a_closed_pipe_is_no_traceback(command):
 
 
 def test_parts_have_no_order():
-    """muon includes variance, mudd_out reads value_embed."""
+    """muon includes variance, mudd_out reads value_embed. A tied head contradicts an untied one."""
     without = {text: gpt.make_config({"preset": "frontier", "without": text}).layers for text in (
         "mudd_out,value_embed", "value_embed,mudd_out")}
     assert len({*without.values()}) == 1
     assert gpt.make_config({"preset": "quick", "without": "muon,variance"}).groups["matrix"].rule == "adamw"
-    with pytest.raises(gpt.RunError, match="can leave out fp8, "):
-        gpt.make_config({"preset": "frontier", "without": "value_embed"})
+    for text, line in (("tie_head,untied_head", "brings another back"), ("value_embed", "can leave out fp8, ")):
+        with pytest.raises(gpt.RunError, match=line):
+            gpt.make_config({"preset": "frontier", "without": text})
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 9])

@@ -70,6 +70,7 @@ class Observer:
         self.eager = collections.defaultdict(lambda: collections.defaultdict(lambda: [0, 0]))  # count, bytes
         self.peaks = collections.defaultdict(int)  # bytes of live storages by phase
         self.live, self.seen = 0, weakref.WeakKeyDictionary()
+        self.waits: list[str] = []  # operations of a measured step for which Python waits until the GPU is idle
         self.sequence: list[tuple] = []  # graphs, eager operations and collectives, in their order
         self._watch_inductor()
 
@@ -184,10 +185,29 @@ class ObservedMode(FakeTensorMode):
             result = super().__torch_dispatch__(operation, types, args, kwargs)
         finally:
             self.is_nested = before
+        if not self.is_nested and self.observer.phase.startswith("measured") and is_wait(operation, args, kwargs):
+            self.observer.waits.append(str(operation))
         if not self.is_nested:  # a fake form makes tensors that a GPU does not make
             self.observer.note_operation(str(operation).removeprefix("aten."), list_cuda((args, kwargs)),
                                          list_cuda(result))
         return result
+
+
+def is_wait(operation, args, kwargs) -> bool:
+    """Whether an operation waits for the GPU: it reads a number, or copies to or from it without non_blocking."""
+    aten = torch.ops.aten
+    if operation is aten._local_scalar_dense.default:
+        return args[0].is_cuda
+    if operation is aten.copy_.default:
+        target, source, *is_asynchronous = args
+        target = target.device
+    elif operation is aten._to_copy.default:
+        source, *is_asynchronous = args
+        target = kwargs.get("device") or source.device
+    else:
+        return False
+    is_asynchronous = any(is_asynchronous) or kwargs.get("non_blocking", False)
+    return torch.device(target).type != source.device.type and not is_asynchronous
 
 
 def list_cuda(tree) -> list[torch.Tensor]:
@@ -409,6 +429,7 @@ def summarize(observer: Observer, facts: dict) -> dict:
                 own={name: k for name, k in used.items() if not name.startswith("triton_")},
                 launches_per_micro=sum(count_launches(graph) * graph["calls"]["measured"]
                                        for graph in observer.graphs) // facts["micros"],
+                waits=observer.waits,
                 eager_per_micro=sum(count for count, _ in eager.values()) // facts["micros"],
                 eager_gb_per_micro=sum(size for _, size in eager.values()) / facts["micros"] / 1e9,
                 peak_gb=peaks, compile_seconds=round(sum(graph["seconds"] for graph in observer.graphs)))

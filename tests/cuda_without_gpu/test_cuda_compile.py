@@ -33,6 +33,7 @@ def compile_for(card: str, *options: str) -> dict:
     assert "error" not in figures, figures["error"]
     assert figures["graph_breaks"] == {} and figures["recompiled"] == []  # in all stages and in validation
     assert figures["fp64"] == {} and figures["too_large"] == []
+    assert figures["waits"] == []  # in a step Python never waits for the GPU
     assert [name for name in figures["spills"] if not name.startswith(SPILLS_BY_PYTORCH)] == []
     return figures
 
