@@ -407,8 +407,7 @@ FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The exten
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. As published, a weight_decay contains the lr, and is
-# multiplied by it again
+# 1, 3, 5, ..., with the gradients of two steps. As published, lr * weight_decay contains the lr twice
 FRONTIER_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -688,8 +687,7 @@ def head_loss(x, weight, targets, target_weights, softcap):
 
 
 def val_loss(x, weight, targets, softcap):
-    """The metric: cross-entropy of the next token, summed over tokens. x (T, D), weight (V, D), targets (T,)
-    -> (), float32."""
+    """The metric: summed cross-entropy of the next token. x (T, D), weight (V, D), targets (T,) -> ()."""
     loss = 0.0
     for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
         logits = softcap(linear(x_chunk, weight))  # (T, V)
@@ -697,23 +695,11 @@ def val_loss(x, weight, targets, softcap):
     return loss
 
 
-class TableRows(typing.NamedTuple):
-    """Rows of a table that are being fetched."""
-
-    leaf: Tensor  # autograd leaf: the fetched rows, or the whole table
-    places: Tensor  # row of each token in it
-    work: dist.Work | None = None
-
-    def read(self):
-        if self.work is not None:
-            self.work.wait()
-        return F.embedding(self.places, self.leaf)
-
-
 def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
-    """Begin to read rows of a table. With a plan its owner, a Table of part two, fetches them."""
+    """Begin to read rows (T,) of a table. Returns a function that returns them (T, D). With a plan the owner
+    of the table, a Table of part two, fetches them."""
     if plan is None:
-        return TableRows(table, rows)
+        return functools.partial(F.embedding, rows, table)
     return table.owner.start_reading(plan)
 
 
@@ -789,8 +775,7 @@ class GPT(nn.Module):
 
     def run_layers(self, batch, step_inputs, ops):
         """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
-        Inductor would add the gradients of a row atomically, in a float32 copy of the table. PyTorch's
-        kernel sums them in a fixed order. Source: record 32."""
+        Inductor would add the gradients of a row atomically, in a float32 copy of the table (record 32)."""
         self.wait_for(0)  # the embedding and the tables. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
@@ -806,11 +791,11 @@ class GPT(nn.Module):
         reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
                  for i, table in self.value_embeds.items()}
         if ngrams is not None:
-            acts["ngram"] = self.sum_ngrams(ngrams.read(), signs, ops.dtype)  # (T, D)
+            acts["ngram"] = self.sum_ngrams(ngrams(), signs, ops.dtype)  # (T, D)
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
             for name in sorted(reads.keys() & set().union(*self.reads[layers.start : layers.stop])):
-                acts[name] = reads.pop(name).read().to(ops.dtype)  # (T, D)
+                acts[name] = reads.pop(name)().to(ops.dtype)  # (T, D)
             x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
         return x
 
@@ -1045,8 +1030,7 @@ class MLP(nn.Module):
 
 
 class TokenGates(nn.Module):
-    """Per-token scalars of layers, computed from an activation by a two-layer MLP. Source: multiway dynamic
-    dense connections (MUDD), arXiv 2502.12170, 2026-04-22."""
+    """Per-token scalars of layers, by a two-layer MLP. Source: MUDD, arXiv 2502.12170, 2026-04-22."""
 
     SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
 
@@ -1694,6 +1678,9 @@ class Optimizer:
         # Hyperparameters of all buckets: one copy to the device in each step. See compute_numbers()
         self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
                                    device=self.buckets[0].values.device)
+        for table in self.tables:
+            if rt.use_compile and rt.device.type == "cuda":
+                table.sum_rows = launch_row_sums
         for bucket, row in zip(self.buckets, self.numbers):
             row = row.unbind()
             bucket.update_rule = rules[bucket.group.rule]
@@ -1831,9 +1818,8 @@ class Optimizer:
         return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
 
 # ==== SCHEDULES ============================================================================================
-# Hyperparameters that change during training, as pure functions of the step. StepState holds their values.
-# To add a schedule, add a field to StepState and compute it in Schedule.at(). Optimizer.make_args() and
-# Trainer.train_step() pass the values on. Source: record 32.
+# Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
+# field to StepState, compute it in Schedule.at(), and use it in Optimizer.step() or Trainer.train_step().
 
 ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
 
@@ -2208,8 +2194,7 @@ class ValData:
         return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
     def batches(self, comm, num_batches: int):
-        """Yield this rank's batches of the first num_batches, and whether they count. All ranks get equally
-        many, because they read the tables together."""
+        """Yield this rank's batches of the first num_batches, and whether they count. All get as many."""
         for first in range(0, num_batches, comm.world_size):
             tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
             batch = make_batch(tokens[comm.rank], self.bos)
@@ -2265,7 +2250,6 @@ def move_batch(batch, device):
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 # ==== TRAINING =============================================================================================
-# Trainer has one step, one validation and the warm-up. train() is the whole run from top to bottom.
 
 MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
 
@@ -2839,15 +2823,13 @@ def split_blocks(x, size: int):
 
 
 def join_blocks(x, num_heads: int):
-    """Inverse of split_blocks()."""
     return x.reshape(num_heads, -1, x.size(-1)).transpose(0, 1)
 
 # ==== FP8 ==================================================================================================
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
 # activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
-# of this tensor (current scaling) or of the previous step (delayed scaling). FP8 is for training only.
-# Validation uses the activations' dtype. On a CPU matmuls convert FP8 values to float32. The loss is a sum
-# over tokens. Records also divide it by 8 ranks, so their constant scales of gradients are 8 times smaller.
+# of this tensor (current scaling) or of the previous step (delayed scaling). Validation has no FP8. The loss
+# is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are 8 times smaller.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
@@ -2914,8 +2896,7 @@ def transpose(x: Scaled, use_kernel: bool = False):
 
 
 class DelayedScales:
-    """FP8 scales of FusedMLP in all MLPs. They follow from the amax of the previous step over all ranks. So
-    a kernel can quantize its own result."""
+    """FP8 scales of MLPs, from the amax of the previous step. So a kernel can quantize its own result."""
 
     FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
 
@@ -2983,16 +2964,15 @@ class FusedQKV(torch.autograd.Function):
         num_rotating, heads, fp8_dtype, weight_dtype = ctx.options
         grads = [grad.contiguous() for grad in grads]
         grad = torch.empty_like(packed, dtype=fp8_dtype or packed.dtype)
+        grad_t = scale = None
         if fp8_dtype:
+            grad_t = grad.new_empty(grad.T.shape)
             scale = torch.full_like(x_scale, QKV_LIMIT / 448)
-            grad_t = Scaled(grad.new_empty(grad.size(1), grad.size(0)), scale)
-            launch_qkv(packed, tables, num_rotating, heads, *grads, grad, grad_t.values)
-        else:
-            scale = None
-            launch_qkv(packed, tables, num_rotating, heads, *grads, grad)
-            grad_t = Scaled(grad.T)
+        launch_qkv(packed, tables, num_rotating, heads, *grads, grad, grad_t)
+        if not fp8_dtype:
+            grad_t = grad.T
         grad_x = matmul(Scaled(grad, scale), transpose(Scaled(w, w_scale)), packed.dtype)
-        grad_w = matmul(grad_t, transpose(Scaled(x, x_scale), use_kernel=bool(fp8_dtype)), packed.dtype)
+        grad_w = matmul(Scaled(grad_t, scale), transpose(Scaled(x, x_scale), bool(fp8_dtype)), packed.dtype)
         return grad_x, grad_w.to(weight_dtype), *[None] * 7
 
 
@@ -3004,22 +2984,21 @@ def fused_qkv(x, weight, rope, heads, step_inputs, _ops, fp8_dtype=None):
 def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
     num_tokens, width = packed.shape
-    H, K, L, P, key_offset, has_norm = heads
+    H, K, _, P, key_offset, has_norm = heads
     cos, sin, softmax_scale, is_start = tables
     is_backward = grad is not None
     num_slots = 2 * H
     if is_backward:
-        num_slots += triton.cdiv(H * L, K)
+        num_slots = triton.cdiv(width, K)
     fp8_scale = 0.0
     if grad_t is not None:
         fp8_scale = 448 / QKV_LIMIT
-    width_k = triton.next_power_of_2(K)
-    block = max(16, min(64, 8192 // width_k))  # a tile fits into the registers
+    block = max(16, min(64, 8192 // K))  # a tile fits into the registers
     v, grad, grad_t = (packed if x is None else x for x in (v, grad, grad_t))
     qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
         packed, cos, sin, softmax_scale, is_start, q, k, v, grad, grad_t, num_tokens, width, H=H, K=K, P=P,
         N=num_rotating, IS_BACKWARD=is_backward, FP8_SCALE=fp8_scale, EPS=RMS_EPS, HAS_NORM=has_norm,
-        HAS_OFFSET=key_offset, BLOCK=block, BLOCK_K=width_k, num_warps=8)
+        HAS_OFFSET=key_offset, BLOCK=block, num_warps=8)
 
 
 def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
@@ -3089,8 +3068,7 @@ class FusedHeadLoss(torch.autograd.Function):
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x. With use_kernel x @ up is not stored. With scales it is in FP8. Sources:
-    2026-01-14, 2026-06-11, record 92."""
+    """relu2_mlp() of normalized x. With a kernel x @ up is not stored. 2026-01-14, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
@@ -3153,17 +3131,17 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
     rows, inner = x.values.shape
     columns = w.values.size(1)
     depth = 128 // x.values.element_size()
-    is_fp8, is_backward = out_scale is not None, hidden is not None
-    is_precise = is_fp8 and is_backward  # gradients: float32 sums
+    is_fp8 = out_scale is not None
+    is_backward = hidden is not None
     width = 128
     num_stages = 3
-    if columns % 256 == 0 and depth > 32 and not is_precise:  # four stages fit Hopper's memory
+    if columns % 256 == 0 and depth > 32:  # four stages fit Hopper's memory
         width = 256
         num_stages = 4
     assert rows % 128 == columns % width == inner % depth == 0, "the tiles do not divide the matrices"
     out = x.values.new_empty(rows, columns)
     out_t = scales = amax = saved = out  # of the arguments that are not used
-    weight = w.values.contiguous()
+    weight = w.values
     limit = 0.0
     if is_backward:
         saved = hidden.values
@@ -3176,13 +3154,14 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
         out_t = out.new_empty(columns, rows)
         scales = torch.stack((scale, 1 / out_scale))
         amax = torch.zeros_like(scale)
-    relu2_matmul_kernel[(rows // 128 * (columns // width),)](
+    relu2_matmul_kernel[columns // width, rows // 128](
         x.values, weight, saved, out, out_t, scales, amax, rows, columns, inner, *weight.stride(),
-        IS_BACKWARD=is_backward, LIMIT=limit, MAX_IMPRECISE=depth if is_precise else None, BLOCK_M=128,
-        BLOCK_N=width, BLOCK_K=depth, GROUP=8, num_warps=8, num_stages=num_stages)
-    if is_fp8:
-        return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
-    return Scaled(out), transpose(Scaled(out)), None
+        IS_BACKWARD=is_backward, LIMIT=limit, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, num_warps=8,
+        num_stages=num_stages)
+    if not is_fp8:
+        out_t = out.T
+        amax = None
+    return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
 
 # ==== TRITON KERNELS =======================================================================================
 # Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.
@@ -3195,7 +3174,6 @@ if triton is not None:
 
     @triton.jit
     def join_halves(first, second):
-        """Inverse of split_halves()."""
         x = tl.permute(tl.join(first, second), (0, 2, 1))
         return tl.reshape(x, (first.shape[0], 2 * first.shape[1]))
 
@@ -3203,25 +3181,22 @@ if triton is not None:
     def qkv_kernel(packed_ptr, cos_ptr, sin_ptr, softmax_scale_ptr, is_start_ptr, q_ptr, k_ptr, v_ptr,
                    grad_ptr, grad_t_ptr, T, WIDTH, H: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
                    N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
-                   HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
-                   BLOCK_K: tl.constexpr):
+                   HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
         """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate. In
         backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
-        programs copy that of v. If FP8_SCALE > 0, it is multiplied, and its transpose is stored, too."""
+        programs copy that of v. If FP8_SCALE > 0, it is multiplied, and transposed. K is a power of 2."""
         slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        HALF: tl.constexpr = BLOCK_K // 2
-        columns, pairs = tl.arange(0, BLOCK_K), tl.arange(0, HALF)
-        inside, is_unrotated = columns < K, columns % HALF >= N
-        if BLOCK_K > K:  # pad each half of a head to half a tile
-            inside, columns = columns % HALF < K // 2, columns % HALF + columns // HALF * (K // 2)
-        inside = (tokens[:, None] < T) & inside[None, :] & (slot * K + columns[None, :] < WIDTH)
+        HALF: tl.constexpr = K // 2
+        columns = tl.arange(0, K)
+        pairs = tl.arange(0, HALF)
+        inside = (tokens[:, None] < T) & (slot * K + columns[None, :] < WIDTH)
         packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
         if slot < 2 * H:
             head, is_key = slot % H, slot >= H
             x = tl.load(packed_ptr + packed, mask=inside, other=0.0).to(tl.float32)
             inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / K + EPS) if HAS_NORM else 1.0
             x *= inverse_rms
-            table = (tokens[:, None] * P + head % P) * (K // 2) + pairs[None, :]
+            table = (tokens[:, None] * P + head % P) * HALF + pairs[None, :]
             rotates = (tokens[:, None] < T) & (pairs[None, :] < N)
             scale = tl.where(is_key, 1.0, tl.load(softmax_scale_ptr).to(tl.float32))
             cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
@@ -3230,7 +3205,7 @@ if triton is not None:
             # Key offset: unrotated channels go to the next token. The first of a sequence also keeps them
             stays = inside
             if HAS_OFFSET:
-                is_moved = (is_unrotated & is_key)[None, :]
+                is_moved = ((columns % HALF >= N) & is_key)[None, :]
                 is_start = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
                 has_next = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
                 stays = inside & tl.where(is_moved, is_start, True)
@@ -3327,8 +3302,22 @@ if triton is not None:
             tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
 
     @triton.jit
+    def row_sums_kernel(grad_ptr, order_ptr, starts_ptr, sums_ptr, WIDTH, BLOCK: tl.constexpr,
+                        READS: tl.constexpr):
+        """BLOCK channels of sums[i], the sum of rows order[starts[i] : starts[i + 1]] of grad (T, WIDTH)."""
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        end = tl.load(starts_ptr + row + 1)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(tl.load(starts_ptr + row), end, READS):
+            at = start + tl.arange(0, READS)
+            read = tl.load(order_ptr + at, mask=at < end, other=0)
+            tile = tl.load(grad_ptr + read[:, None] * WIDTH + columns, mask=at[:, None] < end, other=0.0)
+            total += tl.sum(tile.to(tl.float32), axis=0)
+        tl.store(sums_ptr + row * WIDTH + columns, total)
+
+    @triton.jit
     def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
-        """Transpose one tile of bytes."""
         rows = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
@@ -3338,19 +3327,14 @@ if triton is not None:
     @triton.jit
     def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, out_t_ptr, scales_ptr, amax_ptr, ROWS,
                             COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
-                            LIMIT: tl.constexpr, MAX_IMPRECISE: tl.constexpr, BLOCK_M: tl.constexpr,
-                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+                            LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            BLOCK_K: tl.constexpr):
         """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
         If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
-        and clamped to LIMIT, and its transpose is stored, too. MAX_IMPRECISE: products that FP8 tensor cores
-        may add before the sum moves to float32. NaN stays NaN, and its amax is infinite. Neighboring tiles
-        share rows of X and columns of W in the cache."""
-        number, num_columns = tl.program_id(0), COLUMNS // BLOCK_N
-        first = number // (GROUP * num_columns) * GROUP
-        height = min(ROWS // BLOCK_M - first, GROUP)
-        place = number % (GROUP * num_columns)
-        rows = (first + place % height).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        columns = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+        and clamped to LIMIT, and its transpose is stored, too. NaN stays NaN, and its amax is infinite. The
+        cache holds all of W, so tiles that run together share rows of X."""
+        rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         depth = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + rows[:, None] * INNER + depth[None, :]
         w_ptrs = w_ptr + depth[:, None] * STRIDE_K + columns[None, :] * STRIDE_N
@@ -3359,7 +3343,7 @@ if triton is not None:
             hidden = tl.load(hidden_ptr + here)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for _ in range(0, INNER, BLOCK_K):
-            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total, max_num_imprecise_acc=MAX_IMPRECISE)
+            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total)
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * STRIDE_K
         if LIMIT > 0:
@@ -3382,14 +3366,15 @@ if triton is not None:
 
 # ==== TABLES ===============================================================================================
 # The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
-# rows that each rank reads in a micro-batch. Forward fetches them from their owners into a leaf, and reads
-# the leaf. Autograd sums the leaf's gradient, and a hook sends it back to the owners. So no row numbers are
-# sent, and neither counts nor sums depend on the order of arrival.
+# rows that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
+# the tokens read is a leaf of autograd. Its hook sums the gradients of equal rows, and sends them back. So
+# no row numbers are sent, and neither counts nor sums depend on the order of arrival.
 
 class RowPlan(typing.NamedTuple):
     """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
 
     places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
+    order: Tensor  # (T,) its reads in the order of their places
     wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
     sent: tuple[int, ...]  # number of wanted rows by reader
     received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
@@ -3398,26 +3383,28 @@ class RowPlan(typing.NamedTuple):
 def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
     size = -(-num_rows // len(reads))
-    distinct, places = find_distinct(reads[rank])
+    distinct, places, order = find_distinct(reads[rank])
     by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
     wanted = []
     for reader, rows in enumerate(reads):
         owned = by_owner[rank]
         if reader != rank:
-            owned, _ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
+            owned, *_ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
         wanted.append(owned)
-    return RowPlan(torch.from_numpy(places), torch.from_numpy(np.concatenate(wanted) - rank * size),
-                   tuple(map(len, wanted)), tuple(map(len, by_owner)))
+    wanted_rows = np.concatenate(wanted) - rank * size
+    return RowPlan(*map(torch.from_numpy, (places, order, wanted_rows)), tuple(map(len, wanted)),
+                   tuple(map(len, by_owner)))
 
 
 def find_distinct(rows):
-    """Returns (the distinct rows in ascending order, the place of each of `rows` among them)."""
+    """Returns (distinct rows in ascending order, place of each row among them, order that sorts `rows`)."""
     keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
     ordered = keys >> 32
+    order = keys & 0xFFFFFFFF
     is_new = np.diff(ordered, prepend=-1) > 0
     places = np.empty_like(keys)
-    places[keys & 0xFFFFFFFF] = is_new.cumsum() - 1
-    return ordered.compress(is_new), places
+    places[order] = is_new.cumsum() - 1
+    return ordered.compress(is_new), places, order
 
 
 def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
@@ -3459,23 +3446,31 @@ class Table(Bucket):
         self.values = self.shard = param.data
         self.unit, self.first_row = param.shape[1:], comm.rank * size
         param.owner = self
+        self.sum_rows = sum_rows  # or its kernel
         self.is_dry = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
         self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
 
     def start_reading(self, plan):
-        """Fetch the rows of a micro-batch into a leaf."""
-        leaf, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
-        if torch.is_grad_enabled():
-            leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
-        return TableRows(leaf, plan.places, work)
+        """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
+        rows, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
+
+        def read():
+            if work is not None:
+                work.wait()
+            leaf = F.embedding(plan.places, rows)  # (T, D)
+            if torch.is_grad_enabled():
+                leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+            return leaf
+        return read
 
     def add(self, plan, leaf):
-        """Send the gradient of a leaf to the owners of the rows."""
+        """Sum the gradients of equal rows, and send them to the owners of the rows."""
         self.collect()  # of earlier micro-batches, so that memory is bounded
-        self.arriving.append((plan, *self.comm.all_to_all(leaf.grad, plan.received, plan.sent)))
+        grad = self.sum_rows(leaf.grad, plan.places, plan.order, sum(plan.received))
         leaf.grad = None
+        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
 
     def start_reduce(self):
         """The hooks of the leaves have sent the gradients."""
@@ -3493,12 +3488,18 @@ class Table(Bucket):
             self.pieces = []
 
     def wait_for_gradient(self):
+        """Sum the gradients of equal rows. Other places of a row become padding: no size depends on data."""
         self.collect()
-        if self.is_sparse:
-            self.rows, self.grad = self.pieces[0]  # distinct rows
-            if len(self.pieces) > 1:
-                rows, grads = map(torch.cat, zip(*self.pieces))
-                self.rows, self.grad = sum_equal_rows(rows, grads, padding=len(self.shard) - 1)
+        if not self.is_sparse:
+            return
+        self.rows, self.grad = self.pieces[0]  # distinct rows
+        if len(self.pieces) > 1:
+            rows, grads = map(torch.cat, zip(*self.pieces))
+            ordered, order = rows.sort(stable=True)
+            first = torch.searchsorted(ordered, ordered)  # place of the first equal row
+            places = torch.empty_like(order).scatter_(0, order, first)
+            self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
+            self.grad = self.sum_rows(grads, places, order, len(rows))
 
     def update(self):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
@@ -3541,22 +3542,24 @@ class Table(Bucket):
         return self.num_rows
 
 
-def sum_equal_rows(rows, grad, padding: int):
-    """Sum the gradients (n, D) of equal rows (n,), in their order. Returns (rows (n,), sums (n, D)). The
-    rows are distinct, in ascending order, then padding. So their number stays on the device."""
-    ordered, order = rows.sort(stable=True)
-    is_new = torch.ones_like(ordered, dtype=torch.bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    ordered_places = is_new.cumsum(0) - 1
-    distinct = torch.full_like(ordered, padding).scatter_(0, ordered_places, ordered)
-    places = torch.empty_like(order).scatter_(0, order, ordered_places)
-    return distinct, torch.ops.aten.embedding_dense_backward(grad, places, len(grad), -1, False)
+def sum_rows(grad, places, _order, num_rows: int):
+    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D)."""
+    return torch.ops.aten.embedding_dense_backward(grad, places, num_rows, -1, False)
+
+
+def launch_row_sums(grad, places, order, num_rows: int):
+    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts the places."""
+    starts = torch.searchsorted(places[order], torch.arange(num_rows + 1, device=grad.device))
+    width = grad.size(1)
+    sums = grad.new_empty(num_rows, width)
+    block = min(128, width & -width)  # it divides the width
+    row_sums_kernel[num_rows, width // block](grad, order, starts, sums, width, block, 16, num_warps=1)
+    return sums
 
 # ############################## PART THREE: INFRASTRUCTURE #################################################
 
 # ==== DEVICE ===============================================================================================
-# The device, the process group, and the choices made at startup: dtype, compiler, fast forms with FP8. All
-# ranks use rank 0's choices, and the run stores them as options.
+# The device, the process group, and rank 0's choices at startup, which the run stores as options.
 
 class RunError(Exception):
     """A run that cannot continue. main() prints the message as one line and exits with `status`."""
@@ -3761,7 +3764,6 @@ class TrainClock:
         self.started = clock(self.device)
 
 # ==== COMM =================================================================================================
-# All collectives of the program.
 # torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
 
 STEP_TIMEOUT = datetime.timedelta(seconds=20)  # of a collective in a training step
@@ -3831,7 +3833,6 @@ class Comm:
             dist.barrier(group=self.gloo_group)
 
     def set_timeout(self, timeout: datetime.timedelta):
-        """Set the time that a collective of a training step may take."""
         for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -4911,8 +4912,7 @@ class Guard:
         self.log.print(line)
 
 # ==== MAIN =================================================================================================
-# Run a command line and return an exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. A
-# RunError is printed as one line. Unexpected exceptions keep their traceback.
+# Exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. Unexpected errors keep their traceback.
 
 def main(argv: list[str]):
     """Run a command line. Returns the exit status, and prints a RunError as one line."""

@@ -60,16 +60,14 @@ with require_packages():
     from benchmarks import common
     from train_gpt import E4M3, E5M2
 
-KERNELS = "qkv_kernel", "cross_entropy_kernel", "transpose_kernel", "relu2_matmul_kernel"
+KERNELS = ("qkv_kernel", "cross_entropy_kernel", "transpose_kernel", "relu2_matmul_kernel",
+           "row_sums_kernel")
 CHECKED = 1024  # tokens whose results are compared with float64
 CALLS, WAIT_CYCLES = 20, 4_000_000  # timed calls. Before each the GPU waits 2 ms, so the host is ahead
 MICRO_BATCHES = 8  # whose gradients of n-grams are summed
 DOCUMENTS = math.log(403), 1.04  # mean and sigma of the logarithm of FineWeb's document lengths
-FORMS = {  # of relu2_matmul_kernel in FP8, forward and backward. Fast sums never move to float32
-    False: {"128 columns": dict(BLOCK_N=128, num_stages=3)},
-    True: {"fast, 256 columns": dict(MAX_IMPRECISE=None, BLOCK_N=256, num_stages=4),
-           "fast, 128 columns": dict(MAX_IMPRECISE=None), "4 warps": dict(num_warps=4),
-           "fast, 128 columns, two programs": dict(MAX_IMPRECISE=None, maxnreg=128)}}  # on a multiprocessor
+NARROW = dict(BLOCK_N=128, num_stages=3)  # of relu2_matmul_kernel: two programs fit a multiprocessor
+SUMS = (256, 8), (64, 32)  # channels and reads at once of row_sums_kernel
 TILES = [  # of FlexAttention. PyTorch's have 128, 128 and 4 warps for heads of 64, and 64, 128, 128, 64
     dict(zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_warps", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2",
               "bwd_BLOCK_N2", "bwd_num_warps", "bwd_num_stages"), sizes))
@@ -209,11 +207,11 @@ def list_forms(s: Sizes, x, w, hidden, out, out_t, launch: Launch) -> Iterator[C
                     2.0 * T * D * F, x.values.dtype)
 
     yield make_case("", launch, launch)
-    for label, options in FORMS[bool(hidden)].items() if is_fp8 and s.has_variants else ():
-        options = launch.options | options
-        variant = launch._replace(grid=(T // 128 * (F // options["BLOCK_N"]),), options=options)
-        yield make_case(f", variant: {label}", variant, variant)
-    if not (is_fp8 and s.has_variants and hidden):
+    if not (is_fp8 and s.has_variants):
+        return
+    variant = launch._replace(grid=(F // 128, T // 128), options=launch.options | NARROW)
+    yield make_case(", variant: 128 columns", variant, variant)
+    if not hidden:
         return
     w_t, kernel = gpt.transpose(w), Recorder(relu2_backward_kernel)
     scales, limit = torch.stack((hidden.scale.sqrt(), 1 / out.scale)), launch.options["LIMIT"]
@@ -340,26 +338,35 @@ def list_sums(s: Sizes) -> Iterator[Case]:
     tokens = np.random.default_rng(0).choice(len(chance), shape, p=chance / chance.sum()).astype(np.int32)
     ngrams = [np.concatenate(gpt.hash_ngrams(x, np.arange(len(x)) == 0, s.cfg.ngram_rows, s.cfg.ngram_order))
               for x in tokens]
-    yield make_sum(s, "sum of a leaf, tokens", tokens[0], False)
-    yield make_sum(s, "sum of a leaf, n-grams", ngrams[0], False)
-    yield make_sum(s, "sum_equal_rows, n-grams", np.concatenate([np.unique(x) for x in ngrams]), True)
+    yield from make_sums(s, "tokens", tokens[0])
+    yield from make_sums(s, "n-grams", ngrams[0])
+    yield from make_sums(s, "n-grams of an update", np.concatenate([np.unique(x) for x in ngrams]))
 
 
-def make_sum(s: Sizes, name: str, numbers: np.ndarray, is_padded: bool) -> Case:
-    given, rows, places = (torch.tensor(x, device=s.device) for x in (numbers, *gpt.find_distinct(numbers)))
+def make_sums(s: Sizes, name: str, numbers: np.ndarray) -> Iterator[Case]:
+    """row_sums_kernel, and with variants other tiles and PyTorch's sort and kernels."""
+    rows, places, order = (torch.tensor(x, device=s.device) for x in gpt.find_distinct(numbers))
     grad = s.randn(len(places), s.cfg.model_dim)
+    given = grad, places, order, len(rows)
+    gpt.launch_row_sums(*given)
+    launch = gpt.row_sums_kernel.last
 
-    def run() -> Tensor:
-        if is_padded:
-            return gpt.sum_equal_rows(given, grad, -1)[1]
-        return torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
+    def make_case(variant: str, run: Callable[[], Tensor]) -> Case:
+        def find_errors() -> dict[str, float]:
+            exact = torch.zeros(len(rows), grad.size(1), device=s.device, dtype=torch.float64)
+            return compare(exact.index_add_(0, places, grad.double()), 1, run())
 
-    def find_errors() -> dict[str, float]:
-        exact = torch.zeros(len(rows), grad.size(1), device=s.device, dtype=torch.float64)
-        return compare(exact.index_add_(0, places, grad.double()), 1, run()[: len(rows)])
+        return Case(f"sums of {name}{variant}", f"{len(grad)} x {grad.size(1)}, {len(rows)} distinct", run,
+                    find_errors, grad.nbytes * (1 + len(rows) / len(grad)) + order.nbytes)
 
-    num_bytes = grad.nbytes * (2 if is_padded else 1 + len(rows) / len(grad)) + places.nbytes
-    return Case(name, f"{len(grad)} x {grad.size(1)}, {len(rows)} distinct", run, find_errors, num_bytes)
+    yield make_case("", lambda: gpt.launch_row_sums(*given))
+    if s.has_variants:
+        yield make_case(", variant: PyTorch", lambda: gpt.sum_rows(*given))
+        for block, reads in SUMS:
+            variant = launch._replace(grid=(len(rows), grad.size(1) // block),
+                                      args=(*launch.args[:5], block, reads))
+            yield make_case(f", variant: {block} channels, {reads} reads",
+                            lambda variant=variant: variant() or variant.args[3])
 
 
 LISTS = dict(
@@ -368,7 +375,7 @@ LISTS = dict(
     head=lambda s: [list_head(s)],
     attention=lambda s: (list_attention(s, *kind, tiles) for kind in s.kinds * (s.device.type == "cuda")
                          for tiles in [None, *TILES][: None if s.has_variants else 1]),
-    sums=lambda s: [list_sums(s)] * (not CARD))  # PyTorch's kernels are compiled already
+    sums=lambda s: [list_sums(s)])
 
 
 def list_cases(args: Namespace, cfg: gpt.Config, device: torch.device) -> Iterator[Case]:

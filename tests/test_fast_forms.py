@@ -125,7 +125,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         # a gradient 2 % too large, no ReLU, columns of another tile, and a gradient by the other matrix
         ("total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
         ("total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
-        ("columns = place // height * BLOCK_N", "columns = place // GROUP * BLOCK_N"),
+        ("columns[None, :] * STRIDE_N", "(columns % BLOCK_N)[None, :] * STRIDE_N"),
         ("matmul(pre, up, grad.dtype)", "matmul(pre, down, grad.dtype)")],
     ("qkv_kernel", "qkv"): [
         # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
@@ -134,7 +134,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
          "join_halves(first * cos + second * sin, second * cos - first * sin)"),
         ("grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) *", "grad = grad *"),
         # positions of single heads, keys that go to the next sequence, and no gradient of keys that moved
-        ("(tokens[:, None] * P + head % P) * (K", "(tokens[:, None] * P) * (K"),
+        ("(tokens[:, None] * P + head % P) * HALF", "(tokens[:, None] * P) * HALF"),
         ("tl.where(is_moved, has_next, False)", "tl.where(is_moved, tokens[:, None] + 1 < T, False)"),
         ("grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)", "pass")],
     ("cross_entropy", "loss"): [

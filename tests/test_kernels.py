@@ -30,10 +30,10 @@ def note_launches(monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize("is_paired, key_offset, has_norm, dims, num_rotating", [
-    (True, True, True, (16, 16), 4), (False, True, False, (12, 16), 3), (True, False, True, (16, 8), 8)], ids=str)
+    (True, True, True, (16, 16), 4), (False, True, False, (8, 12), 3), (True, False, True, (16, 8), 8)], ids=str)
 def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rotating):
-    """150 tokens of two sequences in tiles of 64, with heads whose size is or is not a power of 2, in float32. With
-    FP8 the kernel's gradient is clamped to 8, multiplied by 56 = 448 / 8 and stored in both orders."""
+    """150 tokens of two sequences in tiles of 64, in float32. Queries and values have other sizes. With FP8 the
+    kernel's gradient is clamped to 8, multiplied by 56 = 448 / 8 and stored in both orders."""
     torch.manual_seed(0)
     (K, L), H, P, T = dims, 4, 2 if is_paired else 1, 150
     heads = gpt.Heads(H, K, L, P, key_offset, has_norm)
@@ -59,6 +59,26 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     gpt.launch_qkv(packed, tables, num_rotating, heads, *[4 * y for y in grads], scaled, scaled_t)
     assert torch.allclose(scaled, (4 * grad).clamp(-8, 8) * 56, rtol=1e-5, atol=1e-3) and scaled.abs().max() == 448
     assert torch.equal(scaled_t, scaled.T)
+
+
+@pytest.mark.parametrize("dtype, most, width", [(torch.float32, 20_000, 8), (torch.bfloat16, 600, 24)], ids=str)
+def test_sums_of_rows(dtype, most, width):
+    """0 to 20,000 reads of a row, 16 at once, by tiles of 8 channels. Sums of small numbers are exact in float32. Added in
+    bfloat16, 600 of them would stay at 512. Sums of others have equal bits in each call."""
+    torch.manual_seed(0)
+    counts = torch.tensor([3, 0, 1, 15, 16, 17, most, 0, 33])
+    places = torch.repeat_interleave(counts)[torch.randperm(int(counts.sum()))].to(DEVICE)
+    small = torch.randint(1, 3, (len(places), width), device=DEVICE)
+    given = places, places.argsort(stable=True), len(counts)
+    exact = torch.zeros(len(counts), width, dtype=torch.int64, device=DEVICE).index_add_(0, places, small)
+    ours = gpt.launch_row_sums(small.to(dtype), *given)
+    assert torch.allclose(ours.float(), exact.float(), rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
+    grad = torch.randn(small.shape, device=DEVICE).to(dtype)
+    exact = exact.double().zero_().index_add_(0, places, grad.double())
+    ours = gpt.launch_row_sums(grad, *given)
+    assert torch.equal(ours, gpt.launch_row_sums(grad, *given))
+    assert relative_error(ours, exact) < (1e-5 if dtype == torch.float32 else 2**-8)
+    assert relative_error(gpt.sum_rows(grad.float(), *given), exact) < 1e-5
 
 
 CAP = gpt.Softcap(30.0, 0.0, 7.5)  # 15 tanh(logit / 15) + 15
@@ -203,7 +223,7 @@ def test_one_kernel_alone_is_launched(shards, name, monkeypatch):
     """And the others not. Validation launches only the kernel of queries, keys and values."""
     launched = note_launches(monkeypatch)
     monkeypatch.setitem(gpt.POLYNOMIALS, "newton_schulz", gpt.POLYNOMIALS["newton_schulz"][:1])  # it saves time
-    shape = dict(num_heads=1, model_dim=192, head_dim=192, mlp_ratio=2)
+    shape = dict(num_heads=3, model_dim=192, head_dim=64, mlp_ratio=2)
     layer = dict(num_layers=1, layers=(gpt.LayerSpec(value_embed=0),))
     cfg = smoke_config(shards, **shape, **layer, **SHORT)
     trainer = gpt.Trainer(cfg, make_runtime(fast=frozenset({name})))
@@ -246,8 +266,9 @@ def test_the_squared_product_of_scaled_factors():
     given = gpt.Scaled(x, scale), gpt.Scaled(w, one), small, torch.float32
     saved = gpt.Scaled(hidden, hidden_scale)
     backward = product * 2 * (hidden.double() * 0.25).sqrt()
-    for more, exact in (((), product.relu().square()), ((saved,), backward)):
-        (ours, _), (ours_t, _), amax = gpt.launch_relu2_matmul(*given, *more)
+    for sign, more, exact in ((1, (), product.relu().square()), (1, (saved,), backward), (-1, (saved,), -backward)):
+        signed = gpt.Scaled(sign * x, scale)  # so once the entry of largest size is negative
+        (ours, _), (ours_t, _), amax = gpt.launch_relu2_matmul(signed, *given[1:], *more)
         assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-3)
         assert ours.dtype == torch.float16 and torch.equal(ours_t, ours.T)
         assert relative_error(ours, (exact / 1e-5).clamp(-limit, limit)) < 1e-3 and (ours == limit).any()

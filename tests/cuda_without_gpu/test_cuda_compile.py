@@ -51,7 +51,7 @@ def test_every_kind_of_layer_compiles_for_hopper(options):
     # the gates, Adam for head and embedding, for tables and for scalars. Validation: layers and head
     assert figures["graphs"] == {"training": 4, "training update": 6, "validation": 2}
     own = {name.rpartition("_")[0]: kernel for name, kernel in figures["own"].items()}
-    assert set(own) == {f"{name}_kernel" for name in "cross_entropy relu2_matmul transpose qkv".split()}
+    assert set(own) == {f"{name}_kernel" for name in "cross_entropy relu2_matmul transpose qkv row_sums".split()}
     assert own["relu2_matmul_kernel"]["wgmma"] > 0  # Hopper's matrix units
     assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # loads of 16 bytes
     # per micro-batch: the lookups of embedding and table and their gradients, and additions to buckets and losses
