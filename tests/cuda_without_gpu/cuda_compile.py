@@ -241,8 +241,10 @@ def describe_node(lowering: GraphLowering, node) -> dict:
         num_bytes = sum(min(size, int(lowering.get_numel(name)) * lowering.get_dtype(name).itemsize)
                         for name, size in ((real.get(name, name), size) for name, size in touched.items()))
     origins = [origin for part in parts for origin in getattr(part, "origins", ())]
+    traces = "".join(origin.meta.get("stack_trace") or "" for origin in origins)
     return dict(kind=kind, call=call, is_template=any(part.is_template() for part in node.get_nodes()),
                 bytes=num_bytes, flops=flops or int(node.estimate_flops() or 0),
+                lines=sorted(set(map(int, re.findall(r'train_gpt.py", line (\d+)', traces)))),
                 operations=sorted({str(o.target) for o in origins if o.op == "call_function"}))
 
 
