@@ -9,14 +9,7 @@ Launch
     python train_gpt.py --help                                     # also --print_config
 
 Part one, the recipe. It decides the loss.
-    CONFIG           options, presets, and their layers, stages and parameter groups
-    OPERATIONS       each operation as its equation
-    MODEL            GPT, Block, Attention, MLP, Head, and the scalars of a layer
-    UPDATE RULES     Muon, NorMuon, Hyperball, ANVIL, Adam
-    OPTIMIZER        buckets: reduce-scatter, update, all-gather. Averages over the last steps
-    SCHEDULES        windows, learning rates, momentum and loss weights at each step
-    DATA             packed sequences and batches
-    TRAINING         one step, and the whole run: train()
+    CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING: one step, and train()
 Part two, the same mathematics, faster. A check at startup compares it with part one.
     FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
 Part three, infrastructure.
@@ -48,7 +41,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -2179,7 +2171,7 @@ class ValData:
         self.batch_tokens = size * cfg.val_seq_len
         self.num_batches = num_sequences // size
         self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
-        self.bos = self.shards[0].bos
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
         self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
         missing = cfg.val_tokens + 1 - len(self.tokens)
         if missing:
@@ -2371,7 +2363,7 @@ def train(cfg, argv: list[str]):
     train_data = TrainData(cfg, Schedule(cfg))
     val_data = ValData(cfg)
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
-    run = describe_run(cfg, rt, argv, [*train_data.shards, *val_data.shards])
+    run = describe_run(cfg, rt, argv, train_data.shards, val_data.shards)
     data_setup_s = round(time.perf_counter() - rt.started, 2)
     folder, saved, resume_line = find_start(cfg, run, rt)
     result = find_result_folder(cfg) / f"{run['run_id']}.json"
@@ -2454,6 +2446,8 @@ def train(cfg, argv: list[str]):
         stop.finish_exchange()
         log.finish({**setup, **measure_run(trainer, run)})
         checkpoints.write_model(trainer)
+        if checkpoints.problem:
+            raise RunError(checkpoints.problem)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
@@ -2935,9 +2929,8 @@ class DelayedScales:
         return torch.stack(self.leaves).detach()
 
 # ==== FUSED OPERATIONS =====================================================================================
-# Fused QKV runs one kernel after the matmul, and in backward one kernel before the matmuls. The fused loss
-# (head, softcap, cross-entropy) computes its gradients in forward and saves no logits. The fused MLP does
-# not store its first product. Kernels are in the next section. Loss and MLP use them with use_kernel only.
+# Fused QKV runs one kernel after the matmul, and in backward one before the matmuls. The fused loss (head,
+# softcap, cross-entropy) computes its gradients in forward. The fused MLP does not store its first product.
 
 class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
@@ -3650,7 +3643,6 @@ def clock(device):
 
 
 def measure_matmul(device, dtype, size: int):
-    """FLOP/s of a square matmul."""
     a = torch.randn(size, size, device=device).to(dtype)
     timer = benchmark.Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.timeit(6).median
@@ -3766,7 +3758,7 @@ class TrainClock:
 # ==== COMM =================================================================================================
 # torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
 
-STEP_TIMEOUT = datetime.timedelta(seconds=20)  # of a collective in a training step
+STEP_TIMEOUT = datetime.timedelta(minutes=2)  # of a collective in a step. The guard may compile in one
 LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
 
 
@@ -4035,20 +4027,20 @@ def change_options(cfg, values: dict):
 
 def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
-    a preset, or the result of a run, which keeps its preset's name."""
+    a preset, or what --print_config or a run wrote, which keeps its preset's name."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
         folders = Path(__file__).resolve().parent, Path.cwd()
         places = [folder / "records/presets" / f"{name}.json" for folder in folders]
-        path = next(filter(Path.is_file, [Path(name)] if name.endswith(".json") else places), None)
+        path = next(filter(Path.is_file, [Path(name), *places]), None)
         if path is None:
             raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
                            "records/presets, or a .json file", 2)
         try:
             content = json.loads(path.read_text())
-            if "config" in content:
-                cfg = config_from_dict(content["config"])
+            if "config" in content or "derived" in content:
+                cfg = config_from_dict(content.get("config", content))
                 return dataclasses.replace(cfg, record="", resume="", out=".")
             parent, changes, name = content["parent"], content["options"], path.stem
         except (ValueError, KeyError, TypeError) as error:
@@ -4235,9 +4227,8 @@ def config_from_dict(values: dict):
     return change_options(Config(), {name: value for name, value in values.items() if name != "derived"})
 
 # ==== RUN RECORD ===========================================================================================
-# The identity of a run, and its files: script, log, result (json) and events. Only rank 0 writes. Scripts
-# and results appear under their names when they are complete. The unique run_id names log, result and
-# events. records/results.py compares runs, and records/README.md describes the formats.
+# The identity of a run, and its files: script, and, named by the unique run_id, log, result (json) and
+# events. Only rank 0 writes. records/README.md describes the formats.
 
 # Options that change no weight, loss or time
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
@@ -4252,9 +4243,13 @@ def make_key(run: dict, *ignored: str):
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def describe_run(cfg, rt, argv: list[str], shards: list[Shard]):
+def describe_run(cfg, rt, argv: list[str], train_shards: list[Shard], val_shards: list[Shard]):
     """Metadata of a run, made at its start. RunError if the ranks have other scripts, options or data."""
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    shards = [*train_shards, *val_shards]
+    assert len({shard.bos for shard in shards}) == 1, "shards have several BOS tokens"
+    if {shard.sha256 for shard in train_shards} & {shard.sha256 for shard in val_shards}:
+        raise RunError(f"a shard of --val_files={cfg.val_files} is in --train_files={cfg.train_files}", 2)
     run = dict(run_id=f"{started}_seed{cfg.seed}_{os.urandom(4).hex()}",
                script_sha256=hashlib.sha256(SCRIPT).hexdigest(), corpus_fingerprint=fingerprint(shards),
                git_commit=find_commit(), argv=argv, **describe_machine(rt),
@@ -4265,7 +4260,7 @@ def describe_run(cfg, rt, argv: list[str], shards: list[Shard]):
     first = rt.comm.broadcast_object(run)
     share_problem(f"rank {rt.comm.rank} has another script, config or data than rank 0"
                   if first["key"] != run["key"] else "", rt)
-    share_problem(find_conflict(cfg, first) if rt.is_main else "", rt)
+    share_problem(find_conflict(cfg, first), rt)
     return first
 
 
@@ -4297,12 +4292,14 @@ def describe_machine(rt):
 def print0(text: str, rt):
     """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # nobody reads it any more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_phase(name: str, rt):
-    """Print the beginning of a part of the start that can take minutes on a GPU."""
     if rt.device.type == "cuda":
         print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
 
@@ -4330,11 +4327,7 @@ def find_result_folder(cfg):
 
 
 def find_conflict(cfg, run: dict):
-    """The reason why this run's data, folders or record's results do not fit it, or ""."""
-    train_paths, val_paths = (map(os.path.realpath, find_shards(getattr(cfg, field), field))
-                              for field in ("train_files", "val_files"))
-    for path in {*train_paths} & {*val_paths}:
-        return f"{path} is in --train_files={cfg.train_files} and in --val_files={cfg.val_files}"
+    """The reason why this run's folders or record's results do not fit it, or ""."""
     results = find_result_folder(cfg)
     for folder in (Path(cfg.out, "logs"), results.parent, Path(cfg.out, "checkpoints")):
         with suppress(OSError):
@@ -4507,7 +4500,7 @@ class Progress:
 
 def list_steps(folder: Path):
     """Checkpoints in the folder of a run, the highest step first. Some may be incomplete, see is_whole()."""
-    return sorted(folder.glob("step_[0-9]*"), reverse=True)
+    return sorted((path for path in folder.glob("step_*") if path.name[5:].isdecimal()), reverse=True)
 
 
 def read_metadata(step: Path):
@@ -4567,13 +4560,13 @@ def find_key_folder(cfg, run: dict):
 
 
 def find_start(cfg, run: dict, rt):
-    """Find the checkpoint to continue from. Returns (its folder, metadata, log line). It is the newest step,
-    of the newest run with this key, whose files are whole on all ranks. That run goes on. Without one it is
-    --resume=PATH, or None. All ranks must call it."""
+    """Returns (checkpoint to continue from, its metadata, log line). It is the newest whole step of the
+    newest run with this key, which then goes on, else --resume=PATH, or None. All ranks must call it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
-    steps = sorted(folder.glob("*_seed*/step_[0-9]*"), reverse=True)
+    steps = [step for run_folder in sorted(folder.glob("*_seed*"), reverse=True)
+             for step in list_steps(run_folder)]
     if cfg.resume != "auto":
         steps.append(Path(cfg.resume))
     for step in steps:
@@ -4644,6 +4637,7 @@ class Checkpoints(AbstractContextManager):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+        self.problem = ""  # of the last write
         self.copies = {}  # CPU memory that all checkpoints reuse
 
     def __exit__(self, *_):
@@ -4663,7 +4657,7 @@ class Checkpoints(AbstractContextManager):
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         if self.rt.is_main:
             for step in list_steps(self.folder):
-                if int(step.name[5:]) > trainer.progress.step:  # incomplete, or damaged
+                if int(step.name[5:]) > trainer.progress.step and not is_whole(step, Runtime()):
                     remove_step(step)
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
@@ -4676,39 +4670,48 @@ class Checkpoints(AbstractContextManager):
             self.start(trainer)
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry].copy_(rows, non_blocking=True)
-        folder = self.folder / f"step_{trainer.progress.step:06d}"
+        folder = self.newest = self.folder / f"step_{trainer.progress.step:06d}"
+        metadata = json.dumps(dict(
+            self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
+            optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
+            train_points=self.log.train_points))
         if self.rt.is_main:
-            metadata = dict(
-                self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
-                optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
-                train_points=self.log.train_points)
             remove_step(folder)  # of a run that was continued from an older step
-            folder.mkdir()
-            write_atomic(folder / "state.json", json.dumps(metadata).encode())
         self.rt.comm.barrier()
-        self.writing = self.executor.submit(
-            self.write, folder / f"rank{self.rt.comm.rank}.pt", record_event(self.rt.device))
+        self.writing = self.executor.submit(self.write, folder, metadata, record_event(self.rt.device))
         if must_wait:
             self.wait()
 
-    def write(self, path: Path, copied: torch.cuda.Event | None):
+    def write(self, folder, metadata, copied):
+        """Write this rank's files. Returns the problem, e.g. of a full disk, or ""."""
         if copied:
             copied.synchronize()
-        write_atomic(path, functools.partial(torch.save, self.copies))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.rt.is_main:
+                write_atomic(folder / "state.json", metadata.encode())
+            write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
+        except (OSError, RuntimeError) as error:  # torch.save() raises both
+            return f"{folder} was not written: {error!r}"
+        return ""
 
     def wait(self):
-        """Wait for the files of all ranks, then remove old steps. All ranks must call it."""
+        """Wait for the files of all ranks, then remove old steps, or say what failed. All ranks call it."""
         if self.writing is None:
             return
-        self.writing.result()  # raises the error of a failed write
+        self.problem = max(self.rt.comm.gather_objects(self.writing.result()))
         self.writing = None
-        self.rt.comm.barrier()
+        if self.problem:
+            self.log.print(self.problem)
+            remove_step(self.newest)
         if self.rt.is_main:
             for step in list_steps(self.folder)[self.KEPT :]:
                 remove_step(step)
 
     def end(self, status: int):
         """End the run after a checkpoint. All ranks must call it."""
+        if self.problem:
+            raise RunError(self.problem)
         step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         name, folder = signal.Signals(status - 128).name, self.folder / f"step_{step:06d}"
@@ -4727,8 +4730,7 @@ class Checkpoints(AbstractContextManager):
             path.parent.mkdir(parents=True, exist_ok=True)
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            quoted = shlex.quote(str(path))
-            print0(f"sample:          ./run.sh records/sample.py {quoted} --prompt=...", self.rt)
+            print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
 
 
 def list_tensors(trainer):
@@ -4760,8 +4762,7 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
-# diverges. Both wrap the updates of buckets, so the recipe does not know them. Both are off by default. To
-# measure more, extend UpdateNorms.measure() or Telemetry.train_step().
+# diverges. Both wrap the updates of buckets, so the recipe does not know them.
 
 def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
@@ -4903,7 +4904,6 @@ class Guard:
         trainer.optimizer.step_count = progress.step  # the schedule goes on, so updates do, too
         self.pending = []
         progress.num_actions += 1
-        trainer.rt.comm.set_timeout(LONG_TIMEOUT)  # the next step may compile for another precision
         measure = lower_precision(trainer, self.log.run)
         line = f"guard: step {step}: {fault}: restored weights of step {made}, {measure or 'and ends'}"
         self.log.write_event("guard", step, fault=fault, measure=measure, action=progress.num_actions)
@@ -4926,9 +4926,11 @@ def main(argv: list[str]):
         elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts(cfg))
-            print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1))
+            print0(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), Runtime())
     except RunError as error:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
+    except KeyboardInterrupt:
+        status, line = 130, "stopped by SIGINT"
     except Exception:
         status = 1
         traceback.print_exc()
@@ -4945,6 +4947,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    if "--print_config" in sys.argv:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit(main(sys.argv[1:]))

@@ -54,7 +54,7 @@ def find_model(path: Path) -> Path:
     """The path of a model or of a checkpoint, or the newest one of either below a folder."""
     if path.is_file() or gpt.is_whole(path, gpt.Runtime()):
         return path
-    paths = [*list_visible(path, "**/model.pt"), *list_visible(path, "**/step_[0-9]*")]
+    paths = [*list_visible(path, "**/model.pt"), *list_visible(path, "**/step_*")]
     paths.sort(key=os.path.getmtime, reverse=True)
     for newest in paths:
         if newest.is_file() or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written

@@ -343,7 +343,7 @@ def test_the_key_of_a_run(shards, monkeypatch):
     """Script, data and options that change a result are in it. Folders, telemetry and the machine are not."""
 
     def make(num_shards=2, **changes):
-        return gpt.describe_run(smoke_config(shards, **changes), make_runtime(), [], shard_list[:num_shards])
+        return gpt.describe_run(smoke_config(shards, **changes), make_runtime(), [], shard_list[:num_shards], [])
 
     cfg = smoke_config(shards)
     shard_list = gpt.TrainData(cfg, gpt.Schedule(cfg)).shards
@@ -447,26 +447,47 @@ def test_two_processes_do_not_continue_one_run(shards, here, monkeypatch, capsys
     assert list_saved() == ["step_000004", "step_000004", "step_000006", "step_000006"]
 
 
+def test_copies_of_a_checkpoint_are_no_steps(shards, here):
+    """They stay, and the run continues from its own step."""
+    args = ["--num_iterations=6", AT_THE_END, "--checkpoint_every=2"]
+    train(shards, *args)
+    for name in ("step_000002_keep", "step_000008_backup"):
+        shutil.copytree(find_saved(4), find_saved(4).with_name(name))
+    forget(6)
+    assert train(shards, *args, "--resume=auto")["resumed_at"] == [4]
+    assert list_saved() == ["step_000002_keep", "step_000004", "step_000006", "step_000008_backup"]
+
+
+def test_a_step_that_an_old_process_saves_is_not_removed(shards, here, monkeypatch):
+    """While the new one waits for the lock, after its choice of step 4."""
+    args = ["--num_iterations=6", AT_THE_END, "--checkpoint_every=2"]
+    train(shards, *args)
+    shutil.copytree(find_saved(6), here / "late")
+    forget(6)
+    before_call(monkeypatch, gpt, "lock_run", lambda folder: shutil.copytree("late", folder / "step_000006"))
+    at_step(monkeypatch, 5, lambda: gpt.is_whole(find_saved(6), make_runtime()) or pytest.fail("it was removed"))
+    assert train(shards, *args, "--resume=auto")["resumed_at"] == [4]
+
+
 # ---- disks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rank0.pt", "state.json"])
-def test_a_write_error_ends_the_run(shards, here, monkeypatch, capsys, name):
-    """The checkpoint before it stays, and the run continues there."""
-    args = ["--num_iterations=8", AT_THE_END, "--checkpoint_every=2"]
-    whole = train(shards, *args, "--out=whole")
-
+@pytest.mark.parametrize("name, step", [("rank0.pt", 6), ("state.json", 6), ("rank0.pt", 8)])
+def test_after_a_write_error_training_goes_on(shards, here, monkeypatch, capsys, name, step):
+    """With the checkpoints before it. If the last one failed, the status is 1."""
     def refuse(path, *_):
-        if str(path).endswith(f"step_000006/{name}"):
+        if str(path).endswith(f"step_{step:06d}/{name}"):
             raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
         before_call(patch, gpt, "write_atomic", refuse)
-        train(shards, *args, status=1)
-    assert "No space left on device" in capsys.readouterr().err
-    assert list_saved() == ["step_000002", "step_000004", "step_000006"]
-    again = train(shards, *args, "--resume=auto")
-    assert again["resumed_at"] == [4] and points_of(again) == points_of(whole)
+        found = train(shards, "--num_iterations=8", AT_THE_END, "--checkpoint_every=2", status=int(step == 8))
+    assert "No space left on device" in capsys.readouterr().out
+    assert list_saved() == [f"step_{kept:06d}" for kept in (2, 4, 6, 8) if kept != step][-2:]
+    if step == 8:  # its result was written before
+        assert train(shards, "--num_iterations=8", AT_THE_END, "--checkpoint_every=2", "--resume=auto") is None
+    else:
+        assert len(found["train_points"]) == 8
 
 
 def test_a_save_waits_for_the_last_one(shards, here, monkeypatch):

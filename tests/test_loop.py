@@ -1,9 +1,11 @@
 """Whole runs: their output and files, repetition, replay, and refusals."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPT, STEP_LINE, TINY, VAL_LINE, at_step, data_args, gpt, run_script, smoke_run
+from conftest import (
+    SCRIPT,
+    STEP_LINE,
+    TINY,
+    VAL_LINE,
+    at_step,
+    before_call,
+    data_args,
+    gpt,
+    make_runtime,
+    run_script,
+    smoke_config,  # fmt: skip
+    smoke_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +110,31 @@ def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch,
 
 
 def test_a_file_for_training_and_validation_is_refused(shards, here, capsys):
-    files = [f"--train_files={shards}/*.bin", f"--val_files={shards}"]
-    assert gpt.main([*TINY, *files]) == 2
-    assert f"{shards}/val_0.bin is in --train_files=" in capsys.readouterr().err and not list(here.rglob("*.txt"))
+    shutil.copy(shards / "val_0.bin", here / "train_1.bin")
+    for train_files in (shards / "val_0.bin", here):  # itself, and a copy
+        assert gpt.main([*TINY, f"--train_files={train_files}", f"--val_files={shards}"]) == 2
+        assert f"a shard of --val_files={shards} is in --train_files={train_files}" in capsys.readouterr().err
+    assert not list(here.rglob("*.txt"))
+
+
+def test_a_closed_stdout_does_not_end_a_run(shards, here):
+    words = shlex.join([sys.executable, str(SCRIPT), *TINY, *data_args(shards), "--num_iterations=2"])
+    done = subprocess.run(["bash", "-c", f"{words} | head -n 1; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert done.stdout.endswith("\n0\n") and done.stderr == "" and len(list(here.glob("logs/*.json"))) == 1
+
+
+def test_shards_with_several_bos_tokens_are_refused(shards):
+    cfg = smoke_config(shards)
+    first = gpt.open_shard(f"{shards}/train_0.bin", 257)
+    other = dataclasses.replace(first, bos=0, sha256="")
+    with pytest.raises(AssertionError, match="several BOS tokens"):
+        gpt.describe_run(cfg, make_runtime(), [], [first], [other])
+
+
+def test_ctrl_c_before_the_first_step(shards, here, monkeypatch, capsys):
+    before_call(monkeypatch, gpt, "choose_precision", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert gpt.main([*TINY, *data_args(shards)]) == 130
+    assert capsys.readouterr().err == "train_gpt.py: stopped by SIGINT\n"
 
 
 def test_the_printed_loss_is_the_mean_of_the_last_steps(shards, here):
