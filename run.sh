@@ -2,6 +2,7 @@
 # Set up and train:       ./run.sh [--option=value ...]     all options of train_gpt.py. NPROC=k sets the number of processes
 # Set up and test:        ./run.sh test [pytest arguments]
 # Set up and run a tool:  ./run.sh records/replay.py --random=1
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # of `sh run.sh`
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 

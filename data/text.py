@@ -4,12 +4,12 @@
     python data/text.py                                   # the PyTorch source -> data/torch_source
     python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
     python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
-    python data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.csv' --exclude='old/*'
+    python data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.log' --exclude='old/*'
 
 A text is a file, or the key "text" of a line in a .jsonl file. Files that end with .gz are unpacked. Long
 texts are cut into documents. Equal documents of several texts count once. Validation gets 5 to 10 % of the
 tokens: whole texts, chosen by the hash of their names, or the end of the longest text. Hidden files, hidden
-folders, node_modules, Jupyter notebooks and files with NUL bytes are skipped.
+folders, node_modules, .json, .csv and .tsv files, Jupyter notebooks and files with NUL bytes are skipped.
 
 The last line of the output is a command that trains on the shards. DIR/corpus.json describes the corpus and
 lists its shards. Another call with --out=DIR replaces these shards. A DIR with unlisted shards is refused.
@@ -30,6 +30,7 @@ import tempfile
 import zlib
 from argparse import ArgumentTypeError
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -80,11 +81,17 @@ class UnusableError(Exception):
     """A text that is skipped, and the reason."""
 
 
+SKIPPED: Counter[str] = Counter()  # files by reason
+LISTED = 5  # printed files of one reason
+
+
 def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
         raise RecordError(f"{source} is not used ({reason}): use UTF-8 text or JSON lines, or leave it out")
-    tqdm.write(f"skipped: {source} ({reason})")
+    SKIPPED[str(reason)] += 1
+    if SKIPPED[str(reason)] <= LISTED:
+        tqdm.write(f"skipped: {source} ({reason})")
 
 
 def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Path]]:
@@ -117,13 +124,17 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                           "or '*/name'")
 
 
-def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Iterator[Text]:
-    """The texts of files (name, path). The caller reads each file to its end before the next text."""
+def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path],
+               key: str = "text") -> Iterator[Text]:
+    """The texts of files (name, path). key: of a text in JSON lines. The caller reads each file to its end
+    before the next text."""
     for name, path in files:
         suffix, is_gzip = Path(name.lower().removesuffix(".gz")).suffix, name.lower().endswith(".gz")
         try:
             if suffix == ".ipynb":
                 raise UnusableError("a Jupyter notebook")
+            if suffix in (".json", ".csv", ".tsv"):
+                raise UnusableError('JSON or a table: write its texts as {"text": "..."} lines of a .jsonl')
             with gzip.open(path) if is_gzip else path.open("rb") as file:
                 if suffix != ".jsonl":
                     yield name, path, file
@@ -132,9 +143,9 @@ def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path]) -> Ite
                     if not line.strip():
                         continue
                     try:
-                        text = json.loads(line)["text"].encode(errors="replace")  # halves of surrogates
+                        text = json.loads(line)[key].encode(errors="replace")  # halves of surrogates
                     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                        raise UnusableError(f'line {number} and the rest: no JSON with a "text"') from None
+                        raise UnusableError(f'line {number} and the rest: no JSON with a "{key}"') from None
                     yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)
         except (UnusableError, *READ_ERRORS) as error:
             skip(path, error, named)
@@ -520,7 +531,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", help="folder for the shards")
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
-                        help="skip matching paths inside a given folder, as in '*.csv'. May be repeated")
+                        help="skip matching paths inside a given folder, as in '*.log'. May be repeated")
+    parser.add_argument("--key", default="text", help="of the text in .jsonl files (default: %(default)s)")
     parser.add_argument("--shard_tokens", type=at_least(20_000), default=SHARD_TOKENS,
                         help="tokens per shard (default %(default)s)")
     parser.add_argument("--doc_bytes", type=at_least(4),
@@ -533,6 +545,7 @@ def main(argv: list[str] | None = None) -> int:
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         out = Path(args.out or EMBEDDED_CORPUS).expanduser()
+        SKIPPED.clear()
         if not args.paths:
             if argv:
                 raise RecordError(f"{argv[0]} needs a path: give files or folders, or no option for "
@@ -542,11 +555,14 @@ def main(argv: list[str] | None = None) -> int:
             if not args.out:
                 raise RecordError("--out is missing: name a folder for the shards, as in --out data/mine")
             check_out(out, args.paths)
-            texts = read_texts(find_files(args.paths, args.exclude), args.paths)
+            texts = read_texts(find_files(args.paths, args.exclude), args.paths, args.key)
             tokenizer = choose_tokenizer(args.tokenizer)
             with lock_folder(out):
                 write_corpus(texts, args.paths, out, " ".join(map(str, args.paths)), tokenizer,
                              args.doc_bytes and min(args.doc_bytes, 2**30), args.shard_tokens)
+        for reason, number in SKIPPED.items():
+            if number > LISTED:
+                print(f"skipped: {number - LISTED:,} more ({reason})")
         info = read_listing(out)
         tokens = info["tokens"]
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "

@@ -137,6 +137,7 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
         raise KeyboardInterrupt(number)
 
     old = signal.signal(signal.SIGTERM, interrupt)
+    sys.stdout.reconfigure(errors="backslashreplace")  # escapes of what the terminal cannot show
     try:
         status = body() or 0
         sys.stdout.flush()

@@ -66,9 +66,12 @@ def find_model(path: Path) -> Path:
 def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """(metadata, parameters by name) of a model.pt, or of a checkpoint's folder, whose rows may be flat."""
     if not path.is_dir():
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # of a file of another kind, or one that is cut short
+            content = None
         if not isinstance(content, dict) or "metadata" not in content:
-            raise gpt.RunError(f"{path} is no model.pt: give one, or a folder step_*/", 2)
+            raise gpt.RunError(f"{path} is no whole model.pt: give one, or a folder step_*/", 2)
         return json.loads(content["metadata"]), content["tensors"]
     metadata, entries = gpt.read_metadata(path), gpt.open_tensors(path)
     return metadata, {entry[:-1]: torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
@@ -116,8 +119,8 @@ def generate(model: gpt.GPT, cfg: gpt.Config, ops: gpt.Operations, prompt: list[
         step_inputs = gpt.make_step_inputs(state, len(inputs), len(inputs), cfg, device)
         x = model.run_layers(gpt.Batch(inputs, inputs, torch.zeros_like(inputs)), step_inputs, ops)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
-        if not logits.isfinite().all():  # the model diverged
-            return
+        if not logits.isfinite().all():
+            raise gpt.RunError("the model's logits are not finite: its training diverged, take another one", 2)
         token = choose(logits)
         if token == bos:
             return

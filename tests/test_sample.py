@@ -9,7 +9,18 @@ from contextlib import chdir
 import numpy as np
 import pytest
 import torch
-from conftest import AT_THE_END, BOS, TINY, data_args, find_saved, gpt, smoke_config, write_shard
+from conftest import (
+    AT_THE_END,
+    BOS,
+    ROOT,
+    TINY,
+    data_args,
+    find_saved,
+    gpt,
+    launch,
+    smoke_config,
+    write_shard,
+)
 
 from records import sample as tool
 
@@ -120,11 +131,12 @@ def test_top_k_and_temperature():
     assert torch.allclose(counts, (logits / 2).softmax(0), atol=0.03)  # four standard errors
 
 
-def test_a_model_that_diverged_ends_its_text():
+def test_a_model_that_diverged_is_refused():
     cfg = smoke_config()
     model = gpt.GPT(cfg)
     model.head.weight.data.fill_(float("nan"))
-    assert list(tool.generate(model, cfg, PLAIN, [1, 2], BOS, 5, torch.argmax)) == []
+    with pytest.raises(gpt.RunError, match="logits are not finite"):
+        list(tool.generate(model, cfg, PLAIN, [1, 2], BOS, 5, torch.argmax))
     assert tool.sample_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator()) == 1
 
 
@@ -167,7 +179,16 @@ def test_a_prompt_of_any_bytes(checkpoint, capsys, tmp_path):
     """Python holds bytes that are not UTF-8 as surrogates. A file that is no model ends with one line."""
     assert tool.find_tokenizer(257).encode("Gr\udcfcn") == [*b"Gr\xfcn"]
     torch.save({"model": {}}, tmp_path / "ckpt.pt")
-    assert tool.main([str(tmp_path / "ckpt.pt")]) == 2 and "is no model.pt" in capsys.readouterr().err
+    (tmp_path / "short.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-9])
+    for path in (tmp_path / "ckpt.pt", tmp_path / "short.pt", ROOT / "README.md"):
+        assert sample(capsys, path, status=2).endswith(f"{path} is no whole model.pt: give one, or a folder step_*/\n")
+
+
+def test_a_terminal_without_unicode(here):
+    """It gets escapes."""
+    code = "from records import common; common.run_guarded(lambda: print('Gr\\xfcn'))"
+    done = launch(["-c", code], ROOT, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.stdout, done.stderr) == ("Gr\\xfcn\n", "")
 
 
 def test_control_characters_are_escaped():

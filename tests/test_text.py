@@ -218,10 +218,15 @@ def test_formats(tmp_path, capsys):
     (texts / "nul.txt").write_bytes(b"words " * 900 + b"\0")
     (texts / "damaged.gz").write_bytes(gzip.compress(os.urandom(9000))[:-2000])
     (texts / "table.csv").write_text("1,2\n")
+    (texts / "array.json").write_text("[1, 2]")
+    for i in range(8):
+        (texts / f"{i}.tsv").write_text("1\t2\n")
     (texts / "notes.ipynb").write_text('{"cells": []}')
     (texts / "old/er").mkdir(parents=True)
     (texts / "old/er/x.txt").write_text("old text")
     said = make(capsys, texts, "--out", out, "--exclude=*.csv", "--exclude=old/*")
+    assert said.count(".tsv (JSON or a table: ") == 5 and "skipped: 4 more (JSON or a table: " in said  # 3 and array.json
+    said = re.sub(r"skipped: (.*\.tsv|4 more) .*\n", "", said)
     skipped = [line for line in said.splitlines() if line.startswith("skipped: ")]
     names = [re.search(r"texts/(\S+) \(", line)[1] for line in skipped]
     assert sorted(names) == ["d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
@@ -229,7 +234,7 @@ def test_formats(tmp_path, capsys):
     found = documents(out, "train") + documents(out, "val")
     assert {b"first", b"packed\n" * 100} < {*found}
     assert len(b"".join(found)) == 5 + 700 + len("".join(rows).encode())
-    for name in ("nul.txt", "damaged.gz", "d.jsonl", "notes.ipynb"):  # named files are not skipped
+    for name in ("nul.txt", "damaged.gz", "d.jsonl", "notes.ipynb", "array.json"):  # named files are not skipped
         said = make(capsys, texts, texts / name, "--out", tmp_path / "new", status=2)
         assert f"texts/{name} is not used (" in said and not (tmp_path / "new").exists()
 
