@@ -120,7 +120,7 @@ def generate(model: gpt.GPT, cfg: gpt.Config, ops: gpt.Operations, prompt: list[
         x = model.run_layers(gpt.Batch(inputs, inputs, torch.zeros_like(inputs)), step_inputs, ops)  # (T, D)
         logits = model.head.compute_logits(x[len(tokens) - 1][None])[0, : cfg.vocab_size].cpu()  # (V,)
         if not logits.isfinite().all():
-            raise gpt.RunError("the model's logits are not finite: its training diverged, take another one", 2)
+            raise gpt.RunError("the model's logits are not finite: its training has diverged", 2)
         token = choose(logits)
         if token == bos:
             return

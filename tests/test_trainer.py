@@ -27,6 +27,16 @@ def load_from(trainer, shards, **changes):
     return other, step, close
 
 
+def test_a_batch_that_does_not_count_changes_no_validation(shards, monkeypatch):
+    """Ranks repeat a batch if their number does not divide the batches."""
+    trainer, _, _ = make_trainer(shards)
+    data, state = gpt.ValData(trainer.cfg), trainer.schedule.at(0)
+    first, second = (batch for batch, _ in data.batches(gpt.Comm(), 2))
+    loss = trainer.validate(data, state, 1)
+    monkeypatch.setattr(data, "batches", lambda *_: iter([(first, True), (second, False)]))
+    assert trainer.validate(data, state, 1) == loss
+
+
 def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monkeypatch, now):
     """A step takes 2 s and a validation 100 s. The blocking part of a save takes 10 s. Before the clock: a step of the
     warm-up for each of three stages, the final validation, and the allocation for saves."""
