@@ -1,10 +1,12 @@
-"""Draw record folders, or the telemetry of runs, as PNG and SVG.
+"""Draw record folders, results of any runs, or their telemetry, as PNG and SVG.
 
     python records/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
+    python records/plot.py logs/*.json --out=curves
     python records/plot.py logs/*.jsonl --out=runs
 
 Folders: validation loss against training time and against tokens, with a line for each run, a color for each
-folder, and a dashed target. Runs with --telemetry_every: four panels each, with losses, gradient norms and
+folder, and a dashed target. Results: also the training loss, thin, and each run is named by the options in
+which the runs differ. Runs with --telemetry_every: four panels each, with losses, gradient norms and
 update ratios by parameter group, and the time of a step, which older scripts divided into parts.
 make_leaderboard.py draws its pictures with plot_ladder() and plot_times().
 """
@@ -16,6 +18,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +32,7 @@ with require_packages():
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import numpy as np
 
     import train_gpt as gpt
     from records import results
@@ -45,6 +49,7 @@ COLOURS = BLUE, RED, GREEN, ORANGE, PINK, SKY = (  # safe for color blindness
     "#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 TITLES = "Loss", "Gradient norm", "Update over weight", "Milliseconds of a step"
 WINDOW = 5  # measured steps in a mean of the training loss
+LOSSES = 20  # training losses in a mean, as the trainer prints them
 PUBLISHED = results.RECORDS / "published.csv"
 
 
@@ -81,11 +86,15 @@ def count_tokens(folder: Path, result: dict) -> list[float]:
         cfg = script.config_from_dict(result["config"])
     else:  # laptop/2026-11-21_first, the oldest
         cfg = script.make_config({**script.parse_argv(result["argv"])[0], "preset": result["preset"]})
-    schedule = script.Schedule(cfg)
+    return count_tokens_at(script.Schedule(cfg), cfg, [step for step, _, _ in result["val_points"]])
+
+
+def count_tokens_at(schedule, cfg, steps: list[int]) -> list[float]:
+    """Millions of training tokens before each of these steps."""
     is_old = not hasattr(schedule, "stage_ranges")
     ranges = schedule.spans() if is_old else schedule.stage_ranges()
     return [sum((stage.tokens_per_step or cfg.tokens_per_step) * max(0, min(end, step) - start)
-                for stage, start, end in ranges) / 1e6 for step, _, _ in result["val_points"]]
+                for stage, start, end in ranges) / 1e6 for step in steps]
 
 
 def save(figure: plt.Figure, out: Path) -> None:
@@ -115,6 +124,55 @@ def plot_curves(records: list[results.Record], target: float | None, out: Path) 
     panels[0].set_ylabel("validation loss")
     panels[0].legend(frameon=False)
     save(figure, out)
+
+
+def plot_results(paths: list[Path], out: Path) -> None:
+    """Validation and training loss of finished runs against time and against tokens."""
+    runs = [read_result(path) for path in paths]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for result, name, colour in zip(runs, name_runs(runs), itertools.cycle(COLOURS)):
+        cfg = gpt.config_from_dict(result["config"])
+        steps, losses, milliseconds = zip(*result["val_points"])
+        numbers, values = zip(*result["train_points"])
+        sums = np.cumsum(np.array(values, dtype=float))  # None, of a loss that is not finite, is a gap
+        sums[LOSSES:] -= sums[:-LOSSES].copy()
+        means = sums / np.minimum(np.arange(1, len(sums) + 1), LOSSES)
+        tokens = count_tokens_at(gpt.Schedule(cfg), cfg, [*steps, *numbers])
+        seconds = np.interp(numbers, steps, milliseconds) / 1000
+        for panel, xs, train_xs in ((panels[0], np.array(milliseconds) / 1000, seconds),
+                                    (panels[1], tokens[: len(steps)], tokens[len(steps) :])):
+            panel.plot(train_xs, means, color=colour, linewidth=0.6, alpha=0.6)
+            panel.plot(xs, losses, ".-", color=colour, linewidth=1.2, label=name)
+    for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
+        panel.set_xlabel(label)
+    panels[0].set_ylabel("loss: validation, and training (thin)")
+    panels[1].legend(frameon=False, fontsize=7)
+    save(figure, out)
+
+
+def read_result(path: Path) -> dict:
+    try:
+        result = json.loads(path.read_text())
+        return result if result["val_points"] and result["train_points"] and result["config"] else {}[path]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{path} is no result ({error!r}): give logs/*.json") from None
+
+
+def name_runs(runs: list[dict]) -> list[str]:
+    """A name for each run: the options in which the runs differ, else its run_id."""
+    def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from flatten(value, f"{prefix}{name}_")
+            else:
+                yield prefix + name, str(value)
+
+    options = [dict(flatten({**run["config"], **run["config"]["groups"], "groups": {}, "derived": {}}))
+               for run in runs]
+    names = dict.fromkeys(name for row in options for name in row)
+    differing = [name for name in names if len({row.get(name) for row in options}) > 1]
+    return [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) or run["run_id"]
+            for row, run in zip(options, runs)]
 
 
 def read_events(path: Path) -> dict[str, list[dict]]:
@@ -261,7 +319,8 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
 def main() -> None:
     """Draw folders or runs."""
     parser = Parser(__doc__)
-    parser.add_argument("paths", nargs="+", type=Path, help="record folders of one track, or jsonl files")
+    parser.add_argument("paths", nargs="+", type=Path,
+                        help="record folders of one track, or only json, or only jsonl files")
     parser.add_argument("--out", type=output_file, default=Path("curves"), help="path of the pictures")
     args = parser.parse_args()
     if not args.out.name:
@@ -269,6 +328,8 @@ def main() -> None:
     out = args.out.with_suffix("") if args.out.suffix in (".png", ".svg") else args.out
     if all(path.suffix == ".jsonl" for path in args.paths):
         plot_runs(args.paths, out)
+    elif all(path.suffix == ".json" for path in args.paths):
+        plot_results(args.paths, out)
     else:
         records = [results.read_record(folder) for folder in args.paths]
         for record in records[1:]:

@@ -51,12 +51,13 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
                    scalar=dict(lr=0.04 * batch_scale), gain=dict(lr=0.1 * batch_scale))
     layers = [dict(attention="long" if i % 4 == 3 or i == depth - 1 else "short",
                    value_embed=i if (depth - 1 - i) % 2 == 0 else None) for i in range(depth)]
+    seq_len = math.gcd(batch, 16_384)
     options = {**recipe, **dict(
         num_layers=depth, model_dim=width, head_dim=128, num_heads=width // 128,
         layers=[leave_out(layer, gpt.LayerSpec()) for layer in layers],
-        stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=16_384,
-        micro_batch_tokens=32_768, max_doc_len=2048, tokens_per_step=batch, num_iterations=num_iterations,
-        adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
+        stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=seq_len,
+        micro_batch_tokens=2 * seq_len, max_doc_len=2048, tokens_per_step=batch,
+        num_iterations=num_iterations, adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
     parent = gpt.load_preset("track_1")
     rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}
     return dict(parent="track_1", options=leave_out(options, parent) | dict(
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> None:
         preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
                                 args.vocab_size)
+        gpt.check(gpt.change_options(gpt.load_preset("track_1"), preset["options"]))
         path = ROOT / "records/presets" / f"{args.name or f'd{args.depth}'}.json"
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),

@@ -290,6 +290,21 @@ def test_curves_of_a_record_are_drawn(real_record, tool, tmp_path):
     assert plot.count_tokens(real_record, result) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
 
 
+def test_results_of_plain_runs_are_drawn(real_record, tool, tmp_path):
+    """A line is named by the options that differ."""
+    first = results.read_record(real_record).results[0]
+    other = json.loads(json.dumps(first))
+    other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"] = 0.5, 7
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, result in zip(paths, (first, other)):
+        path.write_text(json.dumps(result))
+    lr = first["config"]["groups"]["matrix"]["lr"]
+    assert plot.name_runs([first, other]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
+    assert plot.name_runs([first]) == [first["run_id"]]
+    assert tool(plot, *paths, f"--out={tmp_path}/c")[0] == 0 and (tmp_path / "c.svg").stat().st_size > 1000
+    assert tool(plot, ROOT / "records/presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()
+
+
 @pytest.mark.parametrize("seconds", [dict(step=3.0), {"forward and backward": 2.0, "optimizer": 1.0}])
 def test_telemetry_of_new_and_old_scripts_is_drawn(seconds, tmp_path, monkeypatch):
     """Of two runs. Steps measure the groups that they update. If a killed run repeats a step, its last line counts.

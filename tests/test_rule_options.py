@@ -93,3 +93,9 @@ def test_the_presets_in_the_repository(depth, tmp_path, monkeypatch, capsys):
     name = f"records/presets/d{depth}.json"
     assert json.loads((tmp_path / name).read_text()) == json.loads((ROOT / name).read_text())
     assert gpt.make_config({"preset": f"d{depth}"}).num_layers == depth
+
+
+def test_a_small_batch_has_short_sequences(config_of):
+    """Both must divide the step, or the preset could not be trained."""
+    cfg = config_of(4, tokens_per_step=4096)
+    assert (cfg.tokens_per_step, cfg.seq_len, cfg.micro_batch_tokens) == (4096, 4096, 8192)
