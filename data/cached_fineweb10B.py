@@ -56,7 +56,7 @@ def download(name: str, folder: Path, repository: dict) -> str | None:
                               "./run.sh --preset=laptop") from None
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise RecordError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                          "check the network or proxy and repeat the command, which keeps complete files, "
+                          "check network, token and disk, and repeat the command, which keeps complete files, "
                           "or train without a download: ./run.sh --preset=laptop") from None
 
 

@@ -24,11 +24,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "train_gpt.py"
 sys.path.insert(0, str(ROOT))
 import train_gpt as gpt  # noqa: E402
-from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, write_shard  # noqa: E402
+from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, make_embedded_corpus, write_shard  # noqa: E402
 
 VOCAB, BOS = BYTE_VOCAB_SIZE, BYTE_BOS
 # begin with these files
 LONGEST = "cuda_compile cuda_compile_cards whole_run_frontier whole_run distributed checkpoint".split()
+
+
+def pytest_configure(config):
+    """Make the text of the small presets, as run.sh does, before the workers start."""
+    if not hasattr(config, "workerinput") and not (ROOT / "data/torch_source/corpus.json").exists():
+        with chdir(ROOT):
+            make_embedded_corpus()
 
 
 def pytest_collection_modifyitems(config, items):
