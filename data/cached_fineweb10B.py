@@ -56,8 +56,8 @@ def download(name: str, folder: Path, repository: dict) -> str | None:
                               "./run.sh --preset=laptop") from None
         reason = (str(error).strip().splitlines() or [""])[0][:120]
         raise RecordError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                          "check network, token and disk, and repeat the command, which keeps complete files, "
-                          "or train without a download: ./run.sh --preset=laptop") from None
+                          "check network, token and disk, and repeat the command, which keeps complete "
+                          "files, or train without a download: ./run.sh --preset=laptop") from None
 
 
 def fetch(name: str, folder: Path) -> None:
