@@ -94,7 +94,7 @@ class Subject:
         self.trainer.warm_up(self.data, self.val_data)
         self.warm_up_s = gpt.clock(rt.device) - start
         self.num_graphs = count_graphs() - before
-        run = gpt.describe_run(cfg, rt, [], [*self.data.shards, *self.val_data.shards])
+        run = gpt.describe_run(cfg, rt, [], self.data.shards, self.val_data.shards)
         self.log = gpt.RunLog(cfg, rt, run, {}, self.trainer.progress)  # no files before __enter__
         self.log.print = lambda _text: None
         if cfg.telemetry_every:

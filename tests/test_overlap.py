@@ -77,8 +77,8 @@ def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monke
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
         save(checkpoints, trainer, **more)
 
-    def write_late(checkpoints, path, _copied):
-        step = int(path.parent.name[5:])
+    def write_late(checkpoints, folder, *_):
+        step = int(folder.name[5:])
         saves.append({entry: rows.data_ptr() for entry, rows in checkpoints.copies.items()})
         assert step == 6 or has_ended[step + 1].wait(60)
 
