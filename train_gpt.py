@@ -10,7 +10,7 @@ Launch
 
 Part one, the recipe. It decides the loss.
     CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING: one step, and train()
-Part two, the same mathematics, faster. A check at startup compares it with part one.
+Part two, the same mathematics, faster. A check at startup compares the fast forms with part one.
     FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
@@ -1671,7 +1671,7 @@ class Optimizer:
         self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
                                    device=self.buckets[0].values.device)
         for table in self.tables:
-            if rt.use_compile and rt.device.type == "cuda":
+            if rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",):
                 table.sum_rows = launch_row_sums
         for bucket, row in zip(self.buckets, self.numbers):
             row = row.unbind()
@@ -2445,9 +2445,9 @@ def train(cfg, argv: list[str]):
             log.log_validation(trainer.validate(val_data, schedule.at(progress.step)), train_clock.seconds)
         stop.finish_exchange()
         log.finish({**setup, **measure_run(trainer, run)})
-        checkpoints.write_model(trainer)
         if checkpoints.problem:
             raise RunError(checkpoints.problem)
+        checkpoints.write_model(trainer)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
@@ -4033,7 +4033,7 @@ def load_preset(name: str):
     else:
         folders = Path(__file__).resolve().parent, Path.cwd()
         places = [folder / "records/presets" / f"{name}.json" for folder in folders]
-        path = next(filter(Path.is_file, [Path(name), *places]), None)
+        path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
             raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
                            "records/presets, or a .json file", 2)
@@ -4107,8 +4107,7 @@ def parse_argv(argv: list[str]):
     if unknown:
         near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), options, n=1)
         hint = f"did you mean --{near[0]}? " if near else ""
-        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md has the names of "
-                       "other trainers", 2)
+        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md has others", 2)
     return vars(values)
 
 
@@ -4180,8 +4179,8 @@ def check_world_size(cfg, world_size: int):
     for stage in cfg.full_stages:
         tokens, seq_len = stage.tokens_per_step, stage.seq_len
         if tokens // seq_len % world_size:
-            raise RunError(f"--tokens_per_step={tokens} is {tokens // seq_len} packed sequences of "
-                           f"seq_len={seq_len}, which {world_size} ranks cannot share", 2)
+            raise RunError(
+                f"--tokens_per_step={tokens}: {world_size} ranks cannot share {tokens // seq_len} sequences", 2)
     return divide_step(cfg, world_size, stage)
 
 
@@ -4260,7 +4259,7 @@ def describe_run(cfg, rt, argv: list[str], train_shards: list[Shard], val_shards
     first = rt.comm.broadcast_object(run)
     share_problem(f"rank {rt.comm.rank} has another script, config or data than rank 0"
                   if first["key"] != run["key"] else "", rt)
-    share_problem(find_conflict(cfg, first), rt)
+    share_problem(find_conflict(cfg, first) if rt.is_main else "", rt)
     return first
 
 
@@ -4392,7 +4391,7 @@ class RunLog:
             file.close()
 
     def write(self, suffix: str, line: str):
-        if suffix in self.files:
+        with suppress(KeyError, OSError):  # a full disk does not end a run
             self.files[suffix].write(f"{line}\n".encode())
 
     def print(self, text: str):
@@ -4551,7 +4550,8 @@ def lock_run(folder: Path):
 
 def remove_step(folder: Path):
     """Remove a checkpoint. If this is interrupted, the rest is no checkpoint, and start() removes it."""
-    (folder / "state.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / "state.json").unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -4692,7 +4692,7 @@ class Checkpoints(AbstractContextManager):
                 write_atomic(folder / "state.json", metadata.encode())
             write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
         except (OSError, RuntimeError) as error:  # torch.save() raises both
-            return f"{folder} was not written: {error!r}"
+            return f"{folder} was not written: {error.__context__ or error!r}"
         return ""
 
     def wait(self):
@@ -4702,8 +4702,8 @@ class Checkpoints(AbstractContextManager):
         self.problem = max(self.rt.comm.gather_objects(self.writing.result()))
         self.writing = None
         if self.problem:
-            self.log.print(self.problem)
             remove_step(self.newest)
+            self.log.print(self.problem)
         if self.rt.is_main:
             for step in list_steps(self.folder)[self.KEPT :]:
                 remove_step(step)

@@ -89,8 +89,9 @@ def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
         raise RecordError(f"{source} is not used ({reason}): use UTF-8 text or JSON lines, or leave it out")
-    SKIPPED[str(reason)] += 1
-    if SKIPPED[str(reason)] <= LISTED:
+    kind = getattr(reason, "strerror", None) or str(reason)
+    SKIPPED[kind] += 1
+    if SKIPPED[kind] <= LISTED:
         tqdm.write(f"skipped: {source} ({reason})")
 
 

@@ -134,11 +134,10 @@ def plot_results(paths: list[Path], out: Path) -> None:
         cfg = gpt.config_from_dict(result["config"])
         steps, losses, milliseconds = zip(*result["val_points"])
         numbers, values = zip(*result["train_points"])
-        sums = np.cumsum(np.array(values, dtype=float))  # None, of a loss that is not finite, is a gap
-        sums[LOSSES:] -= sums[:-LOSSES].copy()
-        means = sums / np.minimum(np.arange(1, len(sums) + 1), LOSSES)
+        values = [math.nan if value is None else value for value in values]  # a gap
+        means = [statistics.mean(values[max(0, end - LOSSES) : end]) for end in range(1, len(values) + 1)]
         tokens = count_tokens_at(gpt.Schedule(cfg), cfg, [*steps, *numbers])
-        seconds = np.interp(numbers, steps, milliseconds) / 1000
+        seconds = np.interp(numbers, [0, *steps], [0, *milliseconds]) / 1000
         for panel, xs, train_xs in ((panels[0], np.array(milliseconds) / 1000, seconds),
                                     (panels[1], tokens[: len(steps)], tokens[len(steps) :])):
             panel.plot(train_xs, means, color=colour, linewidth=0.6, alpha=0.6)
@@ -159,7 +158,7 @@ def read_result(path: Path) -> dict:
 
 
 def name_runs(runs: list[dict]) -> list[str]:
-    """A name for each run: the options in which the runs differ, else its run_id."""
+    """A name for each run: the options in which the runs differ, and its run_id if that is not enough."""
     def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
         for name, value in values.items():
             if isinstance(value, dict):
@@ -171,8 +170,9 @@ def name_runs(runs: list[dict]) -> list[str]:
                for run in runs]
     names = dict.fromkeys(name for row in options for name in row)
     differing = [name for name in names if len({row.get(name) for row in options}) > 1]
-    return [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) or run["run_id"]
-            for row, run in zip(options, runs)]
+    words = [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) for row in options]
+    return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()
+            for name, run in zip(words, runs)]
 
 
 def read_events(path: Path) -> dict[str, list[dict]]:

@@ -57,7 +57,7 @@ def find_model(path: Path) -> Path:
     paths = [*list_visible(path, "**/model.pt"), *list_visible(path, "**/step_*")]
     paths.sort(key=os.path.getmtime, reverse=True)
     for newest in paths:
-        if newest.is_file() or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written
+        if newest.name == "model.pt" or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written
             print(f"sampling from {newest}", file=sys.stderr)
             return newest
     raise gpt.RunError(f"{path} has no model.pt and no complete step_*/", 2)
