@@ -4177,10 +4177,10 @@ def find_problems(cfg):
 def check_world_size(cfg, world_size: int):
     """Raise RunError if ranks cannot share a step. Returns divide_step() of the last stage."""
     for stage in cfg.full_stages:
-        tokens, seq_len = stage.tokens_per_step, stage.seq_len
-        if tokens // seq_len % world_size:
-            raise RunError(
-                f"--tokens_per_step={tokens}: {world_size} ranks cannot share {tokens // seq_len} sequences", 2)
+        num_sequences = stage.tokens_per_step // stage.seq_len
+        if num_sequences % world_size:
+            raise RunError(f"--tokens_per_step={stage.tokens_per_step}: {world_size} ranks cannot share "
+                           f"{num_sequences} sequences", 2)
     return divide_step(cfg, world_size, stage)
 
 
