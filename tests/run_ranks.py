@@ -4,6 +4,7 @@ python tests/run_ranks.py FUNCTION N ARGUMENT...   prints a JSON list [[exit sta
 """
 
 import dataclasses
+import datetime
 import functools
 import hashlib
 import json
@@ -144,6 +145,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
     """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure. at_rank: RANK or
     RANK@STEP, without the steps of the warm-up. The default is step 5."""
     torch.set_num_threads(1)
+    gpt.STEP_TIMEOUT = datetime.timedelta(seconds=20)  # a sixth of the real one
     real, write, end_step, catch_signals = (
         gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals)
     at_rank, _, at_step = at_rank.partition("@")
@@ -155,7 +157,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         assert counts == guard.trainer.progress.num_actions, "rank 0 has acted otherwise"
 
     def write_slowly(path, *more):
-        time.sleep(21 if path.suffix == ".pt" else 0)  # the timeout of a step is 20
+        time.sleep(21 if path.suffix == ".pt" else 0)  # longer than STEP_TIMEOUT
         write(path, *more)
 
     def train_step(trainer, *args):
