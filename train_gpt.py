@@ -1811,7 +1811,7 @@ class Optimizer:
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
-# field to StepState, compute it in Schedule.at(), and use it in Optimizer.step() or Trainer.train_step().
+# field to StepState, compute it in Schedule.at(), and use it in compute_numbers() or Trainer.train_step().
 
 ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
 
@@ -2186,7 +2186,7 @@ class ValData:
         return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
     def batches(self, comm, num_batches: int):
-        """Yield this rank's batches of the first num_batches, and whether they count. All get as many."""
+        """Yield (batch of this rank, whether it counts) of the first num_batches. Ranks get equally many."""
         for first in range(0, num_batches, comm.world_size):
             tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
             batch = make_batch(tokens[comm.rank], self.bos)
@@ -3061,7 +3061,7 @@ class FusedHeadLoss(torch.autograd.Function):
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x. With a kernel x @ up is not stored. 2026-01-14, 2026-06-11, record 92."""
+    """relu2_mlp() of normalized x, with scales in FP8. Sources: 2026-01-14, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
