@@ -132,7 +132,7 @@ def test_shards_with_several_bos_tokens_are_refused(shards):
 
 
 def test_ctrl_c_before_the_first_step(shards, here, monkeypatch, capsys):
-    before_call(monkeypatch, gpt, "choose_precision", lambda *_: signal.raise_signal(signal.SIGINT))
+    before_call(monkeypatch, gpt, "choose_precision", lambda *_: signal.default_int_handler(signal.SIGINT, None))
     assert gpt.main([*TINY, *data_args(shards)]) == 130
     assert capsys.readouterr().err == "train_gpt.py: stopped by SIGINT\n"
 
