@@ -70,4 +70,13 @@ if [[ $NPROC == 1 ]]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's default, without its warning
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # torchrun hands these on, if it can
-exec "$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" train_gpt.py "$@"
+torchrun='import sys
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException, errors
+try: run.main()
+except errors.ChildFailedError as error:  # ends with the status of the run, without the traceback of torchrun
+    code = error.get_first_failure()[1].exitcode
+    sys.exit(code if code > 0 else 128 - code)
+except SignalException as error:
+    sys.exit(128 + error.sigval)'
+exec "$python" -c "$torchrun" --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" train_gpt.py "$@"

@@ -28,7 +28,6 @@ import ast
 import dataclasses
 import datetime
 import difflib
-import fcntl
 import functools
 import gc
 import glob
@@ -40,7 +39,6 @@ import math
 import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -71,6 +69,11 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from tqdm import tqdm
 
+try:
+    import fcntl
+    import resource
+except ImportError:
+    sys.exit("train_gpt.py: error: this needs Linux, macOS, or on Windows WSL")
 try:
     import triton
     import triton.language as tl
@@ -229,8 +232,9 @@ class Config:
     guard: bool = option(False, "if training diverges, roll back and lower the precision")
 
     # Shape of the network
-    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): record 32's pattern. "
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): layer_pattern. "
                                              "An object: fields of all layers")
+    layer_pattern: str = option("record_32", "layers of any depth", choices=("record_32", "laptop"))
     num_layers: int = option(12, "layers", 1, 1000)
     num_heads: int = option(6, "attention heads per layer", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
@@ -264,7 +268,7 @@ class Config:
                                   "sublayers' matrices and outputs. 0: none", 0, off=0.0)
     smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
     ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
-    ngram_order: int = option(2, "n-grams of the embedding: 2 (bigrams), or 3 (and trigrams)", 2, 3, off=2)
+    ngram_order: int = option(2, "the embedding's n-grams have 2 to this many tokens", 2, 6, off=2)
     mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096, off=1)
     softcap: tuple[float, float, float] = option(
         (30.0, 0.0, 7.5), "cap, shift, width: logits become cap * sigmoid((logit + shift) / width). The "
@@ -343,10 +347,12 @@ class Config:
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number / --tokens_per_step
 
 
-def build_layers(num_layers: int):
+def build_layers(num_layers: int, pattern: str):
     """The layers of record 32, and alike at other depths. Layer 0 has no MLP. Four evenly spaced layers have
     long windows, except the third, which has no attention. The upper half adds outputs of the lower half in
     reverse order. The last layers reuse value embeddings of the first."""
+    if pattern == "laptop":
+        return build_laptop_layers(num_layers)
     last = num_layers - 1
     num_values = min(3, num_layers // 2)  # tables of value embeddings
     long_layers = {round(i * last / 3) for i in range(4)}
@@ -363,6 +369,18 @@ def build_layers(num_layers: int):
         if num_layers >= 4 and i == round(2 * last / 3):
             spec.update(attention="none", value_embed=None)
         layers.append(LayerSpec(**spec))
+    return tuple(layers)
+
+
+def build_laptop_layers(num_layers: int):
+    """The layers of laptop. With attention in layer 0, some seeds copy tokens there, and end higher.
+    Every fourth layer and the last one have long windows. The upper half has skips from the lower half."""
+    last = num_layers - 1
+    layers = [LayerSpec(attention="none", x0=False, ngram=False)]
+    for i in range(1, num_layers):
+        layers.append(LayerSpec(
+            attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True,
+            value_embed=i % 2, skip_from=last - i if last < 2 * i else None))
     return tuple(layers)
 
 
@@ -416,15 +434,7 @@ FRONTIER_GROUPS = dict(
 
 EMBEDDED_CORPUS = "data/torch_source"  # run.sh makes it from the installed PyTorch: no download needed
 
-LAPTOP_LAYERS = (  # no attention in layer 0: with it, some seeds copy tokens there and end at a higher loss
-    LayerSpec(attention="none", x0=False, ngram=False),
-    LayerSpec(attention="short", value_embed=1, key_offset=True),
-    LayerSpec(attention="short", value_embed=0, skip_from=1, key_offset=True),
-    LayerSpec(attention="long", value_embed=1, skip_from=0, key_offset=True),
-)
-
-# name: (parent, description, differences from the parent). Rows of groups replace the parent's rows.
-# records/presets/ has more, as JSON
+# name: (parent, description, differences). Rows of groups replace the parent's. More: records/presets/
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
     "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
@@ -446,7 +456,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         track="laptop",
         train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, vocab_multiple=16, num_layers=4, num_heads=2, head_dim=64, model_dim=128,
-        mlp_ratio=2.0, layers=LAPTOP_LAYERS, attention_scale=(0.15, 0.15), attention_gate_dim=0,
+        mlp_ratio=2.0, layer_pattern="laptop", attention_scale=(0.15, 0.15), attention_gate_dim=0,
         ngram_rows=16_384, ngram_order=3, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention",
         softcap=(23.0, 5.0, 7.5), orthogonalize="polar_express", momentum=(0.8, 0.8),
         momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
@@ -602,42 +612,38 @@ def attention(q, k, v, mask):
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def shift_right(x, is_sequence_start):
-    """For each token: x (T, ...) of the previous token, or zero if is_sequence_start (T,)."""
-    return x.roll(1, 0).masked_fill(is_sequence_start.view(-1, *[1] * (x.dim() - 1)), 0)
+# Of the token, the previous one, ... Record 92 hashes three tokens
+HASH_FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
 
 
 def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
-    """Rows of the bigrams, and with order=3 of the trigrams, that end at each token: n times (T,). Each kind
-    has an equal part of the table. N-grams that begin before their sequence get the last row of their part.
-    As published, the bigram of a sequence's second token is hashed as if its first token were size - 1.
-    tokens: int32, an array or a tensor. Source: record 92."""
+    """Rows of the n-grams of 2 to `order` tokens that end at each token: order - 1 times (T,). Lengths have
+    equal parts of the table. N-grams that begin before their sequence get the last row of a part. In record
+    92 pairs are hashed as if a sequence began with size - 1. tokens: int32, an array or a tensor."""
     size = num_rows // (order - 1)
-    bigram_tokens = 1 * tokens  # a copy of an array or a tensor
-    bigram_tokens[is_sequence_start] = size - 1
-    kinds = (bigram_tokens, 36313, 27191), (tokens, 17351, 60961, 45259)
-    return [hash_tokens(x, is_sequence_start, size - 1, size - 1, *factors) + size * kind
-            for kind, (x, *factors) in enumerate(kinds[: order - 1])]
+    pair_tokens = 1 * tokens  # a copy of an array or a tensor
+    pair_tokens[is_sequence_start] = size - 1
+    kinds = [(pair_tokens, (36313, 27191))]
+    for length in range(3, order + 1):
+        kinds.append((tokens, HASH_FACTORS[:length]))
+    return [hash_tokens(x, is_sequence_start, size - 1, size - 1, factors) + size * kind
+            for kind, (x, factors) in enumerate(kinds)]
 
 
 def hash_signs(tokens, is_sequence_start, order: int):
-    """Rows of the table of signs, n times (T,), for the n-grams of hash_ngrams(). Cut ones get row 0."""
-    kinds = (48271, 30011), (58699, 39779, 26801)
-    return [hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, *kind) for kind in kinds[: order - 1]]
+    """Rows of signs, n times (T,), of n-grams, from up to three tokens. Cut ones get row 0."""
+    kinds = (48271, 30011), *[(58699, 39779, 26801)] * (order - 2)
+    return [hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, kind) for kind in kinds]
 
 
-def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factor: int, *earlier_factors: int):
-    """XOR of factor * token, the next factor * previous token, ..., modulo num_rows (T,). Integers wrap
-    around. N-grams that begin before their sequence get cut_row."""
-    mixed = factor * tokens
-    for factor in earlier_factors:
-        earlier = 0 * tokens  # zeros
-        earlier[1:] = tokens[:-1]
-        earlier[is_sequence_start] = 0
-        mixed ^= factor * earlier
-        tokens = earlier
+def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factors: tuple[int, ...]):
+    """XOR of each factor times its token, modulo num_rows (T,): factors[0] * the token, factors[1] * the
+    previous one, ... Integers wrap around. N-grams that begin before their sequence get cut_row."""
+    mixed = factors[0] * tokens
+    for distance, factor in enumerate(factors[1:], 1):
+        mixed[distance:] ^= factor * tokens[:-distance]
     mixed -= mixed // num_rows * num_rows  # as %=, but fast in NumPy
-    for distance in range(len(earlier_factors)):
+    for distance in range(len(factors) - 1):
         mixed[distance:][is_sequence_start[: len(mixed) - distance]] = cut_row
     return mixed
 
@@ -688,8 +694,7 @@ def val_loss(x, weight, targets, softcap):
 
 
 def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
-    """Begin to read rows (T,) of a table. Returns a function that returns them (T, D). With a plan the owner
-    of the table, a Table of part two, fetches them."""
+    """Begin to read rows (T,) of a table, with a plan by its Table. Returns a function: () -> (T, D)."""
     if plan is None:
         return functools.partial(F.embedding, rows, table)
     return table.owner.start_reading(plan)
@@ -717,8 +722,7 @@ class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
     def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
-        """segments: consecutive layers that are compiled as one graph. None: all layers. ngram_table: zeros
-        for the local rows of the n-gram embedding. None: all rows."""
+        """segments: layers of each graph. None: all in one. ngram_table: zeros for local rows. None: all."""
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
@@ -810,7 +814,8 @@ class GPT(nn.Module):
             smear_gate = self.blocks[0].smear_gate
             if smear_gate is not None:
                 gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
-                x = add_scaled(x, learned[0, "smear"] * gate, shift_right(x, step_inputs.is_sequence_start))
+                previous = x.roll(1, 0).masked_fill(step_inputs.is_sequence_start[:, None], 0)
+                x = add_scaled(x, learned[0, "smear"] * gate, previous)
             x = acts["x0"] = ops.rms_norm(x)
 
         masks = {}  # one for each (attention, paired) in this segment
@@ -893,8 +898,7 @@ class Block(nn.Module):
             for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, source)
 
-        # Attention. Sublayers read x before its residual scale. Outputs have scales per token (attn_out,
-        # mlp_out), or their matrices have learned ones (proj_out, down_out)
+        # Attention. Sublayers read x before its residual scale
         source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
         x = scale(x, s.get("resid_attn"))
         if self.attention is not None:
@@ -937,8 +941,7 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both train as if padded to (D, D): v by variances by_row, proj by lr_mul,
-        # which cancels sqrt(rows / columns) of anvil()
+        # If HL < D, both train as if padded to (D, D): v by by_row, proj by lr_mul, against anvil()'s size
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
@@ -1067,8 +1070,7 @@ class Head(nn.Module):
         if loss_weights is None:
             return val_loss(x, self.weight, targets, self.softcap)
 
-        # Targets of a token: the next token, later tokens of its packed sequence (2025-12-22), and the
-        # prefix of the next token (2026-07-13). -1 is ignored.
+        # Targets: the next token, later ones of the sequence (2025-12-22), a prefix (2026-07-13). -1: none
         columns = [targets]
         is_last = step_inputs.is_sequence_start.roll(-1)
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
@@ -1079,8 +1081,7 @@ class Head(nn.Module):
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
-        # Sampled softmax (record 92): logits of each sequence's classes. A prefix outside the classes is
-        # ignored. The loss is not corrected for the missing classes.
+        # Sampled softmax (record 92): a sequence's classes, uncorrected. A prefix outside of them is ignored
         losses = []
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
         n = len(classes)
@@ -1134,8 +1135,7 @@ def layer_scalars(cfg, layer: int):
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Sources of the scales. for_embeddings: of x0 and n-grams. for_gates: of heads and skips. for_stream: of
-    # residual_init's scales. for_outputs: of sublayers
+    # Sources: for_embeddings of x0 and n-grams, for_gates of heads and skips, for_outputs of sublayers
     scalar, mudd = ("scalar", None), ("mudd", layer)
     for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
     for_stream = mudd if has_mudd else ("residual", None)
@@ -1420,8 +1420,7 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
-    # Record 92, for inputs divided by 1.05 times their norm. Diverges for singular values above 1 / 1.05. In
-    # bfloat16 a gradient of rank one can reach them
+    # Record 92. Diverges above 1 / 1.05, which in bfloat16 a gradient of rank one can reach
     "six_maps": (
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
@@ -1508,8 +1507,8 @@ def find_segment(name: str, model):
 
 
 class Bucket:
-    """Parameters in one tensor, values (M, *unit). This rank updates a shard (M/N, *unit) with its state. A
-    unit is a matrix, or an element. Padding has zero gradient."""
+    """Parameters in one tensor, values (M, *unit). A unit is a matrix, or an element. This rank updates a
+    shard (M/N, *unit) with its state. Padding has zero gradient."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
         self.name, first = named[0]
@@ -1843,8 +1842,7 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share, the last one at scheduled_steps + 1. find_stage() and stage_ranges() clip this. Before an
-        # extension it ends at scheduled_steps
+        # share, the last one at scheduled_steps + 1 (clipped later), before an extension at scheduled_steps
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -2012,8 +2010,8 @@ class PackedSequence(typing.NamedTuple):
 def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
     """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
     takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
-    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
-    shard is dropped if it is too short for a sequence."""
+    document is dropped. With anywhere, it begins with the last target of the previous one. So is a short end
+    of a shard."""
     (index, shard), first = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
         token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
@@ -2060,9 +2058,10 @@ class TrainData:
         self.sequences = list(plan)
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            missing = schedule.count_tokens() - sum(sequence.seq_len for sequence in self.sequences)
-            raise RunError(f"--train_files={cfg.train_files} is {missing} tokens short of this run: get "
-                           "more files, raise --epochs or lower --num_iterations", 2)
+            needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
+            remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
+            raise RunError(f"--train_files={cfg.train_files} has {found} of the {needed} tokens of this "
+                           f"run: get more files, lower --num_iterations, or give {remedy}", 2)
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
@@ -2401,8 +2400,7 @@ def train(cfg, argv: list[str]):
         rt.comm.barrier()
         rt.comm.set_timeout(STEP_TIMEOUT)
 
-        # On the clock, as in the published runs: prefix tokens, first batches, all steps, averages, and the
-        # blocking part of checkpoints. Validation is off the clock
+        # On the clock, as published: prefix tokens, batches, steps, averages, and what blocks in checkpoints
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
@@ -2865,8 +2863,7 @@ def quantize(x, dtype, scale=None):
 
 
 def matmul(a: Scaled, b: Scaled, out_dtype, fast: bool = False):
-    """a @ b^T. a (M, K), b (N, K), both row-major in FP8 -> (M, N). fast: FP8 accumulates with less
-    precision. An FP8 result has scale 1 and saturates."""
+    """a (M, K) @ b (N, K)^T. fast: FP8 accumulates less precisely. FP8 results have scale 1 and saturate."""
     if a.scale is None:
         return (a.values @ b.values.T).to(out_dtype)
     if a.values.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32
@@ -3623,8 +3620,6 @@ def choose_precision(cfg, rt):
         and torch.cuda.get_device_capability(rt.device) >= (7, 0))
     rt = dataclasses.replace(rt, dtype=dtype, use_compile=use_compile)
     fast, (fast_line, *lines) = choose_fast_forms(cfg, rt)
-    if not supports_bfloat16(rt.device) and cfg.embed_dtype == "bfloat16":
-        lines.append("embed_dtype: float32 (this GPU has no bfloat16)")
     return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
         dtype=dtype, use_compile=use_compile, fast=fast, peak_flops=peak_flops,
         notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
@@ -3808,10 +3803,7 @@ class Comm:
 
     def broadcast_object(self, value):
         """Return rank 0's plain Python object on every rank."""
-        box = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.gloo_group)
-        return box[0]
+        return self.gather_objects(value)[0]
 
     def gather_objects(self, value):
         """List all ranks' plain Python objects in the order of ranks, on every rank."""
@@ -3876,7 +3868,10 @@ def open_shard(path: str, vocab_size: int):
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
     bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
     sha256, listing = hashlib.sha256(tokens).hexdigest(), Path(path).with_name("corpus.json")
-    listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
+    try:
+        listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
+    except ValueError as error:
+        raise RunError(f"{listing} is damaged ({error}): {SHARD_REMEDY}", 2) from None
     if shard_vocab != vocab_size:
         problem = f"is for --vocab_size={shard_vocab}, but this run has --vocab_size={vocab_size}"
     elif tokens.max() >= vocab_size:
@@ -3884,9 +3879,7 @@ def open_shard(path: str, vocab_size: int):
     elif len(bounds) == 1:
         problem = f"has no BOS (token {bos})"
     elif listed.get(os.path.basename(path), sha256) != sha256:
-        problem = f"has changed since data/text.py wrote it: {listing} has another SHA-256"
-    elif missing := [name for name in listed if not listing.with_name(name).exists()]:
-        problem = f"is of a corpus that lacks {missing[0]}"
+        problem = f"does not fit the SHA-256 in {listing}, which data/text.py wrote"
     if problem:
         raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
     return Shard(np.asarray(tokens), bounds, bos, sha256)
@@ -3916,8 +3909,7 @@ def fingerprint(shards: Iterable[Shard]):
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 # ==== COMMAND LINE =========================================================================================
-# From a command line to a Config: the preset, the given options, --without, and one check. Bad input is one
-# line with the value. To add a check, add a row to find_problems().
+# From a command line to a Config: preset, options, --without. To add a check, add a row to find_problems().
 
 def list_parts(cfg):
     """{name: cfg without this part of the recipe}, for each part that --without can leave out."""
@@ -3969,6 +3961,12 @@ GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
 get_types = functools.cache(typing.get_type_hints)
 
 
+def look_up(table: dict, name: str):
+    if name not in table:
+        raise ValueError(f"unknown name {name!r}: choose among {', '.join(table)}")
+    return table[name]
+
+
 def convert(value, kind: type):
     """Text of the command line, or a value of JSON -> an annotated type. ValueError and others: no fit."""
     arguments, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
@@ -3992,7 +3990,9 @@ def convert(value, kind: type):
     if arguments and not is_tuple:  # kind | None
         return value if value is None else convert(value, arguments[0])
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        value = kind(**{name: convert(item, get_types(kind)[name]) for name, item in value.items()})
+        value = kind(**{name: convert(item, look_up(get_types(kind), name)) for name, item in value.items()})
+    if kind is int and type(value) is float and value % 1 == 0:  # 1e3
+        value = int(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
@@ -4000,8 +4000,8 @@ def convert(value, kind: type):
 
 def change_options(cfg, values: dict):
     """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
-    changed, groups = {}, dict(cfg.groups)
-    for name, value in values.items():
+    groups = dict(cfg.groups)
+    for name, value in sorted(values.items(), key=lambda item: item[0] == "layers"):  # after num_layers
         rows = {}  # of groups
         try:
             if name == "groups":
@@ -4010,19 +4010,18 @@ def change_options(cfg, values: dict):
                 group, field = GROUP_OPTIONS[name]
                 rows = {group: {field: value}}
             else:
-                kind = get_types(Config)[name]
+                kind = look_up(get_types(Config), name)
                 value = convert(value, kind)
                 if isinstance(value, dict):  # fields of all layers or stages
-                    kept = getattr(cfg, name) or build_layers(int(values.get("num_layers", cfg.num_layers)))
+                    kept = getattr(cfg, name) or build_layers(cfg.num_layers, cfg.layer_pattern)
                     value = convert([{**vars(row), **value} for row in kept], kind)
-                changed[name] = value
+                cfg = dataclasses.replace(cfg, **{name: value})
             for group, row in rows.items():
                 row = row if isinstance(row, dict) else vars(row)
-                groups[group] = convert({**vars(groups[group]), **row}, Group)
-        except (KeyError, ValueError, TypeError, OSError) as error:
-            raise RunError(f"--{name}={str(value)[:100]}: "
-                           f"{'unknown name ' * isinstance(error, KeyError)}{error}", 2) from None
-    return dataclasses.replace(cfg, **changed, groups=groups)
+                groups[group] = convert({**vars(look_up(groups, group)), **row}, Group)
+        except (ValueError, TypeError, OSError) as error:
+            raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
+    return dataclasses.replace(cfg, groups=groups)
 
 
 def load_preset(name: str):
@@ -4042,10 +4041,11 @@ def load_preset(name: str):
             if "config" in content or "derived" in content:
                 cfg = config_from_dict(content.get("config", content))
                 return dataclasses.replace(cfg, record="", resume="", out=".")
-            parent, changes, name = content["parent"], content["options"], path.stem
+            parent, name = content.pop("parent"), path.stem
+            changes = content.get("options", content)
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"{path} is no result, and no preset with parent and options: {error!r}", 2) from None
+            raise RunError(f"{path} is no result, and no preset, as {{\"parent\": \"laptop\", "
+                           f"\"num_layers\": 6}}: {error!r}", 2) from None
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
 
 
@@ -4057,8 +4057,10 @@ def make_config(values: dict):
         use_cuda = values.get("device") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
     cfg = change_options(load_preset(name), options)
+    if "model_dim" in options and "num_heads" not in options:
+        cfg = dataclasses.replace(cfg, num_heads=cfg.model_dim // cfg.head_dim)
     if not cfg.layers:
-        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers))
+        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.layer_pattern))
     if "without" in options:
         known = {}
         for part in sorted(cfg.without):  # in frontier mudd_out before the value_embed that it reads
@@ -4101,13 +4103,15 @@ def parse_argv(argv: list[str]):
             text += f" [{default}]"
         if "int" in field.type or "float" in field.type:
             text += f", {field.metadata['low']} to {field.metadata['high']}"
-        parser.add_argument(f"--{name}", help=text,
-                            metavar="|".join(field.metadata["choices"]) or field.type)
+        kind = re.sub(r"tuple\[[a-z].*", "a,b", field.type)  # not of rows, which are JSON
+        parser.add_argument(f"--{name}", help=text, metavar="|".join(field.metadata["choices"]) or kind)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), options, n=1)
-        hint = f"did you mean --{near[0]}? " if near else ""
-        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md has others", 2)
+        names = [*options, *PRESETS]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=1)
+        hint = f"did you mean --{'preset=' * (near[0] in PRESETS)}{near[0]}? " if near else ""
+        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md translates others, "
+                       "such as --learning_rate to --matrix_lr", 2)
     return vars(values)
 
 
@@ -4145,10 +4149,9 @@ def find_problems(cfg):
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
     yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
     for name, group in cfg.groups.items():
-        rule = RULES.get(group.rule)
-        yield (not rule or rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix",
-               f"rule={group.rule} of group {name}: give matrix one of {', '.join(RULES)} without row_adam, "
-               "ngram adamw or row_adam, the other groups adamw")
+        rules = [key for key, rule in RULES.items() if not (
+            rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
+        yield group.rule not in rules, f"--{name}_rule={group.rule}: choose among {', '.join(rules)}"
     keeps_norm, has_zeros = RULES[cfg.groups["matrix"].rule].keeps_norm, cfg.zero_init != "off"
     yield (keeps_norm and has_zeros and not cfg.has_output_gain,
            "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
@@ -4267,14 +4270,15 @@ def find_commit():
     """HEAD commit of the script's repository, with -dirty if a tracked file differs. "" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError):  # git is not installed
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent)
-        return done.stdout.strip()
+        folder = Path(__file__).resolve().parent
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
     return ""
 
 
 def describe_machine(rt):
     """Versions and hardware."""
-    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                    numpy=np.__version__)
     hardware = dict(device=rt.device.type, ranks=rt.world_size,
                     threads=torch.get_num_threads(), cpu=platform.machine(),
                     simd=torch.backends.cpu.get_cpu_capability())
@@ -4284,7 +4288,6 @@ def describe_machine(rt):
     if rt.device.type == "cuda":
         properties = torch.cuda.get_device_properties(rt.device)
         hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
-        versions.update(cuda=torch.version.cuda)
     return dict(versions=versions, hardware=hardware)
 
 
@@ -4305,6 +4308,7 @@ def print_phase(name: str, rt):
 
 def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
     """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -4322,7 +4326,7 @@ def find_result_folder(cfg):
         return Path(cfg.out, "logs")
     root = Path(cfg.out, "records", cfg.track)
     existing = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
-    return existing[0] if existing else root / f"{datetime.date.today()}_{cfg.record}"
+    return existing[0] if existing else root / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{cfg.record}"
 
 
 def find_conflict(cfg, run: dict):
@@ -4380,7 +4384,7 @@ class RunLog:
             self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
         return self
 
-    def __exit__(self, _kind: type | None, error: BaseException | None, _trace):
+    def __exit__(self, _kind, error, _trace):
         if self.bar is not None:
             self.bar.close()
         if self.tracker:
@@ -4425,8 +4429,7 @@ class RunLog:
         self.check_loss("validation", step, val_loss)
 
     def log_step(self, loss, seconds: float):
-        """Record the loss of a step, and show progress. Logs the losses of all ranks, on a GPU of the last
-        LOSSES_AT_ONCE steps together. RunError if one is not finite."""
+        """Show progress. Log losses of all ranks, on a GPU LOSSES_AT_ONCE at a time. NaN: RunError."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.waiting.append((step, loss, seconds))
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
@@ -4468,7 +4471,6 @@ class RunLog:
         points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.train_points]
         result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **run, train_points=points,
                       val_points=self.val_points, final_val_loss=self.val_points[-1][1], **measured)
-        folder.mkdir(parents=True, exist_ok=True)
         script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
         write_atomic(script, SCRIPT)
         for suffix, file in self.files.items() if cfg.record else ():
@@ -4507,7 +4509,8 @@ def read_metadata(step: Path):
     try:
         return json.loads((step / "state.json").read_text())
     except (OSError, ValueError) as error:
-        raise RunError(f"{step} is not a checkpoint of this script ({error})", 2) from None
+        raise RunError(f"{step} is no folder step_... of a checkpoint ({error}). --resume=auto finds the "
+                       "newest of this run", 2) from None
 
 
 def list_files(step: Path):
@@ -4519,8 +4522,7 @@ def is_whole(step: Path, rt):
     try:
         for path in list_files(step)[rt.comm.rank :: rt.world_size]:
             torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            if zipfile.ZipFile(path).testzip():
-                return False
+            assert not zipfile.ZipFile(path).testzip()
         return True
     except Exception:  # damage can raise any error
         return False
@@ -4605,10 +4607,8 @@ def load_state(trainer, step: Path, metadata: dict):
     needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
               for name in bucket.params for key, tensor in bucket.tensors().items()}
     stored.pop("fp8/scales", None)
-    for entry in sorted(needed.keys() | stored.keys()):
-        if needed.get(entry) != stored.get(entry):
-            raise RunError(f"{step} has {entry} of shape {stored.get(entry)}, this run {needed.get(entry)}: "
-                           "give the options of its run", 2)
+    if differing := sorted(needed.items() ^ stored.items()):
+        raise RunError(f"{step} and this run differ in {differing[0]}: give the options of its run", 2)
 
     for entry, rows in collect_rows(trainer).items():
         name, _, first = entry.rpartition("/")
@@ -4622,8 +4622,7 @@ def load_state(trainer, step: Path, metadata: dict):
     optimizer.finish()
     for _, scales in entries.get("fp8/scales", ()):
         trainer.fp8_scales.set(scales)
-    for name in vars(trainer.progress).keys() & metadata["progress"].keys():  # of any script
-        setattr(trainer.progress, name, metadata["progress"][name])
+    vars(trainer.progress).update(metadata["progress"])
     trainer.progress.resumed_at.append(trainer.progress.step)
 
 
@@ -4687,7 +4686,6 @@ class Checkpoints(AbstractContextManager):
         if copied:
             copied.synchronize()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             if self.rt.is_main:
                 write_atomic(folder / "state.json", metadata.encode())
             write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
@@ -4712,11 +4710,11 @@ class Checkpoints(AbstractContextManager):
         """End the run after a checkpoint. All ranks must call it."""
         if self.problem:
             raise RunError(self.problem)
-        step, num_iterations = self.log.progress.step, self.log.cfg.num_iterations
+        log = self.log
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
-        name, folder = signal.Signals(status - 128).name, self.folder / f"step_{step:06d}"
-        raise RunError(f"stopped by {name} after step {step} of {num_iterations}: {folder}. --resume=auto "
-                       "continues", status)
+        name = signal.Signals(status - 128).name
+        raise RunError(f"stopped by {name} after step {log.progress.step} of {log.cfg.num_iterations}: "
+                       f"{self.newest}. --resume=auto continues", status)
 
     def write_model(self, trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
@@ -4727,7 +4725,6 @@ class Checkpoints(AbstractContextManager):
                    for bucket in buckets for name, param in bucket.params.items()}
         if self.rt.is_main:
             path = self.folder / "model.pt"
-            path.parent.mkdir(parents=True, exist_ok=True)
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
             print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
@@ -4831,17 +4828,17 @@ class Telemetry:
 
 def lower_precision(trainer, run: dict):
     """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
-    fp8, note = trainer.fast & {*FP8_FORMS}, ", without step_graphs" * bool(trainer.graphs)
+    fp8 = trainer.fast & {*FP8_FORMS}
     if fp8:
         trainer.choose_operations(trainer.ops.dtype, trainer.fast - fp8)
         run["choices"]["fp8"] = "off"
-        return f"matmuls no longer use FP8{note}"
+        return "matmuls no longer use FP8"
     if trainer.ops.dtype == torch.bfloat16:
         trainer.choose_operations(torch.float32, trainer.fast)
         for bucket in trainer.optimizer.buckets:
             bucket.args = bucket.args._replace(dtype=torch.float32)
         run["choices"]["dtype"] = "float32"
-        return f"activations become float32{note}"
+        return "activations become float32"
     return ""
 
 
@@ -4926,14 +4923,17 @@ def main(argv: list[str]):
         elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts(cfg))
-            print0(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), Runtime())
+            print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
     except RunError as error:
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
     except KeyboardInterrupt:
         status, line = 130, "stopped by SIGINT"
-    except Exception:
+    except Exception as error:
         status = 1
-        traceback.print_exc()
+        if isinstance(error, OSError) and error.errno or isinstance(error, ModuleNotFoundError):
+            line = f"error: {error}"  # of a file, or of --tracker
+        else:
+            traceback.print_exc()
     if line and (rank == 0 or status < 128):
         if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
             time.sleep(3)

@@ -482,7 +482,8 @@ def choose_tokenizer(name: str) -> Tokenizer:
 
 def parse_input(text: str) -> Path:
     if not os.path.isfile(text) and not os.path.isdir(text):
-        raise ArgumentTypeError(f"{text or 'the empty path'} is no file and no folder: check the path")
+        raise ArgumentTypeError(f"{text or 'the empty path'} is no file and no folder (paths start in "
+                                f"{os.getcwd()})")
     return Path(text)
 
 

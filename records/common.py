@@ -48,6 +48,9 @@ def require_packages() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         name, file = error.name.partition(".")[0], "requirements-dev.txt"
+        if name in ("fcntl", "resource"):
+            warn("error: train_gpt.py needs Linux, macOS, or on Windows WSL")
+            sys.exit(2)
         if not re.search(rf"^{re.escape(name)}\b", (ROOT / file).read_text(), re.MULTILINE):
             file = "requirements.txt"
         tool = os.path.relpath(sys.argv[0], ROOT)
@@ -64,7 +67,10 @@ class Parser(argparse.ArgumentParser):
                          allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}: see --help\n")
+        hint = ""
+        if message.startswith("unrecognized") and "--extra" in self._option_string_actions:
+            hint = " (--extra='--name=value' passes options to train_gpt.py)"
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{hint}: see --help\n")
 
 
 def at_least(low: float, kind: type = int) -> Callable[[str], float]:

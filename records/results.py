@@ -351,7 +351,7 @@ def compare(ours: Record, theirs: Record, kind: str = "losses") -> Effect:
         raise RecordError(f"{ours.folder} and {theirs.folder} share no seed: run one seed of both")
     gaps = [left[seed] - right[seed] for seed in seeds]
     mean = statistics.mean(gaps)
-    if len(set(gaps)) == 1:
+    if max(gaps) - min(gaps) < 1e-12:  # rounding
         return Effect(len(seeds), mean, math.nan, math.nan, math.nan, machines)
     from scipy import stats
 

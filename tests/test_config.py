@@ -50,6 +50,18 @@ def test_layers_of_laptop():
     assert [layer.key_offset for layer in layers] == [False, True, True, True]
 
 
+def test_layers_of_a_deeper_and_wider_laptop():
+    """The pattern of the layers is a function of the depth. The heads follow from the width."""
+    cfg = gpt.make_config({"preset": "laptop", "num_layers": "6", "model_dim": "256"})
+    assert [layer.attention for layer in cfg.layers] == ["none", "short", "short", "long", "short", "long"]
+    assert [layer.value_embed for layer in cfg.layers] == [None, 1, 0, 1, 0, 1]
+    assert [layer.skip_from for layer in cfg.layers] == [None, None, None, 2, 1, 0]
+    assert (cfg.num_heads, cfg.head_dim) == (4, 64)
+    assert gpt.make_config({"preset": "smoke", "model_dim": 96}).num_heads == 3
+    changed = gpt.make_config({"preset": "laptop", "layers": '{"xsa": true}', "num_layers": "6"})
+    assert changed.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in cfg.layers)
+
+
 def test_layers_of_the_record():
     """Layers, windows, value embeddings and skips of record 32."""
     layers = gpt.make_config({"preset": "track_1"}).layers
@@ -154,6 +166,8 @@ def test_a_preset_file(tmp_path):
     cfg = gpt.make_config({"preset": str(tmp_path / "mine.json"), "seed": 3})
     assert (cfg.preset, cfg.num_iterations, cfg.seed, cfg.num_layers) == ("mine", 7, 3, 4)
     assert cfg.groups["head"].lr == 0.5 and cfg.stages == (gpt.Stage(1, 64, 64),)
+    (tmp_path / "mine.json").write_text(json.dumps(dict(parent="smoke", **options)))
+    assert gpt.make_config({"preset": str(tmp_path / "mine.json"), "seed": 3}) == cfg
 
 
 def test_a_result_as_a_preset_repeats_its_config(shards, here):
@@ -283,7 +297,7 @@ def test_sequences_are_split_evenly(world_size, micro, expected):
     assert gpt.check_world_size(cfg, world_size) == expected
 
 
-@pytest.mark.parametrize("content", ['{"parent": "smoke", "num_iterations": 5}', '{"num_iterations": 5', "[]", "{}"])
+@pytest.mark.parametrize("content", ['{"num_iterations": 5', "[]", "{}"])
 def test_a_file_that_is_no_preset_is_refused_in_one_line(tmp_path, capsys, content):
     (tmp_path / "mine.json").write_text(content)
     assert gpt.main([f"--preset={tmp_path / 'mine.json'}", "--print_config"]) == 2

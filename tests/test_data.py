@@ -58,7 +58,7 @@ def test_a_shard_that_changed_is_refused(tmp_path):
         (tmp_path / "corpus.json").write_text(json.dumps(listed))
         assert gpt.open_shard(path, VOCAB).tokens.tolist() == [BOS, 1, 2, 3]
     write_raw(tmp_path / "train_000000.bin", (20240520, 1, 4, VOCAB, BOS), [BOS, 1, 2, 4])
-    with pytest.raises(gpt.RunError, match="train_000000.bin has changed"):
+    with pytest.raises(gpt.RunError, match="train_000000.bin does not fit the SHA-256"):
         gpt.open_shard(path, VOCAB)
 
 
@@ -178,8 +178,9 @@ def test_too_few_tokens_are_counted(shards):
     found = gpt.TrainData(short, gpt.Schedule(short))
     with pytest.raises(gpt.RunError) as error:
         gpt.TrainData(cfg, gpt.Schedule(cfg))
-    missing = int(re.search(r"is (\d+) tokens short", str(error.value))[1])
-    assert len(found.sequences) * 512 < 2_048_000 - missing < 440_000 and missing % 512 == 0
+    has = int(re.search(r"has (\d+) of the 2048000 tokens", str(error.value))[1])
+    assert len(found.sequences) * 512 < has < 440_000 and has % 512 == 0
+    assert str(error.value).endswith(f"--epochs={-(-2_048_000 // has)}")
     with pytest.raises(gpt.RunError, match="is 1011\\d\\d\\d tokens too short for --val_tokens=1024000 "):
         gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
     with pytest.raises(gpt.RunError, match="matches no file"):
@@ -198,7 +199,7 @@ def test_a_second_epoch_repeats_the_sequences(shards, start, steps):
     assert 0.7 * tokens // 512 < first <= tokens // 512
     assert data.sequences[first:] == data.sequences[: len(data.sequences) - first]
     assert np.array_equal(data.read_tokens(first + 1), data.read_tokens(1))
-    with pytest.raises(gpt.RunError, match="raise --epochs"):
+    with pytest.raises(gpt.RunError, match="give --epochs=2"):
         cfg = smoke_config(shards, **changes)
         gpt.TrainData(cfg, gpt.Schedule(cfg))
 

@@ -219,6 +219,22 @@ def assert_equal_rope(state, expected):
     assert [state.rope[kind].softmax_scale for kind in ("short", "long")] == pytest.approx(scales, rel=1e-12)
 
 
+def test_n_grams_of_four_to_six_tokens():
+    """Equal n-grams have equal rows, in each of three sequences. In parts of 2^20 rows others have other rows, except
+    by chance. N-grams do not reach across the start of a sequence. A row by hand: the XOR of the products."""
+    rng = np.random.default_rng(0)
+    tokens, is_start = np.tile(rng.integers(0, 257, 600, dtype=np.int32), 3), np.arange(1800) % 600 == 0
+    rows = gpt.hash_ngrams(tokens, is_start, 5 * 2**20, 6)
+    for length, row in enumerate(rows, 2):
+        part = row.reshape(3, 600) - (length - 2) * 2**20
+        assert np.array_equal(part[0], part[1]) and np.array_equal(part[0], part[2]), length
+        assert part.min() >= 0 and (part[0] == 2**20 - 1).tolist() == [i < length - 1 for i in range(600)]
+        expected = len({tuple(tokens[i - length + 1 : i + 1]) for i in range(length - 1, 600)})
+        assert expected - 2 <= len(set(part[0, length - 1 :].tolist())) <= expected
+    mixed = 17351 * tokens[9] ^ 60961 * tokens[8] ^ 45259 * tokens[7] ^ 50131 * tokens[6]
+    assert rows[2][9] == mixed % (2**20 - 1) + 2 * 2**20
+
+
 @pytest.mark.parametrize("num_rows, order", [(84_602_880, 3), (377_280, 2)])
 def test_hashes(num_rows, order):
     """Rows and signs of arrays and tensors against arithmetic in Python integers, int32 wrap included."""

@@ -124,20 +124,6 @@ def test_the_norm_and_its_gradient(rms_norm):
     assert torch.allclose(torch.autograd.grad(y, x, grad)[0], expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 3, 2)], ids=str)
-def test_shift_right_and_its_gradient(shape):
-    """Nothing comes before the first token of a packed sequence, and no gradient returns from there."""
-    torch.manual_seed(0)
-    x, grad = torch.randn(2, *shape)
-    is_start = torch.tensor([1, 0, 0, 1, 1, 0, 0]).bool()
-    x.requires_grad_()
-    y = gpt.shift_right(x, is_start)
-    y.backward(grad)
-    zero = torch.zeros(shape[1:])
-    assert torch.equal(y, torch.stack([zero, x[0], x[1], zero, zero, x[4], x[5]]))
-    assert torch.equal(x.grad, torch.stack([grad[1], grad[2], zero, zero, grad[5], grad[6], zero]))
-
-
 @PLAIN_AND_FAST
 def test_a_tied_head_is_updated_with_the_sum_of_both_gradients(shards, fast):
     """Adam's first step by hand, g / (|g| + eps / sqrt(1 - beta2)), with the options of the head. g is the sum of

@@ -350,7 +350,7 @@ def test_pictures_are_of_the_present_presets(tmp_path):
     name, (_, _, number, _) = list(make_leaderboard.CURVES.items())[-1]
     (then,) = {json.dumps(result["config"]["derived"]) for result in
                results.read_record(results.RECORDS / "laptop" / name).results}
-    then, now = json.loads(then), gpt.derived_numbers(gpt.load_preset("laptop"), 1)
+    then, now = json.loads(then), gpt.derived_numbers(gpt.make_config({"preset": "laptop"}), 1)
     for fact in ("num_params", "train_tokens", "stage_ends", "flops_per_token"):
         assert then[fact] == now[fact]
     assert number == plot.read_published()[-1].record and f"record {number}, " in gpt.PRESETS["frontier"][1]

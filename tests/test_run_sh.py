@@ -38,8 +38,15 @@ def test_what_is_started(calls_of):
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
     assert calls_of("--seed=1", nproc="1") == ["/run.sh|train_gpt.py --seed=1"]
     assert calls_of("--seed=1", "--help") == ["/run.sh|train_gpt.py --seed=1 --help"]
-    torchrun = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=4"
-    assert calls_of("--seed=1") == [f"/run.sh|{torchrun} train_gpt.py --seed=1"]
+    torchrun = "--standalone --local-addr=127.0.0.1 --nproc_per_node=4 train_gpt.py"
+    assert calls_of("--seed=1")[-1].endswith(f" {torchrun} --seed=1")
+
+
+def test_torchrun_adds_no_traceback_to_the_line_of_a_run():
+    """The status of the ranks remains, too."""
+    done = subprocess.run([ROOT / "run.sh", "--preset=smoke", "--val_files=none"], capture_output=True, text=True,
+                          env=os.environ | {"NPROC": "2"})
+    assert done.returncode == 2 and "--val_files=none" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_checkouts_have_unix_line_ends():
