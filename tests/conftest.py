@@ -212,12 +212,24 @@ def advance(monkeypatch, now, owner, name, seconds) -> None:
     before_call(monkeypatch, owner, name, lambda *_: now.__setitem__(0, now[0] + seconds))
 
 
-def run(shards, *args, preset=TINY) -> dict:
-    """A run in this process. Returns its json."""
-    before = set(Path("logs").glob("*.json"))
-    assert gpt.main([*preset, *data_args(shards), *args]) == 0
-    (path,) = set(Path("logs").glob("*.json")) - before
-    return json.loads(path.read_text())
+def run(shards, *args, preset=TINY, status: int = 0) -> dict | None:
+    """A run in this process. Returns its json, None without a new one."""
+    before = set(Path().rglob("*_seed*.json"))
+    assert gpt.main([*preset, *data_args(shards), *args]) == status
+    new = set(Path().rglob("*_seed*.json")) - before
+    return json.loads(new.pop().read_text()) if new else None
+
+
+def list_logged(log: Path) -> list[int]:
+    """The steps that a log has, in its order."""
+    return [int(match[1]) for match in STEP_LINE.finditer(log.read_text())]
+
+
+def read_events(*kinds: str, folder: Path = Path()) -> list[dict]:
+    """The events of the only run in a folder: of these kinds, or all."""
+    (path,) = folder.rglob("*.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if not kinds or event["event"] in kinds]
 
 
 def find_saved(step: int) -> Path:

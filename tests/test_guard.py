@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +10,19 @@ import pytest
 import torch
 from conftest import (
     AT_THE_END,
-    ROOT,
     TINY,
     data_args,
     find_saved,
     gpt,
     make_runtime,
+    read_events,
     read_tensors,
     run,
     smoke_config,
 )
 from run_ranks import run_ranks
 
-sys.path.insert(0, str(ROOT / "data"))
-import text as text_tool  # noqa: E402
+from data import text as text_tool
 
 LONG = ["--num_iterations=300", AT_THE_END, "--guard=on"]
 HEAD = ["--fp8=on", "--fp8_parts=head"]
@@ -40,19 +38,13 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
-def read_events() -> list[dict]:
-    """The guard's events of the only run here."""
-    (path,) = Path("logs").glob("*.jsonl")
-    return [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "guard"]
-
-
 @pytest.fixture(scope="module")
 def clean_loss(text, tmp_path_factory) -> float:
     """The final loss without a fault."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("clean"))
         result = run(text, *LONG, *HEAD)
-        assert read_events() == []
+        assert read_events("guard") == []
         return result["final_val_loss"]
 
 
@@ -132,7 +124,7 @@ def test_the_run_recovers(text, clean_loss, here, monkeypatch, capsys, name):
     spoil, noticed = FAULTS[name]
     spoil(monkeypatch)
     result = run(text, *LONG, *HEAD)
-    (event,) = read_events()
+    (event,) = read_events("guard")
     assert abs(result["final_val_loss"] / clean_loss - 1) < 0.05 and result["guard_actions"] == 1
     assert FAULT <= event["step"] <= FAULT + 2 and re.search(noticed, event["fault"])
     (line,) = re.findall("^guard: .*$", capsys.readouterr().out, re.M)
@@ -147,7 +139,7 @@ def test_one_rank_of_two_sends_a_nan(shards, here):
     args = [*TINY, *data_args(shards), *HEAD, "--guard=on", "--tokens_per_step=1024", "--num_iterations=30"]
     ends, _, errors = run_ranks("fail", 2, "nan", "1@17", *args)
     assert [status for status, _ in ends] == [0, 0], errors[-2000:]
-    (event,) = read_events()
+    (event,) = read_events("guard")
     assert event["fault"].startswith("gradient norm nan") and event["step"] == 17
 
 
@@ -171,7 +163,7 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     spoil_gradient(monkeypatch, value, name, 17)
     table = ["--ngram_rows=512", f'--groups={{"ngram": {{"rule": "{rule}"}}}}']
     result = run(shards, *table, "--guard=on", "--num_iterations=38", AT_THE_END)
-    losses, (event,) = [loss for _, loss in result["train_points"]], read_events()
+    losses, (event,) = [loss for _, loss in result["train_points"]], read_events("guard")
     assert event["step"] == 17 and event["fault"].startswith("gradient norm nan")
     assert len(losses) == 38 and None not in losses[:17] + losses[18:]
     assert losses[-1] < losses[16]
