@@ -65,25 +65,25 @@ def test_messages_leave_early_and_are_awaited_late(shards):
 
 
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit. A step does
-    not wait for the disk: each write starts only after the next step has ended."""
+    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit. Training goes
+    on until the next save, which waits: each write starts only after that one has begun."""
     events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
-    has_ended = {step: threading.Event() for step in range(1, 7)}
+    has_begun = {step: threading.Event() for step in (2, 4, 6)}
     before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
     before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _: events.append("clock"))
 
     def note_state(checkpoints, trainer, **more):
         made.append(checkpoints)
+        has_begun[trainer.progress.step].set()
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
         save(checkpoints, trainer, **more)
 
     def write_late(checkpoints, folder, *_):
         step = int(folder.name[5:])
         saves.append({entry: rows.data_ptr() for entry, rows in checkpoints.copies.items()})
-        assert step == 6 or has_ended[step + 1].wait(60)
+        assert step == 6 or has_begun[step + 2].wait(60)
 
     before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
-    before_call(monkeypatch, gpt.RunLog, "log_step", lambda log, *_: has_ended[log.progress.step].set())
     monkeypatch.setattr(gpt.Checkpoints, "save", note_state)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
