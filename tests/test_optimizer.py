@@ -1,9 +1,7 @@
 """The optimizer: arguments of update rules, multipliers, buckets, tables divided among ranks, averages."""
 
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,23 +173,6 @@ class ThreadComm(gpt.Comm):
         assert [len(part) for part in received] == list(receive_counts)
         return torch.cat(received), None
 
-    def gather(self, tensor) -> list[torch.Tensor]:
-        self.shared[self.rank] = tensor.clone()
-        self.barrier.wait(60)
-        tensors = [*self.shared]
-        self.barrier.wait(60)
-        return tensors
-
-    def all_reduce(self, tensor):
-        return tensor.copy_(sum(self.gather(tensor)))
-
-    def all_gather(self, full, shard):
-        full.copy_(torch.cat(self.gather(shard)))
-        return SimpleNamespace(wait=lambda: None)
-
-    def broadcast(self, tensor):
-        """Each rank makes the same values."""
-
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("name", ["value_embeds.0", "ngram"])
@@ -322,29 +303,6 @@ def test_averages_of_the_last_steps(num_steps, first):
         rounding = np.abs(expected).max() * (2.0**-8 if kind == "vo" else 1e-5)
         assert np.abs(bucket.shard.float().numpy() - expected).max() < rounding, kind
     assert not buckets["vo"].state["low_bits"].any()
-
-
-def test_averages_of_two_ranks_are_those_of_one():
-    """Each has one of two matrices. Their joint norm is restored, not that of each rank."""
-    cfg, barrier = smoke_config(averages=True, num_iterations=400), threading.Barrier(2)
-
-    def average(rank: int, shared: list) -> dict[str, torch.Tensor]:
-        comm = ThreadComm(rank, shared, barrier) if len(shared) > 1 else gpt.Comm()
-        model, generator = Ends(), torch.Generator().manual_seed(0)
-        model.pair = gpt.parameter(torch.zeros(2, 8, 16), "matrix", kind="up_down")
-        optimizer = gpt.Optimizer(model, cfg, dataclasses.replace(make_runtime(), comm=comm))
-        for optimizer.step_count in range(1, 401):
-            for param in (model.pair, model.embed, model.head.weight):
-                param.data.copy_(torch.randn(param.shape, generator=generator))
-                param.data[0] *= 4
-            optimizer.update_averages()
-        optimizer.apply_averages()
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-    one, shared = average(0, [()]), [(), ()]
-    with ThreadPoolExecutor(2) as pool:
-        for several in pool.map(lambda rank: average(rank, shared), range(2)):
-            assert all(torch.allclose(one[name], several[name], rtol=1e-6) for name in one)
 
 
 def test_an_untied_embedding_has_the_state_of_the_head():
