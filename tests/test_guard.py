@@ -11,6 +11,7 @@ import torch
 from conftest import (
     AT_THE_END,
     TINY,
+    before_call,
     data_args,
     find_saved,
     gpt,
@@ -176,7 +177,8 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     used, rates = [], []
 
     def note(trainer):
-        used.append((sorted(trainer.fast & {*gpt.FP8_FORMS}), str(trainer.ops.dtype)))
+        dtypes = {trainer.ops.dtype, trainer.val_ops.dtype, *(x.args.dtype for x in trainer.optimizer.buckets)}
+        used.append((sorted(trainer.fast & {*gpt.FP8_FORMS}), *map(str, dtypes)))
 
     def train_step(self, batches, state, real=gpt.Trainer.train_step):
         rates.append((state.lr, self.schedule.at(self.progress.step).lr))
@@ -210,48 +212,19 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     assert used[0] == ([], "torch.float32")
 
 
-def test_the_bits_of_a_snapshot(shards, here, monkeypatch, capsys):
-    """A rollback restores parameters and state of the step it names, in the recipe with all mechanisms.
-
-    The rows of the n-gram table stay.
-    """
-    states, init, restore = {}, gpt.Snapshot.__init__, gpt.Snapshot.restore
-
-    def copy_state(trainer):
-        rows = gpt.collect_rows(trainer)
-        return {name: rows[name].clone() for name in rows if not name.startswith("ngram/")}
-
-    def note(self, trainer):
-        init(self, trainer)
-        states[trainer.progress.step] = copy_state(trainer)
-
-    def compare(self):
-        restore(self)
-        found = copy_state(self.trainer)
-        assert [name for name, expected in states[4].items() if not torch.equal(found[name], expected)] == []
-        assert not torch.equal(found["head.weight//0"], states[8]["head.weight//0"])
-        states["restored"] = True
-
-    monkeypatch.setattr(gpt.Snapshot, "__init__", note)
-    monkeypatch.setattr(gpt.Snapshot, "restore", compare)
-    monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 2)
-    spoil_loss(monkeypatch, [11])
-    args = ["--preset=smoke_frontier", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024", *HEAD]
-    result = run(shards, "--guard=on", "--num_iterations=14", preset=args)
-    assert result["guard_actions"] == 1 and states["restored"]
-    assert "guard: step 11: " in (said := capsys.readouterr().out) and "restored weights of step 4," in said
-
-
 def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, monkeypatch, capsys):
-    """Adam updates every third step, and snapshots are made after its updates, also after a rollback."""
+    """Adam updates every third step, and snapshots are made after its updates, also after a rollback. Each is of the
+    step that it names. test_trainer compares its bits."""
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
     spoil_loss(monkeypatch, [20, 35])
+    restored = []
+    before_call(monkeypatch, gpt.Snapshot, "restore", lambda snapshot: restored.append(snapshot.step_count))
     every = json.dumps({group: {"every": 3} for group in ("embed", "value_embed", "head", "scalar")})
     args = ["--num_iterations=38", "--checkpoint_every=38", "--guard=on", AT_THE_END]
     result = run(shards, f"--groups={every}", *args)
     went_back = [int(step) for step in re.findall(r"restored weights of step (\d+)", capsys.readouterr().out)]
-    assert went_back == [12, 30] and result["guard_actions"] == 2
+    assert went_back == restored == [12, 30] and result["guard_actions"] == 2
     assert gpt.read_metadata(find_saved(38))["optimizer_steps"] == 38  # the optimizer's schedule went on
 
 
@@ -297,24 +270,20 @@ def test_a_snapshot_is_trusted_after_five_steps(shards, monkeypatch):
     assert [step for step, _ in guard.snapshots] == [0, 20] and trainer.progress.num_actions == 3
 
 
-@pytest.mark.parametrize("step, args, kind", [(3, ["--guard=on"], "guard"), (8, [], "training")])
-def test_a_loss_that_is_not_finite_ends_the_run(shards, here, monkeypatch, capsys, step, args, kind):
-    """Status 1 and one line, with and without the guard. No result, and no checkpoint after it."""
-    spoil_loss(monkeypatch, [step])
-    args = [*args, "--num_iterations=8", "--checkpoint_every=2", "--record=nan"]
-    assert gpt.main([*TINY, *data_args(shards), *args]) == 1
+@pytest.mark.parametrize("what, step, guard", [
+    ("train_step", 3, "on"), ("train_step", 8, "off"), ("validate", 8, "on"), ("validate", 8, "off")])
+def test_a_loss_that_is_not_finite_ends_the_run(shards, here, monkeypatch, capsys, what, step, guard):
+    """Status 1 and one line. No result, and no checkpoint after the loss."""
+    if what == "validate":
+        monkeypatch.setattr(gpt.Trainer, what, lambda *_: math.nan)
+    else:
+        spoil_loss(monkeypatch, [step])
+    args = [f"--guard={guard}", "--num_iterations=8", "--checkpoint_every=2", "--record=nan", AT_THE_END]
+    run(shards, *args, status=1)
     errors = capsys.readouterr().err
-    assert errors.count("\n") == 1 and kind in errors and f"step {step}" in errors and "nan" in errors
+    assert errors.count("\n") == 1 and f"step {step}" in errors and "nan" in errors
     assert not list(Path().rglob("*_seed0_*.json"))
-    assert all(int(path.name[5:]) < step for path in Path().rglob("step_*"))
-
-
-@pytest.mark.parametrize("guard", ["on", "off"])
-def test_a_last_validation_loss_that_is_not_finite_is_no_result(shards, here, monkeypatch, capsys, guard):
-    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: math.nan)
-    args = ["--num_iterations=2", AT_THE_END, f"--guard={guard}"]
-    assert gpt.main([*TINY, *data_args(shards), *args]) == 1
-    assert "the validation loss of step 2 is nan: " in capsys.readouterr().err and not list(Path("logs").glob("*.json"))
+    assert all(int(path.name[5:]) < step + (what == "validate") for path in Path().rglob("step_*"))
 
 
 def test_the_guard_checks_a_step_before_it_is_saved(shards, here, monkeypatch, capsys):

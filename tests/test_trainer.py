@@ -230,21 +230,6 @@ def test_a_resumed_run_of_another_length_stays_tied_or_untied(shards):
         end()
 
 
-def test_each_action_lowers_one_precision(shards):
-    """FP8, then bfloat16. The choices of the run follow, and a checkpoint stores them."""
-    trainer, _, close = make_trainer(shards, **WIDE)
-    trainer.choose_operations(torch.bfloat16, trainer.fast | {*gpt.FP8_FORMS})
-    run = dict(choices=dict(fp8="on", dtype="bfloat16"))
-    assert gpt.lower_precision(trainer, run) == "matmuls no longer use FP8"
-    assert not {*gpt.FP8_FORMS} & trainer.fast and run["choices"] == dict(fp8="off", dtype="bfloat16")
-    assert trainer.ops.head_loss.func == gpt.FusedHeadLoss.apply and trainer.ops.relu2_mlp is gpt.relu2_mlp
-    assert [gpt.lower_precision(trainer, run) for _ in range(2)] == ["activations become float32", ""]
-    assert run["choices"] == dict(fp8="off", dtype="float32")
-    assert {bucket.args.dtype for bucket in trainer.optimizer.buckets} == {torch.float32}
-    assert trainer.ops.dtype == trainer.val_ops.dtype == torch.float32
-    close()
-
-
 def test_a_resumed_run_reads_the_vocabulary_again(shards, here):
     """The prefix table is not in the checkpoint, and the losses equal those without a stop."""
     Path("vocab.json").write_text(json.dumps({"abc"[: 1 + i % 3] + "-" * (i // 3): 97 + i for i in range(26)}))
