@@ -37,21 +37,17 @@ def read_shards(pattern):
     return shards, document_start
 
 
-class Packer:
-    """Packed sequences of one shard after the other. A tail that fills no sequence is dropped."""
+def pack(shards, document_start, take, sizes):
+    """Packed sequences of one shard after the other: (inputs, targets, document number of each input).
 
-    def __init__(self, shards, document_start, take):
-        self.shards, self.document_start, self.take = shards, document_start, take
-        self.shard, self.place = 0, 0
-
-    def next(self, length, max_doc_len):
-        """(inputs, targets, document number of each input) of one sequence with `length` inputs."""
-        while True:
-            found = self.take(self.shards[self.shard], self.document_start, self.place, length, max_doc_len)
-            if found is not None:
-                row, numbers, self.place = found
-                return row[:-1], row[1:], numbers
-            self.shard, self.place = self.shard + 1, 0
+    sizes: (number of inputs, longest document) of each sequence. A tail that fills no sequence is dropped.
+    """
+    shard = place = 0
+    for size in sizes:
+        while (found := take(shards[shard], document_start, place, *size)) is None:
+            shard, place = shard + 1, 0
+        row, numbers, place = found
+        yield row[:-1], row[1:], numbers
 
 
 def take_documents(tokens, document_start, document, length, max_doc_len):
@@ -101,6 +97,12 @@ class Schedule:
     def of_stage(self, step, name):
         value = self.stages[self.number(step)][name]
         return self.config[name] if value is None else value
+
+    def sizes(self, step):
+        """(number of inputs, longest document) of each sequence of a step."""
+        names = "tokens_per_step", "seq_len", "max_doc_len"
+        tokens, length, longest = (self.of_stage(step, name) for name in names)
+        return [(length, longest)] * (tokens // length)
 
     def lr_factor(self, step, cooldown):
         floor = self.config["final_lr_frac"]
@@ -263,15 +265,9 @@ def update_rows(config, p, G, state, factor):
 
 def adam_group(config, name):
     """The group of a parameter."""
-    first = name.split(".")[0]
-    if first in ("embed", "head"):
-        return first
-    if first == "ve":
-        return "value_embed"
-    if first in ("b", "c") and config["x0_mix"] == "after_attention":
-        return "mix"
-    assert first in ("s0", "s1", "skip", "a", "b"), name
-    return "scalar"
+    mix = "mix" if config["x0_mix"] == "after_attention" else "scalar"
+    groups = dict(embed="embed", head="head", ve="value_embed", b=mix, c=mix)
+    return (dict.fromkeys(("s0", "s1", "skip", "a"), "scalar") | groups)[name.split(".")[0]]
 
 
 def is_matrix(name):
@@ -282,7 +278,8 @@ def is_matrix(name):
 def run(config, params):
     """A run from params on: (parameters, training loss per token of each step, validations [step, loss])."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
-    packer = Packer(shards * config["epochs"], document_start, TAKES[config["sequence_start"]])
+    sizes = [schedule.sizes(step) for step in range(schedule.steps)]
+    rows = pack(shards * config["epochs"], document_start, TAKES[config["sequence_start"]], sum(sizes, []))
     params = {name: value.clone().requires_grad_() for name, value in params.items()}
     states, losses, points = {}, [], []
     for step in range(schedule.steps + 1):
@@ -295,17 +292,10 @@ def run(config, params):
         if step == schedule.steps:
             break
 
-        length, tokens = schedule.of_stage(step, "seq_len"), schedule.of_stage(step, "tokens_per_step")
-        grads, total = [torch.zeros_like(value) for value in params.values()], 0.0
-        for _ in range(tokens // length):
-            row = packer.next(length, schedule.of_stage(step, "max_doc_len"))
-            loss = cross_entropy(config, params, row, schedule.windows(step))
-            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-            for grad, new in zip(grads, found):
-                if new is not None:                             # Adam's epsilon is for 49,152 tokens
-                    grad += new * 49152 / config["tokens_per_step"]
-            total += float(loss.detach())
-        losses.append(total / tokens)
+        total = sum(cross_entropy(config, params, next(rows), schedule.windows(step)) for _ in sizes[step])
+        losses.append(float(total.detach()) / sum(length for length, _ in sizes[step]))
+        scaled = total * 49152 / config["tokens_per_step"]      # Adam's epsilon is for 49,152 tokens
+        grads = torch.autograd.grad(scaled, list(params.values()), materialize_grads=True)
 
         (matrix_factor, factor), momentum = schedule.lr_factors(step), schedule.momentum(step)
         for (name, param), grad in zip(params.items(), grads):
@@ -317,6 +307,6 @@ def run(config, params):
                 update_rows(config, value, grad, state, factor)
             else:
                 update_adam(config, value, grad, state, name, factor, schedule.decay_factor(step, factor))
-    tokens = sum(schedule.of_stage(step, "tokens_per_step") for step in range(schedule.steps))
+    tokens = sum(length for length, _ in sum(sizes, []))
     assert config["epochs"] == 1 or tokens > sum(map(len, shards))       # the second epoch begins
     return {name: value.detach() for name, value in params.items()}, losses, points

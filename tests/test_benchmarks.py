@@ -1,7 +1,6 @@
 """Benchmarks end to end, and the calculation of their figures. test_distributed.py runs comm.py."""
 
 import importlib
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, before_call, data_args, gpt, launch, make_runtime, smoke_config, smoke_run
+from conftest import ROOT, TINY, advance, data_args, gpt, launch, make_runtime, smoke_config, smoke_run
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import comm, common, compare_scripts, copy_loss, gpt2_baseline, gpu, roofline, rules, step
@@ -158,20 +157,6 @@ STEPS = (7, 7, 6)  # of a run of 20 steps
 TRUE_RATIO = 4430 / 3900  # sums of steps times milliseconds. The median of all steps would give 0.95
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A function that lets each step of a Trainer class take duration(state, number) seconds."""
-    now = [0.0]
-    monkeypatch.setattr(gpt, "clock", lambda _device: now[0])
-
-    def advance(owner, duration):
-        numbers = itertools.count()
-        before_call(monkeypatch, owner, "train_step", lambda *args: now.__setitem__(
-            0, now[0] + duration(args[-1], next(numbers))))
-
-    return advance
-
-
 def make_subject(seconds, every=1, num_ranks=1, **changes) -> step.Subject:
     """A subject after steps that took these seconds, at a peak of 1,000 tokens a second and rank."""
     cfg, subject = smoke_config(num_iterations=len(seconds), **changes), object.__new__(step.Subject)
@@ -250,10 +235,11 @@ def test_comm_counts_the_flops_of_the_first_stage():
     assert comm.count_step_flops(cfg) == flops * 1024 < all_flops * 1024
 
 
-def test_comm_does_not_time_compilation(clock, tmp_path):
+def test_comm_does_not_time_compilation(monkeypatch, now, tmp_path):
     """Adam acts in each second step, so the first two steps compile. Both take 9 s and are left out."""
     cfg = smoke_config(num_layers=2, groups={"embed": {"every": 2}}, tokens_per_step=1024)
-    clock(gpt.Trainer, lambda _, number: 9 if number < 2 else 0.1)
+    seconds = iter([9, 9, *[0.1] * 9])
+    advance(monkeypatch, now, gpt.Trainer, "train_step", lambda *_: next(seconds))
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
     try:

@@ -31,14 +31,17 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_multipliers(rule):
-    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero."""
-    cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2), Ends()
+    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero. Averages count the values
+    after the update."""
+    groups = {"scalar": dict(lr=0.1, weight_decay=0.2)}
+    cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2, groups=groups,
+                              averages=True, num_iterations=1), Ends()
     torch.manual_seed(0)
     matrix, vector = torch.randn(4, 8), torch.randn(5)  # four equal matrices and two equal vectors
     model.a = gpt.parameter(matrix.clone(), "matrix")
     model.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
-    model.c = gpt.parameter(vector.clone(), "scalar")
-    model.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
+    model.c = gpt.parameter(vector.clone(), "scalar", wd_mul=0.0)
+    model.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5, wd_mul=3.0)
     model.e = gpt.parameter(torch.stack((matrix, matrix)), "matrix", lr_mul=(3.0, 1.0))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
@@ -48,7 +51,10 @@ def test_multipliers(rule):
     for name in "abcde":
         param = getattr(model, name)
         param.grad += vector if param.dim() == 1 else matrix
+    model.head.weight.grad += 1
     optimizer.step(first_state(cfg))
+    head = optimizer.bucket_of["head.weight"]
+    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first value is copied
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
     decay = 0.1 * 0.2
@@ -56,7 +62,8 @@ def test_multipliers(rule):
     assert update.abs().max() > 0.01
     assert torch.allclose(moved["e"], moved["a"] * torch.tensor([3.0, 1.0]).view(2, 1, 1), atol=1e-5)
     assert torch.allclose(moved["b"] - 6 * decay * before["b"], 2 * update, atol=1e-5)
-    assert torch.allclose(moved["d"], 0.5 * moved["c"], atol=1e-6) and moved["c"].all()
+    undecayed = moved["d"] - 1.5 * decay * before["d"]
+    assert torch.allclose(undecayed, 0.5 * moved["c"], atol=1e-6) and moved["c"].all()
     vectors = optimizer.bucket_of["c"].values.view(2, 32)
     assert vectors[:, :5].all() and not vectors[:, 5:].any()
 
@@ -316,25 +323,6 @@ def test_an_untied_embedding_has_the_state_of_the_head():
     assert "average0" in head and head.keys() == embed.keys() and not optimizer.model.is_tied
     for key, tensor in head.items():
         assert torch.equal(tensor, embed[key]) and tensor.any(), key
-
-
-def test_averages_count_the_values_after_the_update():
-    cfg, model = smoke_config(averages=True, num_iterations=1), Ends()
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    head = optimizer.bucket_of["head.weight"]
-    model.head.weight.grad += 1
-    optimizer.step(first_state(cfg))
-    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first value is copied
-
-
-def test_decay_multipliers_of_elements():
-    """Two vectors of one bucket, without gradients: W (1 - lr lr_mul wd wd_mul). A third one has its own bucket."""
-    cfg, model = smoke_config(groups={name: dict(lr=0.1, weight_decay=0.5) for name in ("scalar", "gain")}), Ends()
-    for name, group, lr_mul, wd_mul in (("a", "scalar", 1.0, 0.0), ("b", "scalar", 0.5, 3.0), ("c", "gain", 0.3, 2.0)):
-        setattr(model, name, gpt.parameter(torch.ones(5), group, lr_mul, wd_mul))
-    gpt.Optimizer(model, cfg, make_runtime()).step(first_state(cfg))
-    for param, expected in ((model.a, 1.0), (model.b, 1 - 0.05 * 0.5 * 3), (model.c, 1 - 0.03 * 0.5 * 2)):
-        assert torch.allclose(param, torch.tensor(expected))
 
 
 def test_a_bucket_of_matrices_has_one_kind():

@@ -14,16 +14,16 @@ from conftest import (
     read_tensors,
     run,
     smoke_config,
-    start_prefetcher,
+    train_steps,
 )
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import simulate_ranks
 
 
-def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset()) -> tuple[list[str], gpt.Optimizer]:
-    """The order of messages, updates and calls of the model on the first of two ranks, in the last of these steps."""
-    recorder = simulate_ranks.Recorder(make_runtime(0, 2, fast=frozenset(forms)))
+def record_third_step(cfg: gpt.Config) -> tuple[list[str], gpt.Optimizer]:
+    """The order of messages, updates and calls of the model on the first of two ranks."""
+    recorder = simulate_ranks.Recorder(make_runtime(0, 2))
     with recorder.replace_collectives(), pytest.MonkeyPatch.context() as patch:
         note = lambda name: recorder.add(simulate_ranks.Event(name, ""))
         trainer, first = gpt.Trainer(cfg, recorder.rt), []
@@ -31,11 +31,8 @@ def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset())
         trainer.model.register_forward_pre_hook(lambda *_: note("forward"))
         trainer.model.blocks[0].register_forward_pre_hook(lambda *_: note("first block"))
         before_call(patch, trainer.optimizer, "step", lambda *_: note("end of backward"))
-        batches = start_prefetcher(trainer)
-        for step in range(num_steps):
-            first.append(len(recorder.events))
-            trainer.train_step(batches, trainer.schedule.at(step))
-        batches.close()
+        before_call(patch, trainer, "train_step", lambda *_: first.append(len(recorder.events)))
+        train_steps(trainer, 3)
     return [f"{event.kind} {event.name}".strip() for event in recorder.events[first[-1] :]], trainer.optimizer
 
 
@@ -43,7 +40,7 @@ def test_messages_leave_early_and_are_awaited_late(shards):
     """Backward reduces buckets in reverse order of their segments: the head, then the last segment, and so on.
     They are updated and gathered in this order, too. When the first block starts, its parameters are gathered, and
     all-gathers of the last block and of the head are not awaited yet."""
-    events, optimizer = record_steps(smoke_config(shards, tokens_per_step=1024, num_layers=3), 3)
+    events, optimizer = record_third_step(smoke_config(shards, tokens_per_step=1024, num_layers=3))
     segments = {bucket.name: bucket.segment for bucket in optimizer.buckets if bucket not in optimizer.tables}
 
     def places(kind: str, start: int = 0, end: int | None = None) -> list[int]:

@@ -13,14 +13,6 @@ ARGS = ["--preset=smoke_frontier", "--device=cpu", "--num_iterations=8", "--warm
 ARGS += ["--val_tokens=1024", "--val_loss_every=4"]
 
 
-def make_log(trainer, lines: list) -> gpt.RunLog:
-    """The log of a run without files, whose events are appended to lines."""
-    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
-    log.write_event = lambda _event, _step, **entries: lines.append(entries)
-    log.print = lambda *_, **__: None
-    return log
-
-
 @pytest.fixture(scope="module")
 def measured(shards, tmp_path_factory):
     """A folder with a run of the recipe with all mechanisms, which is measured every second step."""
@@ -91,7 +83,9 @@ def test_the_numbers(shards):
             grads[bucket.name] = bucket.grad.clone()
 
         bucket.wait_for_gradient = wait_and_note
-    gpt.Telemetry(trainer, make_log(trainer, lines))
+    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
+    log.write_event = lambda _event, _step, **entries: lines.append(entries)
+    gpt.Telemetry(trainer, log)
     for _ in range(4):
         before = {bucket.name: bucket.shard.clone() for bucket in optimizer.buckets}
         losses.append(step())
