@@ -122,6 +122,16 @@ def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     return gpt.Runtime(comm=gpt.Comm(rank, world_size), **{"peak_flops": 1e9, **changes})
 
 
+def call_tool(capsys, main, *args) -> tuple[int, str, str]:
+    """Run a tool in this process. Returns (status, stdout, stderr)."""
+    capsys.readouterr()
+    try:
+        status = main(*args)
+    except SystemExit as end:  # of argparse
+        status = end.code
+    return status, *capsys.readouterr()
+
+
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
     """Run a script in a child process, or under torchrun if nproc > 1. Returns the finished process."""
     launcher = [sys.executable]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, advance, data_args, gpt, launch, make_runtime, smoke_config, smoke_run
+from conftest import ROOT, TINY, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import comm, common, compare_scripts, copy_loss, gpt2_baseline, gpu, roofline, rules, step
@@ -28,14 +28,14 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     first, second = result["runs"]
     assert second["flags"] == first["flags"] + " --value_gate_dim=4" and result["data"] == "real shards"
     assert result["ratio"] == pytest.approx(second["seconds_per_token"] / first["seconds_per_token"])
-    for run in result["runs"]:
-        ms = list(run["ms_by_stage"].values())
-        assert sum(run["parts"].values()) == pytest.approx(ms[0])
-        assert all(run["parts"][part] > 0 for part in step.PARTS[:5])
-        assert len(ms) == 3 and run["num_recompiles"] == 0
+    for timed in result["runs"]:
+        ms = list(timed["ms_by_stage"].values())
+        assert sum(timed["parts"].values()) == pytest.approx(ms[0])
+        assert all(timed["parts"][part] > 0 for part in step.PARTS[:5])
+        assert len(ms) == 3 and timed["num_recompiles"] == 0
         mean_ms = sum(steps * one for steps, one in zip((3, 2, 1), ms)) / 6
-        assert run["tokens_per_s"] == pytest.approx(2048e3 / mean_ms, rel=1e-3)
-        assert len(run["layers"]) == 4 and all(row["max"] > row["std"] > 0 for row in run["layers"])
+        assert timed["tokens_per_s"] == pytest.approx(2048e3 / mean_ms, rel=1e-3)
+        assert len(timed["layers"]) == 4 and all(row["max"] > row["std"] > 0 for row in timed["layers"])
     prediction = result["prediction"]
     assert prediction["ms"] == pytest.approx(prediction["computing_ms"] + prediction["exposed_ms"])
     assert prediction["ms"] >= prediction["sent_mb"] / 0.1 > 0  # at 0.1 GB/s messages take the most time
@@ -62,11 +62,7 @@ def test_bad_options_end_with_one_line(tool, option, monkeypatch, capsys):
     module, tool = importlib.import_module(tool if "." in tool else f"benchmarks.{tool}"), tool.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", option])
     monkeypatch.setattr(results, "run_missing", None)
-    try:
-        status = run_guarded(module.main)
-    except SystemExit as end:
-        status = end.code
-    out, err = capsys.readouterr()
+    status, out, err = call_tool(capsys, run_guarded, module.main)
     word = option.split("=")[-2 if "--options=--" in option else 0]
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{tool}.py: error: ")
     assert word.lstrip("-") in err or "required" in err or option.split(",")[-1] in err
@@ -325,10 +321,10 @@ def test_repeats_are_found_within_a_document():
     assert find(torch.tensor([*eight, *eight]), doc_ids, 9) == []
 
 
-def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
+def test_the_loss_of_a_checkpoint_in_two_parts(shards, here):
     """Weighted by their shares, both add up to the validation loss of the run."""
-    result = smoke_run(shards, tmp_path, *TINY, "--num_iterations=4", "--checkpoint_every=4")
-    (path,) = tmp_path.glob("checkpoints/*/*/step_*")
+    result = run(shards, "--num_iterations=4", "--checkpoint_every=4")
+    (path,) = here.glob("checkpoints/*/*/step_*")
     step, loss, share, repeated, others = copy_loss.split_loss(path)
     assert step == 4 and 0 < share < 1
     assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)

@@ -180,11 +180,8 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
         dtypes = {trainer.ops.dtype, trainer.val_ops.dtype, *(x.args.dtype for x in trainer.optimizer.buckets)}
         used.append((sorted(trainer.fast & {*gpt.FP8_FORMS}), *map(str, dtypes)))
 
-    def train_step(self, batches, state, real=gpt.Trainer.train_step):
-        rates.append((state.lr, self.schedule.at(self.progress.step).lr))
-        return real(self, batches, state)
-
-    monkeypatch.setattr(gpt.Trainer, "train_step", train_step)
+    before_call(monkeypatch, gpt.Trainer, "train_step", lambda trainer, _, state: rates.append(
+        (state.lr, trainer.schedule.at(trainer.progress.step).lr)))
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 3)
     monkeypatch.setattr(gpt.Guard, "TRIAL_STEPS", 1)
     change_steps(monkeypatch, [5, 9, 13], note, lambda _, loss: loss * math.nan)
@@ -214,17 +211,18 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
 
 def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, monkeypatch, capsys):
     """Adam updates every third step, and snapshots are made after its updates, also after a rollback. Each is of the
-    step that it names. test_trainer compares its bits."""
+    step that it names (test_trainer compares its bits), trusted after five steps, and dropped by a fault before: the
+    faults are noticed at steps 22, 24 and 38. Snapshots are of steps 6, 12, 18, then 27 and 33."""
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
-    spoil_loss(monkeypatch, [20, 35])
+    spoil_loss(monkeypatch, [21, 23, 37])
     restored = []
     before_call(monkeypatch, gpt.Snapshot, "restore", lambda snapshot: restored.append(snapshot.step_count))
     every = json.dumps({group: {"every": 3} for group in ("embed", "value_embed", "head", "scalar")})
     args = ["--num_iterations=38", "--checkpoint_every=38", "--guard=on", AT_THE_END]
     result = run(shards, f"--groups={every}", *args)
     went_back = [int(step) for step in re.findall(r"restored weights of step (\d+)", capsys.readouterr().out)]
-    assert went_back == restored == [12, 30] and result["guard_actions"] == 2
+    assert went_back == restored == [12, 12, 33] and result["guard_actions"] == 3
     assert gpt.read_metadata(find_saved(38))["optimizer_steps"] == 38  # the optimizer's schedule went on
 
 
@@ -252,22 +250,6 @@ def test_more_targets_are_no_fault(shards, here):
     result = run(shards, f"--stages={json.dumps(stages)}", "--num_iterations=24", "--guard=on", AT_THE_END)
     losses = [loss for _, loss in result["train_points"]]
     assert result["guard_actions"] == 0 and losses[13] > 1.5 * losses[12]
-
-
-def test_a_snapshot_is_trusted_after_five_steps(shards, monkeypatch):
-    """After a fault in step 12 the snapshot of step 10 is too young, and the guard restores step 0."""
-    trainer = gpt.Trainer(smoke_config(shards, guard=True), make_runtime())
-    lines = []
-    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
-    log.print = lines.append
-    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
-    guard = gpt.Guard(trainer, log)
-    for step, fault, restored in ((10, 12, 0), (20, 24, 20), (30, 33, 20)):
-        guard.snapshots.append((step, gpt.Snapshot(trainer)))
-        trainer.progress.step = fault + 1
-        guard.roll_back(fault, "a fault")
-        assert lines.pop() == f"guard: step {fault}: a fault: restored weights of step {restored}, something is off"
-    assert [step for step, _ in guard.snapshots] == [0, 20] and trainer.progress.num_actions == 3
 
 
 @pytest.mark.parametrize("what, step, guard", [

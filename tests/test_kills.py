@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_same_bits, at_step, data_args, find_saved, gpt, read_tensors
+from conftest import ROOT, assert_same_bits, at_step, data_args, find_saved, gpt, read_tensors, run
 from run_ranks import ENVIRONMENT, exact_sums
 
 pytestmark = pytest.mark.slow
@@ -47,22 +47,20 @@ def test_killed_again_and_again(shards, here):
 
 def test_all_mechanisms_are_stopped_at_many_steps(shards, here, monkeypatch):
     """SIGTERM in a step, in one process. Some steps have gradients that wait for an update, so a run stops later."""
-    args = [*FRONTIER, *data_args(shards), "--telemetry_every=3"]
-    assert gpt.main([*args, "--checkpoint_every=14", "--out=whole"]) == 0
-    (whole,) = Path("whole").rglob("step_000014")
-    end, seen = read_tensors(whole), set()
+    args = ["--telemetry_every=3", "--checkpoint_every=14"]
+    whole = run(shards, *args, "--out=whole", preset=FRONTIER)
+    (path,) = Path("whole").rglob("step_000014")
+    end, seen = read_tensors(path), set()
     for step in range(1, 15, 3):
         out = Path(str(step))
         with monkeypatch.context() as patch:
             at_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            assert gpt.main([*args, f"--out={out}"]) == 143
+            run(shards, args[0], f"--out={out}", preset=FRONTIER, status=143)
         (saved,) = out.rglob("step_*")
         assert step <= (stopped := int(saved.name[5:])) <= step + 3
         seen.add(stopped)
-        assert gpt.main([*args, f"--out={out}", "--resume=auto", "--checkpoint_every=14"]) == 0
+        again = run(shards, *args, f"--out={out}", "--resume=auto", preset=FRONTIER)
         (last,) = out.rglob("step_000014")
         assert_same_bits(read_tensors(last), end)
-        for ours, theirs in zip(*(sorted(Path(folder, "logs").glob("*.json")) for folder in (out, "whole"))):
-            ours, theirs = (json.loads(path.read_text()) for path in (ours, theirs))
-            assert ours["train_points"] == theirs["train_points"] and ours["final_val_loss"] == theirs["final_val_loss"]
+        assert all(again[name] == whole[name] for name in ("train_points", "final_val_loss"))
     assert len(seen) >= 4

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import BOS, ROOT, VOCAB, at_most, gpt
+from conftest import BOS, ROOT, VOCAB, at_most, call_tool, gpt
 
 from data import text
 
@@ -26,12 +26,7 @@ TWO_SHARDS = ["train_000000.bin", "val_000000.bin"]
 
 def make(capsys, *args, status: int = 0) -> str:
     """Run the tool in this process. Returns its output, or the line of its refusal."""
-    capsys.readouterr()
-    try:
-        ended = text.main([*map(str, args)])
-    except SystemExit as end:
-        ended = end.code
-    out, err = capsys.readouterr()
+    ended, out, err = call_tool(capsys, text.main, [*map(str, args)])
     assert ended == status, err
     assert err.count("\n") == (status != 0) and "Traceback" not in err
     return err if status else out

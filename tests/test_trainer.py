@@ -23,8 +23,7 @@ def load_from(trainer, shards, **changes):
                     optimizer_steps=trainer.optimizer.step_count, hardware=dict(ranks=1))
     other, step, close = make_trainer(shards, **changes)
     with tempfile.TemporaryDirectory() as folder:
-        rows = {entry: rows.clone() for entry, rows in gpt.collect_rows(trainer).items()}
-        torch.save(rows, Path(folder, "rank0.pt"))
+        torch.save(copy_rows(trainer), Path(folder, "rank0.pt"))
         Path(folder, "state.json").write_text(json.dumps(metadata))
         gpt.load_state(other, Path(folder), gpt.read_metadata(Path(folder)))
     return other, step, close
