@@ -218,7 +218,7 @@ def at_step(monkeypatch, step, act) -> None:
 
 
 def advance(monkeypatch, now, owner, name, seconds) -> None:
-    """Advance the time by these seconds in each call of a function. They may be a function of its arguments."""
+    """Advance the time by these seconds, or a function of the arguments, in each call of a function."""
     before_call(monkeypatch, owner, name, lambda *args: now.__setitem__(
         0, now[0] + (seconds(*args) if callable(seconds) else seconds)))
 

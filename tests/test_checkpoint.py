@@ -63,7 +63,7 @@ def list_saved(folder: str = "checkpoints") -> list[str]:
 
 
 def check_model(step: Path) -> dict[str, torch.Tensor]:
-    """model.pt has the parameters of this checkpoint without its optimizer state, after the averages. Returns them."""
+    """The parameters in model.pt: those of this checkpoint after the averages, without optimizer state."""
     content, tensors = torch.load(step.parent / "model.pt", weights_only=True), read_tensors(step)
     averaged = {entry.partition("/")[0] for entry in tensors if "/average" in entry}
     found = {f"{name}/": rows for name, rows in content["tensors"].items()}
@@ -160,8 +160,7 @@ def test_what_a_checkpoint_holds(shards, here):
 
 
 def test_a_run_keeps_two_steps_and_leaves_others(shards, here, capsys):
-    """An incomplete step of the run that continues is removed, that of another run stays. Copies are no steps, and
-    stay."""
+    """An incomplete step of the run that continues is removed. Steps of other runs, and copies, stay."""
     args = ["--num_iterations=6", "--checkpoint_every=1", "--resume=auto"]
     result = run(shards, *args)
     folder = find_saved(6).parent
@@ -300,8 +299,8 @@ def test_a_signal_waits_for_the_last_gradient(shards, here, monkeypatch):
 
 
 def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
-    """The run saves before the final validation, which the next life does. A signal during that one, or while the result
-    is written, has no effect."""
+    """The run saves before the final validation, which the next life does. A signal during that one, or
+    while the result is written, has no effect."""
     args = ["--num_iterations=8", "--val_loss_every=4"]
     whole = run(shards, *args)
     with monkeypatch.context() as patch:

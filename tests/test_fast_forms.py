@@ -222,16 +222,6 @@ def test_long_sequences_need_a_fast_form_of_attention(load_copy):
     assert "block_attention" not in chosen and len(lines) == 2
 
 
-def spoil(monkeypatch, name: str, field: str, wrap) -> None:
-    real = gpt.make_operations
-
-    def make(cfg, names, dtype):
-        ops = real(cfg, names, dtype)
-        return ops._replace(**{field: wrap(getattr(ops, field))}) if name in names else ops
-
-    monkeypatch.setattr(gpt, "make_operations", make)
-
-
 def fail(_function):
     def wrong(*_given):
         raise RuntimeError("no registers\nleft")
@@ -253,8 +243,13 @@ WRONG = {
 @pytest.mark.parametrize("fast", ["auto", "rms_norm,block_attention,head_loss"])
 def test_a_wrong_form_is_off_with_one_line(fast, reason, monkeypatch):
     """The others stay on, whether a user names them or not."""
-    name, field, wrap = WRONG[reason]
-    spoil(monkeypatch, name, field, wrap)
+    (name, field, wrap), real = WRONG[reason], gpt.make_operations
+
+    def make(cfg, names, dtype):
+        ops = real(cfg, names, dtype)
+        return ops._replace(**{field: wrap(getattr(ops, field))}) if name in names else ops
+
+    monkeypatch.setattr(gpt, "make_operations", make)
     chosen, lines = gpt.choose_fast_forms(smoke_config(fast=fast), make_runtime())
     assert chosen == CPU_FORMS - {name} and len(lines) == 2
     assert lines[1].startswith(f"fast form {name}: off (") and reason in lines[1]

@@ -177,7 +177,8 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
     used, rates = [], []
 
     def note(trainer):
-        dtypes = {trainer.ops.dtype, trainer.val_ops.dtype, *(x.args.dtype for x in trainer.optimizer.buckets)}
+        dtypes = {trainer.ops.dtype, trainer.val_ops.dtype}
+        dtypes |= {bucket.args.dtype for bucket in trainer.optimizer.buckets}
         used.append((sorted(trainer.fast & {*gpt.FP8_FORMS}), *map(str, dtypes)))
 
     before_call(monkeypatch, gpt.Trainer, "train_step", lambda trainer, _, state: rates.append(
@@ -210,9 +211,9 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
 
 
 def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, monkeypatch, capsys):
-    """Adam updates every third step, and snapshots are made after its updates, also after a rollback. Each is of the
-    step that it names (test_trainer compares its bits), trusted after five steps, and dropped by a fault before: the
-    faults are noticed at steps 22, 24 and 38. Snapshots are of steps 6, 12, 18, then 27 and 33."""
+    """Adam updates every third step, and snapshots are made after its updates, also after a rollback: of
+    steps 6, 12, 18, then 27 and 33. Each is of the step that it names (test_trainer compares its bits). It is
+    trusted after five steps, and an earlier fault drops it. Faults are noticed at steps 22, 24 and 38."""
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
     spoil_loss(monkeypatch, [21, 23, 37])

@@ -31,8 +31,8 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_multipliers(rule):
-    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero. Averages count the values
-    after the update."""
+    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero. Averages count
+    the values after the update."""
     groups = {"scalar": dict(lr=0.1, weight_decay=0.2)}
     cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2, groups=groups,
                               averages=True, num_iterations=1), Ends()
@@ -54,7 +54,7 @@ def test_multipliers(rule):
     model.head.weight.grad += 1
     optimizer.step(first_state(cfg))
     head = optimizer.bucket_of["head.weight"]
-    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first value is copied
+    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first is copied
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
     decay = 0.1 * 0.2

@@ -62,8 +62,8 @@ def test_messages_leave_early_and_are_awaited_late(shards):
 
 
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit. Training goes
-    on until the next save, which waits: each write starts only after that one has begun."""
+    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit.
+    Training goes on until the next save, which waits: each write starts only after that one has begun."""
     events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
     has_begun = {step: threading.Event() for step in (2, 4, 6)}
     before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))

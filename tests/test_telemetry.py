@@ -65,7 +65,8 @@ def test_updates_of_bfloat16_matrices_include_their_low_bits(shards, here):
     ratios = []
     for options in ([], ["--matrix_dtype=bfloat16", "--state_dtype=float32"]):
         folder = Path(str(len(ratios)))
-        run(shards, "--matrix_lr=0.0002", "--num_iterations=3", "--telemetry_every=3", f"--out={folder}", *options)
+        options += ["--matrix_lr=0.0002", "--num_iterations=3", "--telemetry_every=3"]
+        run(shards, *options, f"--out={folder}")
         (line,) = read_events("telemetry", folder=folder)
         ratios.append(line["groups"]["matrix"]["update_ratio"])
     assert 0 < ratios[0] < 1e-3 and ratios[1] == pytest.approx(ratios[0], rel=0.2)

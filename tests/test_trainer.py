@@ -95,11 +95,9 @@ def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, now):
 
 @pytest.fixture
 def received():
-    """The signals that the handlers of this test receive, which a run replaces. SIGUSR1 is ignored."""
-    numbers = []
-    handlers = {number: lambda number, _: numbers.append(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers[signal.SIGUSR1] = signal.SIG_IGN
-    old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    """The signals that the handlers of this test receive, which a run replaces."""
+    numbers, note = [], lambda number, _: numbers.append(number)
+    old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     yield numbers
     for number, handler in old.items():
         signal.signal(number, handler)
@@ -112,7 +110,6 @@ def test_signal_handlers_are_restored_and_the_second_signal_of_one_rank_acts(wor
         stop.catch_signals()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == 143 and received == []
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM] * (world_size == 1) and stop.requested == 143
     received.clear()
@@ -232,8 +229,8 @@ def test_a_resumed_run_of_another_length_stays_tied_or_untied(shards):
 
 
 def test_a_resumed_run_reads_the_vocabulary_again(shards, here, monkeypatch):
-    """The prefix table is not in the checkpoint. It is filled before the first step, and the losses equal those without
-    a stop."""
+    """The prefix table is not in the checkpoint. It is filled before the first step, and the losses equal
+    those without a stop."""
     Path("vocab.json").write_text(json.dumps({"abc"[: 1 + i % 3] + "-" * (i // 3): 97 + i for i in range(26)}))
     found = []
     before_call(monkeypatch, gpt.Trainer, "train_step",
@@ -243,16 +240,6 @@ def test_a_resumed_run_reads_the_vocabulary_again(shards, here, monkeypatch):
     again = run(shards, *args, f"--resume={find_saved(3)}")["val_points"]
     assert [point[:2] for point in again] == [point[:2] for point in whole]
     assert found == [[-1, -1, 97, 98, 97, 98, 99, 100]] * (6 + 3)  # of a, ab, abc, a-, ab-, abc-, a--
-
-
-def test_a_step_gives_the_weights_of_all_targets_to_the_model(shards, monkeypatch):
-    trainer, step, close = make_trainer(shards, preset="smoke_frontier")
-    given = []
-    before_call(monkeypatch, trainer.model, "forward", lambda *args: given.append(args[3].tolist()))
-    weights = trainer.schedule.at(0).loss_weights
-    step()
-    close()
-    assert len(weights) == 3 and given == [pytest.approx(weights)] * 2
 
 
 def test_averages_act_after_the_last_step_only(shards, here):

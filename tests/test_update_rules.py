@@ -297,8 +297,8 @@ def test_bfloat16_parameters_are_updated_in_float32():
     ("muonh", 0.02, "newton_schulz"), ("normuonh", 0.02, "polar_express"),
     ("adamw", 0.002, "newton_schulz")])
 def test_every_rule_trains(name, lr, method, shards):
-    """Embeddings and head learn the frequencies of bytes. Only matrices, which a rate of 0 freezes, can learn their
-    order: the loss of step 40 of a model with two layers."""
+    """Embeddings and head learn the frequencies of bytes. Only matrices, which a rate of 0 freezes, can
+    learn their order: the loss of step 40 of a model with two layers."""
     losses = []
     for rate in (0.0, lr):
         cfg = smoke_config(shards, matrix_rule=name, matrix_lr=rate, orthogonalize=method, num_layers=2,
