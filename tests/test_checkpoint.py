@@ -316,8 +316,8 @@ def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
 
 def test_signals_are_left_alone_in_a_thread_and_if_they_are_ignored(shards, here, monkeypatch):
     handlers, statuses = [], []
-    note = lambda: handlers.append(signal.getsignal(signal.SIGTERM))
-    before_call(monkeypatch, gpt.Stop, "exchange", lambda *_: note())
+    before_call(monkeypatch, gpt.Stop, "exchange",
+                lambda *_: handlers.append(signal.getsignal(signal.SIGTERM)))
     args = [*TINY, *data_args(shards), "--num_iterations=2", AT_THE_END]
     thread = threading.Thread(target=lambda: statuses.append(gpt.main(args)))
     thread.start()

@@ -212,7 +212,7 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
 
 def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, monkeypatch, capsys):
     """Adam updates every third step, and snapshots are made after its updates, also after a rollback: of
-    steps 6, 12, 18, then 27 and 33. Each is of the step that it names (test_trainer compares its bits). It is
+    steps 6, 12, 18, then 27 and 33. Each is of the step that it names. test_trainer compares its bits. It is
     trusted after five steps, and an earlier fault drops it. Faults are noticed at steps 22, 24 and 38."""
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
@@ -272,8 +272,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(shards, here, monkeypatch, capsy
 def test_the_guard_checks_a_step_before_it_is_saved(shards, here, monkeypatch, capsys):
     """A NaN in a gradient of the saved step. Otherwise the guard checks one step late."""
     spoil_gradient(monkeypatch, step=6)
-    args = [*TINY, *data_args(shards), *HEAD, "--num_iterations=8", "--checkpoint_every=6", "--guard=on"]
-    assert gpt.main(args) == 0
+    run(shards, *HEAD, "--num_iterations=8", "--checkpoint_every=6", "--guard=on")
     assert "guard: step 6: gradient norm nan" in capsys.readouterr().out
     for step in (6, 8):
         tensors = read_tensors(find_saved(step))

@@ -1,5 +1,6 @@
 """The optimizer: arguments of update rules, multipliers, buckets, tables divided among ranks, averages."""
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -165,20 +166,14 @@ def test_plans_of_a_batch():
     assert batch.ngram_plan.places.shape == (2 * 128,)
 
 
-class ThreadComm(gpt.Comm):
-    """A rank that is a thread of this process."""
-
-    def __init__(self, rank: int, shared: list, barrier: threading.Barrier):
-        super().__init__(rank, len(shared))
-        self.shared, self.barrier = shared, barrier
-
-    def all_to_all(self, sent, send_counts, receive_counts):
-        self.shared[self.rank] = sent.split(send_counts)
-        self.barrier.wait(60)
-        received = [parts[self.rank] for parts in self.shared]
-        self.barrier.wait(60)
-        assert [len(part) for part in received] == list(receive_counts)
-        return torch.cat(received), None
+def exchange(rank: int, shared: list, barrier: threading.Barrier, sent, send_counts, receive_counts):
+    """all_to_all() of ranks that are threads of this process."""
+    shared[rank] = sent.split(send_counts)
+    barrier.wait(60)
+    received = [parts[rank] for parts in shared]
+    barrier.wait(60)
+    assert [len(part) for part in received] == list(receive_counts)
+    return torch.cat(received), None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -200,7 +195,9 @@ def test_a_table_reads_and_sums_like_a_dense_embedding(name, num_ranks):
         values = F.pad(whole, (0, 0, 0, size * num_ranks + 1 - 38))[rank * size :][: size + 1]
         data = values.clone() if name == "ngram" else whole.clone()
         param = gpt.parameter(data, name.removesuffix("s.0"), is_table=True)
-        table = gpt.Table([(name, param)], cfg, Ends(), ThreadComm(rank, shared, barrier))
+        comm = gpt.Comm(rank, num_ranks)
+        comm.all_to_all = functools.partial(exchange, rank, shared, barrier)
+        table = gpt.Table([(name, param)], cfg, Ends(), comm)
         for rows, grad in zip(reads, grads):
             plan = gpt.plan_rows([x.numpy() for x in rows], rank, 38)
             found = param.owner.start_reading(plan)()

@@ -48,16 +48,14 @@ def test_lines_and_their_fields(measured):
 def test_telemetry_changes_no_bit(shards, measured, here, monkeypatch):
     """Neither losses nor the final parameters. Without it nothing is measured."""
     monkeypatch.setattr(gpt, "UpdateNorms", None)
-    assert gpt.main([*ARGS, *data_args(shards)]) == 0 and not list(here.rglob("*.jsonl"))
-    results, models = [], []
-    for folder in (measured, here):
-        (path,) = (folder / "logs").glob("*.json")
-        results.append(json.loads(path.read_text()))
-        (path,) = folder.rglob("model.pt")
-        models.append(torch.load(path, weights_only=True)["tensors"])
-    assert results[0]["train_points"] == results[1]["train_points"]
-    assert results[0]["final_val_loss"] == results[1]["final_val_loss"]
-    assert [name for name in models[0] if not torch.equal(models[0][name], models[1][name])] == []
+    plain = run(shards, preset=ARGS)
+    assert not list(here.rglob("*.jsonl"))
+    (path,) = (measured / "logs").glob("*.json")
+    result = json.loads(path.read_text())
+    assert all(result[name] == plain[name] for name in ("train_points", "final_val_loss"))
+    models = (next(folder.rglob("model.pt")) for folder in (measured, here))
+    ours, theirs = (torch.load(path, weights_only=True)["tensors"] for path in models)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_updates_of_bfloat16_matrices_include_their_low_bits(shards, here):

@@ -70,12 +70,6 @@ def test_the_result_is_the_last_validation_and_not_the_best(shards, here, monkey
     assert result["final_val_loss"] == 4.0 and [point[1] for point in result["val_points"]] == [5.0, 3.0, 4.0]
 
 
-def test_a_seed_repeats_and_another_seed_does_not(shards, here):
-    results = [run(shards, "--num_iterations=2", f"--seed={seed}") for seed in (0, 1, 0)]
-    points = [[point[:2] for point in result["val_points"]] for result in results]
-    assert points[0] == points[2] != points[1] and len(points[0]) == 2
-
-
 def test_the_first_data_are_on_the_clock(shards, here, monkeypatch, now):
     """The time advances only in these functions. Each of four steps has one batch, all read before the last ends."""
     for owner, name, seconds in (
